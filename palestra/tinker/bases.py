@@ -78,7 +78,7 @@ class Bases:
         self._bases = {base.name: base for base in bases}
 
     def __iter__(self) -> Any:
-        """Iterate over the models."""
+        """Iterate over the base models, in the order in which they were named."""
         return iter(self._bases.values())
 
     def of(self, name: str) -> Base:

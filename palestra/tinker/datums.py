@@ -187,13 +187,14 @@ def _inputs(datum: Any, place: str, loss: str, length: int) -> dict[str, NDArray
 
 
 def _check_tokens(tokens: NDArray[Any], place: str, vocab_size: int) -> None:
-    """Raise InvalidRequest unless all ids are tokens of the model."""
+    """Raise InvalidRequest unless all ids, [N], are tokens of the model."""
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
         raise InvalidRequest(f"{place} has the token {int(outside[0])}; the model's are 0 to {vocab_size - 1}", place)
 
 
 def _behind(first: NDArray[Any], last: NDArray[Any]) -> Ids:
+    """Return int32 [N + M] of ids [N] and those that follow, [M]."""
     return np.concatenate((first, last)).astype(np.int32)
 
 
@@ -212,6 +213,7 @@ def loss_without_gradient(batch: Batch, logprobs: Sequence[Floats]) -> float:
     import torch
 
     def column(values: Sequence[NDArray[Any]]) -> torch.Tensor:
+        """Return [T] numbers of all rows, [N + 1] each, without those of their first tokens."""
         return torch.from_numpy(np.concatenate([value[1:] for value in values]))
 
     rows, loss = batch.rows, build_loss(batch.loss)

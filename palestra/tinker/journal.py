@@ -18,6 +18,7 @@ from sqlalchemy import Connection, select
 from palestra.database import Database
 from palestra.errors import InvalidRequest, NotFound, TooManyRequests
 from palestra.tinker import tables
+from palestra.tinker.limits import Limits
 from palestra.tinker.records import Category, Request
 from palestra.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 from palestra.types.clock import Clock
@@ -44,7 +45,7 @@ class Journal:
         target: str,
         seq_id: int,
         body: bytes,
-        waiting: int,
+        limits: Limits,
         extra: Operation | None = None,
     ) -> tuple[str, bool]:
         """Record a request, unless it was recorded before; return its id, and whether it is new.
@@ -55,7 +56,7 @@ class Journal:
             target: the model or the sampler.
             seq_id: number among the requests of the target.
             body: as it came.
-            waiting: most requests of the tenant without a result.
+            limits: how many requests of a tenant may have no result, and how long they may be together.
             extra: is done in the same transaction if the request is new.
 
         Raises:
@@ -72,9 +73,14 @@ class Journal:
                 if known.digest != digest:
                     raise InvalidRequest(f"{target} had another request with the number {seq_id}", "seq_id")
                 return str(known.request_id), False
-            pending = select(sa.func.count()).where(table.c.tenant == tenant, table.c.state == PENDING)
-            if connection.execute(pending).scalar_one() >= waiting:
-                raise TooManyRequests(f"{waiting} requests of this key wait for their results; ask for them first")
+            size = sa.func.coalesce(sa.func.sum(sa.func.length(table.c.body)), 0)
+            pending = select(sa.func.count(), size).where(table.c.tenant == tenant, table.c.state == PENDING)
+            number, length = connection.execute(pending).one()
+            if number >= limits.waiting or length + len(body) > limits.waiting_bytes:
+                raise TooManyRequests(
+                    f"{number} requests of this key wait, with {length} bytes, and at most {limits.waiting} "
+                    f"with {limits.waiting_bytes} bytes may; wait for their results"
+                )
             request_id = f"{kind}-{secrets.token_hex(12)}"
             values = {"request_id": request_id, "tenant": tenant, "kind": kind, "target": target, "seq_id": seq_id}
             if extra is not None:

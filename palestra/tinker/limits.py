@@ -1,4 +1,4 @@
-"""What one tenant may ask of a Tinker server, and how long the server keeps what nobody asks for."""
+"""What one tenant may ask of a Tinker server, and how long the server keeps results and sessions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ class Limits:
     """The limits of a server; each tenant has those that are counted for itself.
 
     Attributes:
-        body_bytes: longest body of a request.
+        body_bytes: longest body of a `forward_backward`.
+        json_bytes: longest body of every other request.
+        sessions: most sessions of a tenant that are alive.
+        samplers: most samplers of a session.
+        gradients: most requests whose gradients one step applies.
         datums: most datums of one request.
         models: most models of a tenant whose session is not over.
         loaded_models: most models of all tenants that are in memory; others come back from the disk when they are used.
         loaded_samplers: most adapters of all tenants that the engine has; others are loaded again when they are used.
         waiting: most requests of a tenant that have no result yet.
+        waiting_bytes: most bytes of their bodies.
         checkpoints: most checkpoints of a tenant that have not expired.
         samples: most sequences of one request.
         futures: most results of a tenant that are kept; the oldest are forgotten first.
@@ -26,11 +31,16 @@ class Limits:
     """
 
     body_bytes: int = 64 * 2**20
+    json_bytes: int = 2 * 2**20
+    sessions: int = 1000
+    samplers: int = 10_000
+    gradients: int = 4096
     datums: int = 4096
     models: int = 16
     loaded_models: int = 8
     loaded_samplers: int = 16
     waiting: int = 4096
+    waiting_bytes: int = 2**30
     checkpoints: int = 1000
     samples: int = 1024
     futures: int = 10_000

@@ -62,7 +62,7 @@ def _add_runs(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None
 
     @app.get(f"{API}/training_runs/{{model_id}}")
     async def training_run(model_id: str, request: Request) -> Response:
-        """Describe one model."""
+        """Describe one model of the key, with its newest checkpoints."""
         return _json(await described(await service.sessions.model(tenant_of(request), model_id)))
 
 
@@ -93,7 +93,7 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
 
     @app.delete(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete(model_id: str, checkpoint_id: str, request: Request) -> Response:
-        """Delete a checkpoint."""
+        """Delete a checkpoint of the key, with its files."""
         await service.delete_checkpoint(tenant_of(request), path_of(model_id, checkpoint_id))
         return _json({})
 
@@ -123,7 +123,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> 
 
     @app.get(f"{API}/sessions/{{session_id}}")
     async def session(session_id: str, request: Request) -> Response:
-        """Describe one session."""
+        """Describe one session of the key: its models and samplers."""
         tenant = tenant_of(request)
         data = orjson.loads((await service.sessions.session(tenant, session_id)).data)
         return _json(

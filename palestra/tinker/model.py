@@ -104,7 +104,7 @@ class Model:
         async with self._lock:
             if self._training is None:
                 return
-            if self._since_save and not self._training.has_gradient:
+            if self._since_save and not self._training.gradients:
                 await self._try_to_save()
             await self._forget()
 
@@ -144,7 +144,8 @@ class Model:
             await in_thread(lambda: shutil.rmtree(outcome.removed or "", ignore_errors=True))
         if request.kind == "optim_step":
             self._since_save += 1
-        if self._since_save >= self._shop.limits.checkpoint_steps:
+        # After a restart there may be a gradient already when enough steps have been done again.
+        if self._since_save >= self._shop.limits.checkpoint_steps and not training.gradients:
             await self._try_to_save()
         return True
 
@@ -181,8 +182,10 @@ class Model:
             if not first:
                 try:
                     await self._restore(self._training)
-                except BaseException:
+                except BaseException as error:
                     await self._forget()
+                    if isinstance(error, PalestraError) and error.http_status < 500:  # it is not this request's fault
+                        raise CheckpointError(f"{self.record.model_id} could not be restored: {error}") from error
                     raise
         return self._training
 
@@ -224,6 +227,7 @@ class Model:
         """
         training = self._training
         assert training is not None
+        assert not training.gradients, "a checkpoint has no gradient"
         state = {"step": training.steps, "seq": seq_id}
         request_id = f"checkpoint {seq_id}"
         await self._shop.trainer.save(self.record.model_id, training.run.checkpoints, state, request_id)

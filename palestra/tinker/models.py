@@ -18,7 +18,7 @@ from palestra.tinker.sessions import Sessions
 from palestra.tinker.training import Workshop, usable
 from palestra.tinker.wire import CreateModel, LoadWeights
 
-Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
+Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Models:
@@ -39,6 +39,7 @@ class Models:
         self._shop, self._journal, self._sessions = workshop, journal, sessions
         self._settled, self._spawn = settled, spawn
         self._models: dict[str, Model] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by model
         self._room = asyncio.Condition()
 
     def in_memory(self) -> list[Model]:
@@ -46,10 +47,13 @@ class Models:
         return list(self._models.values())
 
     async def unload(self, model_id: str) -> None:
-        """Take a model out of memory unless it is busy."""
+        """Take a model out of memory unless it is busy; it comes back when it is used."""
         model = self._models.get(model_id)
         if model is not None and not model.is_busy:
             await model.unload()
+            if not model.is_busy:
+                self._tasks.pop(model_id).cancel()
+                self._models.pop(model_id, None)
 
     async def create(self, tenant: str, body: bytes) -> tuple[str, str]:
         """Accept the creation of a model; return the ids of the request and of the model.
@@ -156,9 +160,7 @@ class Models:
         """Accept the request that makes a model, and return its id."""
         limits = self._shop.limits
         insert = self._sessions.insert_model(record, limits.models, limits.session_seconds)
-        request_id, is_new = await self._journal.accept(
-            record.tenant, kind, record.model_id, 0, body, limits.waiting, insert
-        )
+        request_id, is_new = await self._journal.accept(record.tenant, kind, record.model_id, 0, body, limits, insert)
         if is_new:
             self.notify(record)
         return request_id
@@ -179,7 +181,7 @@ class Models:
             TooManyRequests: too many requests of the tenant wait.
         """
         record = await self._sessions.model(tenant, model_id)
-        request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, self._shop.limits.waiting)
+        request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, self._shop.limits)
         self.notify(record)
         return request_id
 
@@ -190,14 +192,16 @@ class Models:
             self._models[name] = Model(
                 record, self._shop, self._journal, self._sessions, self._settled, self._make_room
             )
-            self._spawn(name, self._run(self._models[name]))
+            self._tasks[name] = self._spawn(name, self._run(self._models[name]))
         self._models[name].notify()
 
     async def _run(self, model: Model) -> None:
         try:
             await model.run(self._room_changed)
         finally:
-            self._models.pop(model.record.model_id, None)
+            name = model.record.model_id
+            if self._models.get(name) is model:  # there may be another by now
+                del self._models[name], self._tasks[name]
 
     async def _room_changed(self) -> None:
         async with self._room:

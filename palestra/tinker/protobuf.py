@@ -128,7 +128,7 @@ def parse(name: str, body: bytes) -> Any:
 
 
 def array_of(tensor: Any, name: str) -> NDArray[Any]:
-    """Return a dense tensor of a request, float32 or int64 in its shape; a tensor without a shape is flat.
+    """Return a dense tensor of a request, float32 or int64 in its shape; one without a shape is [N].
 
     Args:
         tensor: a message `Tensor`.

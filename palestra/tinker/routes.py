@@ -20,6 +20,7 @@ from palestra.http.errors import Failure
 from palestra.http.guard import bearer
 from palestra.threads import WorkPool
 from palestra.tinker import protobuf
+from palestra.tinker.limits import Limits
 from palestra.tinker.listing import add_listing
 from palestra.tinker.service import TinkerService
 from palestra.tinker.tables import DONE, FORGOTTEN, PENDING
@@ -46,16 +47,16 @@ def tinker_error(failure: Failure) -> dict[str, Any]:
 
 
 class Caller:
-    """Finds out who asks."""
+    """Finds out, by the key of a request, which tenant asks."""
 
-    def __init__(self, tenants: Tenants, max_body_bytes: int) -> None:
+    def __init__(self, tenants: Tenants, limits: Limits) -> None:
         """Keep the tenants.
 
         Args:
             tenants: by their keys.
-            max_body_bytes: of every request.
+            limits: of bodies.
         """
-        self._tenants, self._most = tenants, max_body_bytes
+        self._tenants, self._limits = tenants, limits
 
     def tenant(self, request: Request) -> str:
         """Return whose key a request has.
@@ -68,7 +69,8 @@ class Caller:
     async def authenticate(self, request: Request) -> int:
         """Check the key of a request, and return how long its body may be; see `RequestGuard`."""
         self.tenant(request)
-        return self._most
+        limits = self._limits
+        return limits.body_bytes if request.url.path == f"{API}/forward_backward" else limits.json_bytes
 
 
 def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
@@ -78,7 +80,7 @@ def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
         service: answers.
         tenants: by their keys.
     """
-    caller = Caller(tenants, service.limits.body_bytes)
+    caller = Caller(tenants, service.limits)
     app = build_app(
         "Palestra, Tinker API",
         "Training and sampling of LoRA adapters, as the Tinker SDK asks for them.",
@@ -102,7 +104,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
     @app.get(f"{API}/healthz")
     async def healthz() -> Response:
-        """Say that the server answers."""
+        """Say that the server answers; this needs no key."""
         return _json({"status": "ok"})
 
     @app.post(f"{API}/client/config")
@@ -122,7 +124,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
     @app.post(f"{API}/create_session")
     async def create_session(request: Request) -> Response:
-        """Begin a session."""
+        """Begin a session, in which a client makes models and samplers."""
         body = await read_request(CreateSession, request, pool)
         session_id = await service.create_session(caller.tenant(request), body.model_dump(mode="json"))
         return _json({"type": "create_session", "session_id": session_id})
@@ -138,14 +140,14 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
     @app.post(f"{API}/sessions/{{session_id}}/finish")
     async def finish(session_id: str, request: Request) -> Response:
-        """End a session."""
+        """End a session, which its client has closed."""
         await read_request(Finish, request, pool)
         await service.finish_session(caller.tenant(request), session_id)
         return _json({})
 
     @app.get(f"{API}/get_server_capabilities")
     async def capabilities() -> Response:
-        """List the base models."""
+        """List the base models, with their longest contexts."""
         found = [
             {"model_name": b.name, "max_context_length": b.max_context, "trainable": True, "sampleable": True}
             for b in service.bases
@@ -201,7 +203,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
     @app.post(f"{API}/get_info")
     async def get_info(request: Request) -> Response:
-        """Say what a model is."""
+        """Say of which base model a model is, and its rank."""
         asked = await read_request(OfModel, request, pool)
         record = await service.sessions.model(caller.tenant(request), asked.model_id)
         base = service.bases.of(record.base)
@@ -257,7 +259,7 @@ def _add_sampling(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
     @app.post(f"{API}/asample")
     async def asample(request: Request) -> Response:
-        """Sample replies to a prompt."""
+        """Have replies to a prompt sampled; the result is a future."""
         asked = await read_request(Sample, request, pool)
         request_id = await service.samples.accept(caller.tenant(request), asked, await request.body())
         ids = [f"{request_id}:{number}" for number in range(asked.num_samples)]
@@ -281,7 +283,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
     @app.post(f"{API}/cancel_future")
     async def cancel_future(request: Request) -> Response:
-        """Stop sampling for a request."""
+        """Stop sampling for a request, whose future fails then."""
         asked = parse_body(OfRequest, await request.body())
         await service.samples.cancel(caller.tenant(request), asked.request_id)
         return _json({})

@@ -44,7 +44,7 @@ class RunRecord:
         return self._folder.path / CHECKPOINTS
 
     async def restore(self, step: int) -> None:
-        """Forget the rows after a step, from which the model goes on.
+        """Forget the rows after a step, from which the model is trained on.
 
         Raises:
             CheckpointError: a row can't be read.
@@ -109,5 +109,5 @@ class RunRecord:
         return float(known)
 
     def close(self) -> None:
-        """Close the run's store."""
+        """Close the run's store, after what was submitted is written."""
         self._store.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.engine.base import Engine
-from palestra.errors import InvalidRequest, PalestraError, StoreError
+from palestra.errors import InvalidRequest, PalestraError, StoreError, TooManyRequests
 from palestra.http.bodies import parse_body
 from palestra.threads import in_thread
 from palestra.tinker.bases import Bases
@@ -91,6 +91,10 @@ class Samples:
             model_path=asked.model_path,
             folder=folder,
         )
+        if len(await self._saved.samplers(asked.session_id)) >= self._limits.samplers:
+            raise TooManyRequests(
+                f"the session has {self._limits.samplers} samplers, which is the most; another ServiceClient has others"
+            )
         await self._saved.write(self._saved.insert_sampler(sampler))
         return sampler
 
@@ -110,7 +114,7 @@ class Samples:
         sampler = await self._sampler(tenant, asked.sampling_session_id)
         plan_of(asked, self._bases.of(sampler.base), self._limits, "")
         request_id, is_new = await self._journal.accept(
-            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits.waiting
+            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits
         )
         if is_new:
             self.start(await self._journal.with_body(request_id))

@@ -110,8 +110,11 @@ class TinkerService:
         Args:
             tenant: whose it is.
             data: what the client says of it.
+
+        Raises:
+            TooManyRequests: the tenant has too many sessions.
         """
-        return await self.sessions.add_session(tenant, data)
+        return await self.sessions.add_session(tenant, data, self.limits)
 
     async def heartbeat(self, tenant: str, session_id: str) -> bool:
         """Keep a session alive. False: it is finished.
@@ -205,7 +208,7 @@ class TinkerService:
             await self.saved.write(self.saved.insert_checkpoint(brought))
         return paths
 
-    # What goes on beside requests.
+    # What is done beside requests.
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

@@ -15,6 +15,7 @@ from palestra.database import Database, to_json
 from palestra.errors import NotFound, TooManyRequests
 from palestra.tinker import tables
 from palestra.tinker.journal import Operation
+from palestra.tinker.limits import Limits
 from palestra.tinker.records import ModelRecord
 from palestra.types.clock import Clock
 
@@ -33,11 +34,31 @@ class Sessions:
         """
         self.db, self.clock = db, clock
 
-    async def add_session(self, tenant: str, data: Mapping[str, Any]) -> str:
-        """Record a session, and return its id."""
+    async def add_session(self, tenant: str, data: Mapping[str, Any], limits: Limits) -> str:
+        """Record a session, and return its id.
+
+        Args:
+            tenant: whose it is.
+            data: what the client says of it.
+            limits: how many of a tenant may be alive.
+
+        Raises:
+            TooManyRequests: as many are.
+        """
         session_id, now = f"session-{secrets.token_hex(12)}", self.clock.now()
         values = {"session_id": session_id, "tenant": tenant, "created_at": now, "seen_at": now, "data": to_json(data)}
-        await self.db.write(lambda c: _execute(c, tables.sessions.insert().values(values)))
+        table = tables.sessions
+        alive = (table.c.finished_at.is_(None), table.c.seen_at > now - limits.session_seconds)
+        query = select(sa.func.count()).where(table.c.tenant == tenant, *alive)
+
+        def insert(connection: Connection) -> None:
+            if connection.execute(query).scalar_one() >= limits.sessions:
+                raise TooManyRequests(
+                    f"this key has {limits.sessions} sessions, which is the most; closing one frees it"
+                )
+            connection.execute(table.insert(), values)
+
+        await self.db.write(insert)
         return session_id
 
     async def session(self, tenant: str, session_id: str) -> sa.Row[Any]:

@@ -40,7 +40,7 @@ class Outcome:
         result: for the client.
         changes: whether the model is another one now, so that restoring it has to do the request again.
         record: is done together with recording the result.
-        save: whether the model is to be written to the disk at once, because what the request has read may go away.
+        save: whether the model is to be written to the disk now, because what the request has read may go away.
         removed: a folder that nothing needs any more, once the result is recorded.
     """
 
@@ -79,7 +79,7 @@ class Training:
 
     Attributes:
         steps: optimizer steps that were done.
-        has_gradient: whether there is a gradient that the next step applies.
+        gradients: requests whose gradients the next step applies.
         run: the model's run folder.
     """
 
@@ -92,7 +92,7 @@ class Training:
         """
         self._record, self._shop = record, workshop
         self._base: Base = workshop.bases.of(record.base)
-        self.steps, self.has_gradient = 0, False
+        self.steps, self.gradients = 0, 0
         self.run = RunRecord(workshop.run_folder(record.model_id), record.model_id, record.base, record.adapter)
 
     async def create(self, weights: Path | None = None) -> None:
@@ -107,7 +107,7 @@ class Training:
         model = self._base.name if weights is None else str(weights)
         spec = PolicySpec(model=model, adapter=self._record.adapter, seed=self._record.seed)
         await self._shop.trainer.create(self._record.model_id, spec)
-        self.steps, self.has_gradient = 0, False
+        self.steps, self.gradients = 0, 0
 
     async def apply(self, request: Request, again: bool = False) -> Outcome:
         """Do what a request asks for.
@@ -143,11 +143,13 @@ class Training:
             logprobs = found["old_logprobs"]
             loss = await in_thread(partial(loss_without_gradient, batch, logprobs))
             return Outcome(result=output_of(logprobs, loss))
+        if self.gradients >= self._shop.limits.gradients:  # all of which have to be kept, to be done again
+            raise InvalidRequest(f"{self.gradients} requests have added gradients, which is the most; call optim_step")
         try:
             report = await trainer.forward_backward(name, batch.rows, batch.loss, request.request_id, logprobs=True)
         except InvalidAlgorithm as error:  # a number of the user's makes the loss one that is none
             raise InvalidRequest(str(error)) from None
-        self.has_gradient = True
+        self.gradients += 1
         loss = report.metrics["loss"]
         self.run.add(loss, report.rows, report.trained_tokens, time.monotonic() - started)
         assert report.logprobs is not None
@@ -166,13 +168,13 @@ class Training:
             kind = "none" if asked.optimizer_params is None else repr(asked.optimizer_params.type)
             raise InvalidRequest(f"the optimizer here is adamw with adam_params, and not {kind}", "optimizer_params")
         params = optim_params(asked.adam_params)
-        if not self.has_gradient:
+        if not self.gradients:
             raise InvalidRequest(
                 f"optim_step {request.seq_id} has no gradient to apply: no forward_backward has succeeded since the "
                 "step before"
             )
         report = await self._shop.trainer.optim_step(self._record.model_id, params, request.request_id)
-        self.steps, self.has_gradient = self.steps + 1, False
+        self.steps, self.gradients = self.steps + 1, 0
         await self.run.step(self.steps, report, time.monotonic() - started, again)
         metrics = {"grad_norm": report.grad_norm, "learning_rate": report.learning_rate, "step": float(self.steps)}
         if not report.applied:  # the gradient was not finite
@@ -298,7 +300,7 @@ class Training:
             bytes=size,
             created_at=now,
             expires_at=None if asked.ttl_seconds is None else now + asked.ttl_seconds,
-            user_metadata=asked.user_metadata,
+            user_metadata=None if asked.user_metadata is None else {k: str(v) for k, v in asked.user_metadata.items()},
         )
 
     def _answer(self, kind: str, **values: Any) -> bytes:

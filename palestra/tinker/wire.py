@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Number = Annotated[int, Field(ge=0, le=2**62)]
 Metadata = dict[Annotated[str, Field(max_length=256)], Any]
+METADATA_BYTES = 16_384  # of what a user says of a session, a model or a checkpoint, as JSON
 Token = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-SAMPLE_METADATA = 64  # most entries of a user's metadata
 
 
 class Body(BaseModel):
@@ -24,24 +25,36 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False, frozen=True)
 
 
-class CreateSession(Body):
-    """A client begins."""
+class Described(Body):
+    """A request with which a user may say something of what is made."""
+
+    user_metadata: Metadata | None = None
+
+    @field_validator("user_metadata")
+    @classmethod
+    def _is_short(cls, given: Metadata | None) -> Metadata | None:
+        if given is not None and len(orjson.dumps(given)) > METADATA_BYTES:
+            raise ValueError(f"it is longer than {METADATA_BYTES} bytes")
+        return given
+
+
+class CreateSession(Described):
+    """A client begins, and says what it is called."""
 
     tags: list[Annotated[str, Field(max_length=256)]] = Field([], max_length=64)
-    user_metadata: Metadata | None = Field(None, max_length=SAMPLE_METADATA)
     sdk_version: str = Field("", max_length=64)
     project_id: str | None = Field(None, max_length=256)
     display_name: str | None = Field(None, max_length=256)
 
 
 class OfSession(Body):
-    """A heartbeat."""
+    """A client is still there, and so is its session."""
 
     session_id: Name
 
 
 class LoraConfig(Body):
-    """Which adapter a model gets."""
+    """Which adapter a model gets: its rank, and beside which layers."""
 
     rank: int
     seed: int | None = None
@@ -51,24 +64,23 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(Body):
-    """Which optimizer a model gets."""
+    """Which optimizer a model gets; only AdamW is supported."""
 
     type: str = "adamw"
 
 
-class CreateModel(Body):
+class CreateModel(Described):
     """A new adapter of a base model."""
 
     session_id: Name
     model_seq_id: Number
     base_model: Name
-    user_metadata: Metadata | None = Field(None, max_length=SAMPLE_METADATA)
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class OfModel(Body):
-    """A question about a model."""
+    """A question about a model of the key."""
 
     model_id: Name
 
@@ -80,7 +92,7 @@ class InOrder(OfModel):
 
 
 class AdamParams(Body):
-    """The numbers of one update."""
+    """The numbers of one update, which come with each step."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -97,18 +109,17 @@ class OptimStep(InOrder):
     optimizer_params: OptimizerConfig | None = None
 
 
-class SaveWeights(InOrder):
+class SaveWeights(InOrder, Described):
     """Save a model, or its weights for a sampler, under the name `path`."""
 
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = Field(None, max_length=SAMPLE_METADATA)
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
 
 
-class LoadWeights(Body):
+class LoadWeights(Described):
     """Load a checkpoint: as a new model of a session, or into a model that is there."""
 
     model_id: Name | None = None
@@ -116,7 +127,6 @@ class LoadWeights(Body):
     session_id: Name | None = None
     model_seq_id: Number | None = None
     base_model: Name | None = None
-    user_metadata: Metadata | None = Field(None, max_length=SAMPLE_METADATA)
     path: Name
     optimizer: bool = False
     optimizer_config: OptimizerConfig | None = None
@@ -139,13 +149,13 @@ class Chunk(Body):
 
 
 class ModelInput(Body):
-    """A prompt."""
+    """A prompt, in pieces that follow one another."""
 
     chunks: list[Chunk] = Field(max_length=10_000)
 
 
 class SamplingParams(Body):
-    """How tokens are sampled."""
+    """How tokens are sampled, and what ends a reply."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -173,13 +183,13 @@ class Sample(Body):
 
 
 class OfRequest(Body):
-    """A question about a future."""
+    """A question about the result of a request."""
 
     request_id: Name
 
 
 class WeightsInfo(Body):
-    """A question about a checkpoint."""
+    """A question about a checkpoint, by its path."""
 
     tinker_path: Name
 
@@ -191,7 +201,7 @@ class SetTTL(Body):
 
 
 class Finish(Body):
-    """A client ends."""
+    """A client ends, and says why it does."""
 
     reason: dict[str, Any] = {}
     detail: Any = None

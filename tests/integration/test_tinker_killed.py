@@ -172,6 +172,7 @@ def test_a_kill_changes_nothing_that_a_client_sees(tmp_path, undisturbed, fault)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it starts 25 servers
 def test_a_kill_between_any_two_requests_changes_nothing(tmp_path, undisturbed):
     with server_in(tmp_path) as server:
 

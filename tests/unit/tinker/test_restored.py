@@ -53,6 +53,28 @@ def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gr
     ] == [True] * 7
 
 
+def test_steps_that_are_done_again_are_not_saved_with_half_of_the_next_one(tmp_path):
+    """The checkpoint is due while the gradient of the next step is there: it has to wait for that step."""
+    limits = Limits(checkpoint_steps=2, **QUICK)
+    with running(tmp_path / "whole", limits) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(3)
+        wanted = model.logprobs()
+    with running(tmp_path / "cut", Limits(checkpoint_steps=100, **QUICK)) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(2)
+        model.output(model.computes(data_of(2)))  # so that no checkpoint is written when the server ends
+    for last in (False, True):
+        with running(tmp_path / "cut", limits) as server:
+            client = Client(server.url, server.key())
+            model = Model(client, model.model_id, model.seq_id)
+            if last:
+                client.result(model.steps())
+                np.testing.assert_array_equal(model.logprobs(), wanted)
+            else:
+                model.logprobs()
+
+
 def test_more_models_than_fit_take_turns_and_do_not_notice(tmp_path):
     results = {}
     for name, loaded in (("few", 1), ("all", 8)):

@@ -255,7 +255,7 @@ def test_what_is_wrong_at_the_door_has_a_status(ada):
 
 
 def test_quotas_are_of_a_tenant_and_say_what_frees_a_place(tmp_path):
-    limits = Limits(models=2, waiting=3, checkpoints=1, poll_seconds=5.0, body_bytes=10_000)
+    limits = Limits(models=2, waiting=3, checkpoints=1, poll_seconds=5.0, body_bytes=10_000, json_bytes=5_000)
     with running(tmp_path, limits) as server:
         ada, ben = Client(server.url, server.key("ada")), Client(server.url, server.key("ben"))
         model = ada.model()
