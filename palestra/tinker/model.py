@@ -192,6 +192,9 @@ class Model:
     async def _restore(self, training: Training) -> None:
         """Load the newest checkpoint, and do what was done after it again."""
         model_id, after = self.record.model_id, -1
+        # What was executed since this object's record was read, by another object of before, counts as well.
+        known = await self._sessions.model(self.record.tenant, model_id)
+        self._executed, self._dropped = known.executed, known.dropped
         await training.create()
         state = await self._shop.trainer.load(model_id, training.run.checkpoints)
         if state is not None:

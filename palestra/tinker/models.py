@@ -51,9 +51,13 @@ class Models:
         model = self._models.get(model_id)
         if model is not None and not model.is_busy:
             await model.unload()
-            if not model.is_busy:
-                self._tasks.pop(model_id).cancel()
-                self._models.pop(model_id, None)
+            if model.is_busy or self._models.get(model_id) is not model:
+                return
+            self._models.pop(model_id)
+            self._tasks.pop(model_id).cancel()
+            # A request that has come meanwhile may have woken the task that has just been cancelled.
+            if await self._journal.next_request(model_id) is not None:
+                self.notify(await self._sessions.model(model.record.tenant, model_id))
 
     async def create(self, tenant: str, body: bytes) -> tuple[str, str]:
         """Accept the creation of a model; return the ids of the request and of the model.
