@@ -54,19 +54,21 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="precision of products")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of engine and trainer")
-    parser.add_argument("--threads", metavar="N", type=int, help="CPU threads; without it, all cores")
+    parser.add_argument("--threads", metavar="CORES", type=int, help="CPU threads; without it, all cores")
     parser.add_argument(
         "--deterministic", action="store_true", help="samples are the same bit by bit, whatever is sampled beside them"
     )
-    parser.add_argument("--max-models", metavar="N", type=int, default=16, help="models that a tenant may train")
+    parser.add_argument("--max-models", metavar="MODELS", type=int, default=16, help="models that a tenant may train")
     parser.add_argument(
         "--checkpoint-steps",
-        metavar="N",
+        metavar="STEPS",
         type=int,
         default=16,
         help="steps of a model between two checkpoints; after a kill, what came after the newest is computed again",
     )
-    parser.add_argument("--loaded-models", metavar="N", type=int, default=8, help="models in memory, of all tenants")
+    parser.add_argument(
+        "--loaded-models", metavar="MODELS", type=int, default=8, help="models in memory, of all tenants"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
