@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import time
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from rich.console import Console
 
+from palestra.cli.main import main
+from palestra.cli.top_view import view_of
 from palestra.dashboard.runs import runs_of
+from palestra.models.adapter_files import read_adapter
 from palestra.runtime.run_dir import newest_of_policy
 from palestra.tinker.limits import Limits
 from unit.tinker.messages import datum
@@ -174,7 +180,7 @@ def test_a_checkpoint_expires(server, ada):
     assert server.do(lambda: service.saved.checkpoint("ada", path)) is None
 
 
-def test_a_run_folder_is_like_that_of_any_job(server, ada):
+def test_a_run_folder_is_like_that_of_any_job(server, ada, tmp_path):
     model = ada.model()
     model.train(3)
     ada.good(f"sessions/{ada.session_id}/finish", {"reason": {"type": "success"}})
@@ -186,6 +192,11 @@ def test_a_run_folder_is_like_that_of_any_job(server, ada):
     assert (path.name, state["step"]) == ("step-000003", 3)
     (run,) = runs_of([folder])
     assert run.config.policies["policy"].adapter.rank == 4
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(view_of([run], 100, time.time()))
+    assert folder.name in console.export_text()
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    assert read_adapter(tmp_path / "out").config.rank == 4
     refused = ada.post(
         "create_model",
         {"session_id": ada.session_id, "model_seq_id": 99, "base_model": TINY, "lora_config": {"rank": 1}},
