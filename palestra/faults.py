@@ -37,7 +37,11 @@ POOL_POINTS = _both_sides("pool_rename")  # a past version becomes one of its po
 # Start: the store is open and no socket listens yet. Stop: the server was asked to end and is about to save.
 LIFE_POINTS = ("during_start", "during_stop")
 SCHEDULER_POINTS = _both_sides("job_commit")  # a job was submitted, moved, or is to be cancelled
-FAULT_POINTS = SERVER_POINTS + POLICY_POINTS + SEAT_POINTS + POOL_POINTS + LIFE_POINTS + SCHEDULER_POINTS
+# A request to a Tinker server is in its journal and not answered; or its result is.
+TINKER_POINTS = _both_sides("tinker_accept", "tinker_result")
+FAULT_POINTS = (
+    SERVER_POINTS + POLICY_POINTS + SEAT_POINTS + POOL_POINTS + LIFE_POINTS + SCHEDULER_POINTS + TINKER_POINTS
+)
 
 
 class Fault(NamedTuple):

@@ -15,7 +15,7 @@ from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossMetric, LossSpec
 from palestra.config import AdapterConfig, OptimizerConfig
 from palestra.models.weights import WeightSource
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.records import TrainSample
 
 TRAINER_METRICS = (
@@ -134,6 +134,7 @@ class StepReport:
         forward_tokens: tokens that went through the model, after shared prefixes were merged.
         flat_tokens: tokens that would have gone through the model without merging.
         metrics: `TRAINER_METRICS` and the loss's own, by name; NaN where no token counts.
+        logprobs: float32 [N] of each row, of its trained tokens, else NaN; None: they were not asked for.
     """
 
     rows: int
@@ -141,6 +142,7 @@ class StepReport:
     forward_tokens: int
     flat_tokens: int
     metrics: dict[str, float]
+    logprobs: tuple[Floats, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +202,7 @@ class Trainer(Protocol):
         ...
 
     async def forward_backward(
-        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
+        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
     ) -> StepReport:
         """Add the gradient of a batch to the gradient that the next `optim_step` applies.
 
@@ -209,6 +211,7 @@ class Trainer(Protocol):
             batch: S rows, with advantages and loss weights; for a critic's loss with `values` and `returns`.
             loss: the loss of a token, by its name; a critic's loss adds to the gradient of the critic.
             request_id: names this request.
+            logprobs: whether the report has those of the trained tokens under the weights that the gradient is of.
 
         Raises:
             ConfigError: there is no such loss; it is of a critic, and there is none; or it punishes the divergence from

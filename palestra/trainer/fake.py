@@ -128,7 +128,7 @@ class FakeTrainer:
         }
 
     async def forward_backward(
-        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
+        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
     ) -> StepReport:
         """Add the rows of `batch` to the hash that stands for a gradient of `policy`; see `Trainer.forward_backward`.
 
@@ -137,6 +137,7 @@ class FakeTrainer:
             batch: S rows.
             loss: declares the metrics, which are all 0, and decides whether the gradient is the critic's.
             request_id: names this request.
+            logprobs: whether the report has those of the trained tokens, which are the engine's.
 
         Raises:
             ConfigError: the loss is of a critic, and there is none.
@@ -170,6 +171,7 @@ class FakeTrainer:
                 forward_tokens=tokens,
                 flat_tokens=tokens,
                 metrics={metric.name: 0.0 for metric in metrics},
+                logprobs=tuple(np.where(row.loss_mask, row.logprobs, np.nan) for row in batch) if logprobs else None,
             )
 
         return await self._serial.run_idempotent(policy, request_id, work)

@@ -121,7 +121,8 @@ class MicroBatch:
             trained = np.flatnonzero(sample.loss_mask)
             columns["source"].append(path[trained - 1] + offset)
             columns["node"].append(path[trained] + offset)
-            columns["target"].append(sample.ids[trained].astype(np.int64))
+            targets = sample.ids if sample.targets is None else sample.targets
+            columns["target"].append(targets[trained].astype(np.int64))
             columns["sampling_logprobs"].append(sample.logprobs[trained])
             columns["version"].append(sample.versions[trained])
             columns["advantages"].append(sample.advantages[trained])

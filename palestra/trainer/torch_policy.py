@@ -143,12 +143,13 @@ class TorchPolicy:
                 rows += _rows_of(micro, computed[name])
         return found
 
-    def forward_backward(self, batch: Sequence[TrainSample], spec: LossSpec) -> StepReport:
+    def forward_backward(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False) -> StepReport:
         """Add the gradient of the whole batch, or of nothing if an error occurs, so that the request may be sent again.
 
         Args:
             batch: S rows.
-            spec: the loss of a token, or of a value: then the gradient is the critic's.
+            spec: the loss of a token, or of a value: then the gradient is the critic's, and there are no logprobs.
+            logprobs: whether the report has those of the trained tokens.
 
         Raises:
             ConfigError: it is a loss of values, and there is no critic; or a penalty needs logprobs of a reference that
@@ -164,10 +165,12 @@ class TorchPolicy:
         names = [metric.name for metric in policy_metrics(spec, loss, measured_with(batch))]
 
         def work() -> StepReport:
+            rows: list[Floats] | None = [] if logprobs else None
             means = self._sequence_means(micro_batches, loss) if loss.over_sequences else None
-            return self._all_micro_batches(
-                micro_batches, names, lambda micro: self._add_gradient(micro, spec, loss, means)
+            report = self._all_micro_batches(
+                micro_batches, names, lambda micro: self._add_gradient(micro, spec, loss, means, rows)
             )
+            return report if rows is None else replace(report, logprobs=tuple(rows))
 
         return self.optimizer.whole_or_nothing(work)
 
@@ -221,7 +224,7 @@ class TorchPolicy:
         )
 
     def _add_gradient(
-        self, micro: MicroBatch, spec: LossSpec, loss: Loss, means: SequenceMeans | None
+        self, micro: MicroBatch, spec: LossSpec, loss: Loss, means: SequenceMeans | None, rows: list[Floats] | None
     ) -> dict[str, Reduction]:
         """Add the gradient of one micro-batch to the policy's, and return its metrics.
 
@@ -230,6 +233,7 @@ class TorchPolicy:
             spec: has the coefficients of the penalties.
             loss: the loss of a token.
             means: over whole episodes; None: the loss needs none.
+            rows: the logprobs of each row are added to it; None: they are not wanted.
         """
         targets = columns_of(micro, self._model.device)
         with torch.enable_grad():
@@ -242,6 +246,8 @@ class TorchPolicy:
             losses, measured = add_penalties(output.loss, inputs, entropy, spec)
             total = (losses * targets["loss_weights"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
+        if rows is not None:
+            rows += _rows_of(micro, logprobs.detach())
         sampled = targets["sampling_logprobs"].isfinite()  # other tokens could have been sampled, and were not
         gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
         return {

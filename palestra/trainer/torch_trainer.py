@@ -145,7 +145,7 @@ class TorchTrainer:
         return await self._serial.run(lambda: self._in_thread(lambda: mine.forward(batch, outputs)))
 
     async def forward_backward(
-        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
+        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
     ) -> StepReport:
         """Add the gradient of a batch to a policy; see `Trainer.forward_backward`.
 
@@ -154,10 +154,11 @@ class TorchTrainer:
             batch: S rows, with advantages and loss weights; for a critic's loss with values and returns.
             loss: the loss of a token or of a value, by its name.
             request_id: names this request.
+            logprobs: whether the report has those of the trained tokens.
         """
         mine = self._policy(policy)
         build_loss(loss)  # a loss that is not known is no request
-        return await self._once(policy, request_id, lambda: mine.forward_backward(batch, loss))
+        return await self._once(policy, request_id, lambda: mine.forward_backward(batch, loss, logprobs))
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
         """Find episodes of `batch` that `policy` can't be trained on; once for each `request_id`.

@@ -193,6 +193,7 @@ class TrainSample:
         episode_id: of the episode.
         policy: the policy that is trained.
         ids: int32 [N].
+        targets: int32 [N], trained at each position in place of the row's own token; None: the row's own tokens.
         media: images for which some of the ids are placeholders.
         loss_mask: bool [N], True where the token is trained: it was sampled, or could have been in place of another.
         logprobs: float32 [N], as recorded at sampling; NaN where not sampled.
@@ -226,6 +227,7 @@ class TrainSample:
     reference_logprobs: Floats | None = None
     values: Floats | None = None
     returns: Floats | None = None
+    targets: Ids | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -161,6 +161,27 @@ class EmbeddedEngine:
 
         await self._on_thread(add)
 
+    async def add_model(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
+        """Let requests be sampled from one more policy, whose model may be of another kind than all others.
+
+        Args:
+            name: of the new policy.
+            policy: its model, on the device of the others, with the weights that are sampled from.
+            version: what tokens that are sampled from it say.
+
+        Raises:
+            ModelError: there is a policy of this name.
+            EngineFailure: the engine was stopped, or has failed.
+        """
+
+        def add() -> None:
+            if name in self._policies:
+                raise ModelError(f"this engine has a policy {name!r} already")
+            self._core.add(name, policy, version)
+            self._policies = {**self._policies, name: policy}
+
+        await self._on_thread(add)
+
     async def remove_policy(self, name: str) -> None:
         """Fail the requests of a policy, and free its memory; see `Engine.remove_policy`."""
         await self._on_thread(lambda: self._remove(name) if name in self._policies else None)

@@ -31,12 +31,14 @@ UNITS = {
     "DAYS",
     "TIME",
     "GAMES",
+    "MODELS",
 }
 COUNTED = {
     ("dashboard", "--port"),
     ("demo", "--seed"),
     ("matrix", "--seed"),
     ("serve", "--port"),
+    ("tinker", "--port"),
 }  # numbers without a unit
 
 

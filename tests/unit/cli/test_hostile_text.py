@@ -178,6 +178,11 @@ CASES: dict[str, list[list[str]]] = {
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
     "seat-key": [["run", HOSTILE], [HOSTILE, "white"]],
+    "tinker": [
+        [HOSTILE, "--port", "0"],
+        ["tiny-random", "--tenant", HOSTILE],
+        ["tiny-random", "--adapter", HOSTILE],
+    ],
     "serve": [["--rules", "hostile.toml"]],
     "submit": [["job.toml"], ["job.toml", "--watch"], ["hostile.toml"]],
     "jobs": [[]],

@@ -1,0 +1,105 @@
+"""The base models that a Tinker server has loaded, and what their adapters may stand beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from palestra.config import AdapterConfig
+from palestra.errors import InvalidRequest, NotFound
+
+ALPHA = 32.0  # of every adapter: the API has no key for it, and its documentation names this one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """A model whose own weights never change.
+
+    Attributes:
+        name: as clients send it: a built-in name, a folder, or a name of the hub.
+        tokenizer_id: what a client loads the tokenizer from.
+        tokenizer: of the model.
+        architecture: such as `LlamaForCausalLM`.
+        vocab_size: number of tokens, V.
+        max_context: most tokens of prompt and reply together, or of a datum's input and its last target.
+        layers: names of all linear layers but the head.
+    """
+
+    name: str
+    tokenizer_id: str
+    tokenizer: Any
+    architecture: str
+    vocab_size: int
+    max_context: int
+    layers: tuple[str, ...]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a text."""
+        found = self.tokenizer.eos_token_id
+        return () if found is None else (int(found),)
+
+    def adapter(self, rank: int, attention: bool, mlp: bool) -> AdapterConfig:
+        """Return the configuration of an adapter.
+
+        Args:
+            rank: of the product of two matrices.
+            attention: whether the layers of attention get one.
+            mlp: whether all other linear layers but the head get one.
+
+        Raises:
+            InvalidRequest: the rank is not positive, or no layer is left.
+        """
+        if rank < 1:
+            raise InvalidRequest(f"lora_config.rank is {rank}, and has to be at least 1", "lora_config.rank")
+        targets: Literal["all-linear"] | list[str] = "all-linear"
+        if not (attention and mlp):
+            chosen = [name for name in self.layers if attention == _is_attention(name) and (attention or mlp)]
+            if not chosen:
+                raise InvalidRequest(
+                    f"no layer of {self.name} is left for the adapter: the embedding and the head get none here, so at "
+                    "least one of train_attn and train_mlp has to be true",
+                    "lora_config",
+                )
+            targets = _short(chosen, self.layers)
+        return AdapterConfig(rank=rank, alpha=ALPHA, targets=targets)
+
+
+class Bases:
+    """The base models of one server, by name."""
+
+    def __init__(self, bases: Sequence[Base]) -> None:
+        """Serve these models.
+
+        Args:
+            bases: at least one.
+        """
+        self._bases = {base.name: base for base in bases}
+
+    def __iter__(self) -> Any:
+        """Iterate over the base models, in the order in which they were named."""
+        return iter(self._bases.values())
+
+    def of(self, name: str) -> Base:
+        """Return a model by name.
+
+        Raises:
+            NotFound: it is not loaded here.
+        """
+        found = self._bases.get(name)
+        if found is None:
+            raise NotFound(f"the model {name!r} is not served here; there are {', '.join(map(repr, self._bases))}")
+        return found
+
+
+def _is_attention(name: str) -> bool:
+    """Return whether a layer is one of attention, by the name of a module that it is in."""
+    return any("attn" in part or "attention" in part for part in name.split(".")[:-1])
+
+
+def _short(chosen: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """Return the last parts of names, or all of them if other layers have the same last parts."""
+    last = sorted({name.rpartition(".")[2] for name in chosen})
+    same = [name for name in layers if name.rpartition(".")[2] in last]
+    return last if len(same) == len(chosen) else list(chosen)

@@ -1,0 +1,245 @@
+"""Datums of `forward_backward`: from the wire to rows of a trainer, and a trainer's results back to the wire.
+
+Position i of a datum's input predicts its target i, which may be any token. A row of a trainer predicts its own tokens
+from those before, so a datum of N tokens becomes a row of N + 1, with explicit targets. Nothing is normalised: the
+weight of each position is 1, or the datum's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.algorithms.loss import LOSSES, LossInputs, LossSpec
+from palestra.algorithms.losses import build_loss
+from palestra.errors import ConfigError, InvalidRequest
+from palestra.tinker.limits import Limits
+from palestra.tinker.protobuf import DTYPE_NAMES, array_of, batched, new
+from palestra.types.calls import Floats, Ids
+from palestra.types.records import TrainSample
+
+_ADVANTAGES = ("target_tokens", "logprobs", "advantages")
+LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("target_tokens", "weights"),
+    "importance_sampling": _ADVANTAGES,
+    "ppo": _ADVANTAGES,
+    "cispo": _ADVANTAGES,
+    "dro": _ADVANTAGES,
+}
+"""The losses of the API, each with the inputs that every datum has to have."""
+_READS_LOGPROBS_EVERYWHERE = ("dro",)  # whose loss is not 0 where the advantage is 0
+_NUMBERS = {"target_tokens": "int64"}  # all other inputs are float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What one request asks to be computed: S rows, and the loss."""
+
+    rows: tuple[TrainSample, ...]
+    loss: LossSpec
+
+
+def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: Limits) -> Batch:
+    """Return the rows and the loss of a message `ForwardBackwardRequest`.
+
+    Args:
+        request: the message.
+        vocab_size: of the model, V.
+        max_tokens: longest input of a datum.
+        limits: of a request.
+
+    Raises:
+        InvalidRequest: an unknown loss, or inputs that do not fit it; the message names datum, input, shape and dtype.
+    """
+    name = request.loss_fn
+    if name not in LOSS_INPUTS:
+        raise InvalidRequest(f"there is no loss {name!r} here; there are {', '.join(LOSS_INPUTS)}", "loss_fn")
+    if not 0 < len(request.data) <= limits.datums:
+        raise InvalidRequest(f"a request has 1 to {limits.datums} datums, and this one {len(request.data)}", "data")
+    loss = _loss_of(name, _config_of(request))
+    return Batch(
+        rows=tuple(
+            _row(datum, f"data.{number}", name, vocab_size, max_tokens) for number, datum in enumerate(request.data)
+        ),
+        loss=loss,
+    )
+
+
+def _config_of(request: Any) -> dict[str, float]:
+    """Return the parameters of a request's loss.
+
+    Raises:
+        InvalidRequest: one of them is a text.
+    """
+    found = dict(request.loss_fn_config)
+    for key, value in request.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise InvalidRequest(f"loss_fn_config.{key} is a text, and has to be a number", f"loss_fn_config.{key}")
+        found[key] = value.number
+    return found
+
+
+def _loss_of(name: str, parameters: Mapping[str, float]) -> LossSpec:
+    """Return a loss of the registry.
+
+    Raises:
+        InvalidRequest: it has no such parameter, or the value is not finite.
+    """
+    for key, value in parameters.items():
+        if not np.isfinite(value):
+            raise InvalidRequest(f"loss_fn_config.{key} is {value}, and has to be finite", f"loss_fn_config.{key}")
+    spec = LossSpec(name=name, parameters=dict(parameters))
+    try:
+        build_loss(spec)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), "loss_fn_config") from None
+    return spec
+
+
+def _row(datum: Any, place: str, loss: str, vocab_size: int, max_tokens: int) -> TrainSample:
+    """Return the row of one datum.
+
+    Args:
+        datum: the message.
+        place: of the datum in the request, for messages.
+        loss: its name.
+        vocab_size: of the model.
+        max_tokens: longest input.
+
+    Raises:
+        InvalidRequest: the datum does not fit the loss or the model.
+    """
+    tokens = _tokens(datum, place)
+    length = len(tokens)
+    if not 0 < length <= max_tokens:
+        raise InvalidRequest(f"{place}.model_input has {length} tokens, and a datum has 1 to {max_tokens}", place)
+    inputs = _inputs(datum, place, loss, length)
+    targets = inputs["target_tokens"]
+    _check_tokens(tokens, f"{place}.model_input", vocab_size)
+    _check_tokens(targets, f"{place}.loss_fn_inputs.target_tokens", vocab_size)
+    ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
+    advantages = inputs.get("advantages", zeros)
+    logprobs = inputs.get("logprobs", np.full(length, np.nan, np.float32))
+    if "advantages" in inputs and loss not in _READS_LOGPROBS_EVERYWHERE:
+        # A ratio that overflows times an advantage of 0 would not be a number; with this it is 0, as in the formula.
+        logprobs = np.where(advantages == 0.0, np.float32(0.0), logprobs)
+    return TrainSample(
+        episode_id=place,
+        policy="",
+        ids=_behind(tokens, tokens[-1:]),  # the last one is not read by any position that has a target
+        targets=np.concatenate((targets[:1], targets)).astype(np.int32),
+        loss_mask=np.concatenate(([False], ones.astype(np.bool_))),
+        logprobs=_shifted(logprobs),
+        versions=np.full((length + 1, 2), -1, np.int32),
+        calls=np.full(length + 1, -1, np.int32),
+        advantages=_shifted(advantages),
+        loss_weights=_shifted(inputs.get("weights", ones)),
+        temperatures=np.ones(length + 1, np.float32),
+    )
+
+
+def _tokens(datum: Any, place: str) -> Ids:
+    """Return the tokens of a datum's input, int32 [N].
+
+    Raises:
+        InvalidRequest: a part of it is no text.
+    """
+    parts = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
+            raise InvalidRequest(f"{place}.model_input has a chunk {kind}; models here read text (int32 tokens)", place)
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
+
+
+def _inputs(datum: Any, place: str, loss: str, length: int) -> dict[str, NDArray[Any]]:
+    """Return the inputs of a loss, [N] each, by name.
+
+    Raises:
+        InvalidRequest: one is missing, unknown, of another shape or type, or not finite.
+    """
+    wanted, found = LOSS_INPUTS[loss], dict[str, NDArray[Any]]()
+    given = datum.loss_fn_inputs
+    if set(given) != set(wanted) and not (loss == "cross_entropy" and set(given) == {"target_tokens"}):
+        raise InvalidRequest(
+            f"{place}.loss_fn_inputs of {loss} are {', '.join(wanted)}, and not {', '.join(sorted(given)) or 'none'}",
+            f"{place}.loss_fn_inputs",
+        )
+    for name, tensor in given.items():
+        where = f"{place}.loss_fn_inputs.{name}"
+        array, dtype = array_of(tensor, where), _NUMBERS.get(name, "float32")
+        if DTYPE_NAMES[tensor.dtype] != dtype or array.shape != (length,):
+            raise InvalidRequest(
+                f"{where} has the dtype {DTYPE_NAMES[tensor.dtype]} and the shape {list(array.shape)}; {loss} takes "
+                f"{dtype} [{length}], one for each token of model_input",
+                where,
+            )
+        if dtype == "float32" and not np.isfinite(array).all():
+            first = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise InvalidRequest(f"{where} is {array[first]} at position {first}, and has to be finite", where)
+        found[name] = array
+    return found
+
+
+def _check_tokens(tokens: NDArray[Any], place: str, vocab_size: int) -> None:
+    """Raise InvalidRequest unless all ids, [N], are tokens of the model."""
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise InvalidRequest(f"{place} has the token {int(outside[0])}; the model's are 0 to {vocab_size - 1}", place)
+
+
+def _behind(first: NDArray[Any], last: NDArray[Any]) -> Ids:
+    """Return int32 [N + M] of ids [N] and those that follow, [M]."""
+    return np.concatenate((first, last)).astype(np.int32)
+
+
+def _shifted(numbers: NDArray[Any]) -> Floats:
+    """Return float32 [N + 1] of a datum's [N] numbers: the first token of a row is not predicted."""
+    return np.concatenate((np.zeros(1, np.float32), numbers)).astype(np.float32)
+
+
+def loss_without_gradient(batch: Batch, logprobs: Sequence[Floats]) -> float:
+    """Return the sum of the losses of a batch whose logprobs were computed without a gradient.
+
+    Args:
+        batch: S rows and their loss.
+        logprobs: float32 [N + 1] of each row.
+    """
+    import torch
+
+    def column(values: Sequence[NDArray[Any]]) -> torch.Tensor:
+        """Return [T] numbers of all rows, [N + 1] each, without those of their first tokens."""
+        return torch.from_numpy(np.concatenate([value[1:] for value in values]))
+
+    rows, loss = batch.rows, build_loss(batch.loss)
+    inputs = LossInputs(
+        logprobs=column(logprobs),
+        sampling_logprobs=column([row.logprobs for row in rows]),
+        old_logprobs=None,
+        advantages=column([row.advantages for row in rows]),
+        on_policy=torch.zeros(sum(len(row.ids) - 1 for row in rows), dtype=torch.bool),
+    )
+    assert batch.loss.name in LOSSES
+    losses = loss(inputs).loss  # type: ignore[arg-type]  # of the policy, all of them
+    return float((losses * column([row.loss_weights for row in rows])).sum())
+
+
+def output_of(logprobs: Sequence[Floats], loss: float) -> bytes:
+    """Return the message `ForwardBackwardOutput` of a batch.
+
+    Args:
+        logprobs: float32 [N + 1] of each row, of which the first is not one.
+        loss: the sum over all positions.
+    """
+    arrays = [row[1:] for row in logprobs]
+    record = new("ArrayRecord", num_datums=len(arrays), fields={"logprobs": batched(arrays)})
+    # A client refuses a metric whose name does not end with how those of several requests are added up.
+    metrics = {"loss:sum": loss, "tokens:sum": float(sum(map(len, arrays)))}
+    message = new("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
+    encoded: bytes = message.SerializeToString()
+    return encoded

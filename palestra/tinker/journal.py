@@ -1,0 +1,252 @@
+"""The journal of a Tinker server: requests and their results, each change of which is one transaction.
+
+A request is on the disk before its client gets an id for it, and its result before it counts as executed. A request
+that is sent again has the id of the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy import Connection, select
+
+from palestra.database import Database
+from palestra.errors import InvalidRequest, NotFound, TooManyRequests
+from palestra.tinker import tables
+from palestra.tinker.limits import Limits
+from palestra.tinker.records import Category, Request
+from palestra.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
+from palestra.types.clock import Clock
+
+Operation = Callable[[Connection], None]
+
+
+class Journal:
+    """The requests of all tenants. A method that changes something returns when the change is on the disk."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        """Work on a database.
+
+        Args:
+            db: see `tables.open_journal`.
+            clock: of all recorded times.
+        """
+        self.db, self.clock = db, clock
+
+    async def accept(
+        self,
+        tenant: str,
+        kind: str,
+        target: str,
+        seq_id: int,
+        body: bytes,
+        limits: Limits,
+        extra: Operation | None = None,
+    ) -> tuple[str, bool]:
+        """Record a request, unless it was recorded before; return its id, and whether it is new.
+
+        Args:
+            tenant: whose it is.
+            kind: what is to be done.
+            target: the model or the sampler.
+            seq_id: number among the requests of the target.
+            body: as it came.
+            limits: how many requests of a tenant may have no result, and how long they may be together.
+            extra: is done in the same transaction if the request is new.
+
+        Raises:
+            InvalidRequest: another request of the target had this number.
+            TooManyRequests: too many requests of the tenant wait.
+        """
+        digest = hashlib.sha256(f"{tenant}\0{kind}\0".encode() + body).hexdigest()
+        table = tables.requests
+
+        def insert(connection: Connection) -> tuple[str, bool]:
+            columns = select(table.c.request_id, table.c.digest)
+            known = connection.execute(columns.where(table.c.target == target, table.c.seq_id == seq_id)).first()
+            if known is not None:
+                if known.digest != digest:
+                    raise InvalidRequest(f"{target} had another request with the number {seq_id}", "seq_id")
+                return str(known.request_id), False
+            size = sa.func.coalesce(sa.func.sum(sa.func.length(table.c.body)), 0)
+            pending = select(sa.func.count(), size).where(table.c.tenant == tenant, table.c.state == PENDING)
+            number, length = connection.execute(pending).one()
+            if number >= limits.waiting or length + len(body) > limits.waiting_bytes:
+                raise TooManyRequests(
+                    f"{number} requests of this key wait, with {length} bytes, and at most {limits.waiting} "
+                    f"with {limits.waiting_bytes} bytes may; wait for their results"
+                )
+            request_id = f"{kind}-{secrets.token_hex(12)}"
+            values = {"request_id": request_id, "tenant": tenant, "kind": kind, "target": target, "seq_id": seq_id}
+            if extra is not None:
+                extra(connection)
+            connection.execute(
+                table.insert(),
+                values | {"digest": digest, "body": body, "state": PENDING, "created_at": self.clock.now()},
+            )
+            return request_id, True
+
+        return await self.db.write(insert, "tinker_accept")
+
+    async def next_request(self, model_id: str) -> Request | None:
+        """Return the request of a model whose turn it is; None: it has not come yet."""
+        models, table = tables.models, tables.requests
+
+        def find(connection: Connection) -> Request | None:
+            executed = select(models.c.executed).where(models.c.model_id == model_id).scalar_subquery()
+            row = connection.execute(
+                select(table).where(
+                    table.c.target == model_id, table.c.seq_id == executed + 1, table.c.state == PENDING
+                )
+            ).first()
+            return None if row is None else _request(row)
+
+        return await self.db.read(find)
+
+    async def finish(
+        self, request: Request, result: bytes, keep_body: bool = False, extra: Operation | None = None
+    ) -> None:
+        """Record the result of a request; of a model's that it is executed, too.
+
+        Args:
+            request: which has no result.
+            result: protobuf, or JSON.
+            keep_body: whether the request has changed a model, which may have to be restored by doing it again.
+            extra: is done in the same transaction.
+        """
+        await self._end(request, DONE, result, keep_body, extra)
+
+    async def fail(self, request: Request, message: str, category: Category, extra: Operation | None = None) -> None:
+        """Record that a request has failed.
+
+        Args:
+            request: which has no result.
+            message: for people.
+            category: whose fault it is.
+            extra: is done in the same transaction.
+        """
+        await self._end(request, FAILED, orjson.dumps({"error": message, "category": category}), False, extra)
+
+    async def _end(self, request: Request, state: str, result: bytes, keep_body: bool, extra: Operation | None) -> None:
+        models, table = tables.models, tables.requests
+
+        def end(connection: Connection) -> None:
+            if extra is not None:
+                extra(connection)
+            values = {"state": state, "result": result, "ended_at": self.clock.now()}
+            if not keep_body:
+                values["body"] = None
+            connection.execute(sa.update(table).where(table.c.request_id == request.request_id).values(values))
+            if request.kind != "sample":
+                here = sa.update(models).where(models.c.model_id == request.target)
+                connection.execute(here.values(executed=request.seq_id, used_at=self.clock.now()))
+
+        await self.db.write(end, "tinker_result")
+
+    async def request(self, tenant: str, request_id: str) -> Request:
+        """Return a request with its result, if there is one, and without its body.
+
+        Raises:
+            NotFound: the tenant has none of this id.
+        """
+        table = tables.requests
+        columns = [column for column in table.c if column.name != "body"]
+
+        def find(connection: Connection) -> Request | None:
+            row = connection.execute(
+                select(*columns).where(table.c.request_id == request_id, table.c.tenant == tenant)
+            ).first()
+            return None if row is None else _request(row)
+
+        found = await self.db.read(find)
+        if found is None:
+            raise NotFound(f"there is no request {request_id!r} of this key")
+        return found
+
+    async def pending(self) -> list[Request]:
+        """Return all requests without a result, and without their bodies."""
+        table = tables.requests
+        columns = [column for column in table.c if column.name not in ("body", "result")]
+        query = select(*columns).where(table.c.state == PENDING).order_by(table.c.created_at)
+        return await self.db.read(lambda c: [_request(row) for row in c.execute(query)])
+
+    async def history(self, model_id: str, after: int, until: int) -> list[tuple[int, str]]:
+        """Return the requests that have changed a model, as (seq_id, request_id), in order.
+
+        Args:
+            model_id: of which model.
+            after: number of the newest request that is in the model's checkpoint.
+            until: number of the newest request that was executed.
+        """
+        table = tables.requests
+        query = select(table.c.seq_id, table.c.request_id).where(
+            table.c.target == model_id, table.c.seq_id > after, table.c.seq_id <= until, table.c.body.is_not(None)
+        )
+        return await self.db.read(
+            lambda c: [(r.seq_id, r.request_id) for r in c.execute(query.order_by(table.c.seq_id))]
+        )
+
+    async def with_body(self, request_id: str) -> Request:
+        """Return a request with its body."""
+        query = select(tables.requests).where(tables.requests.c.request_id == request_id)
+        return await self.db.read(lambda c: _request(c.execute(query).one()))
+
+    async def drop_bodies(self, model_id: str, until: int) -> None:
+        """Forget the bodies of a model's requests up to a number, because a checkpoint has what they did."""
+        models, table = tables.models, tables.requests
+
+        def drop(connection: Connection) -> None:
+            here = sa.update(table).where(table.c.target == model_id, table.c.seq_id <= until, table.c.state != PENDING)
+            connection.execute(here.values(body=None))
+            connection.execute(sa.update(models).where(models.c.model_id == model_id).values(dropped=until))
+
+        await self.db.write(drop)
+
+    async def forget_results(self, before: float, most: int) -> None:
+        """Forget results that are old, and of each tenant the oldest that are too many.
+
+        The rows of a model's requests stay, so that one that is sent again is not executed again.
+
+        Args:
+            before: Unix seconds; results that ended earlier are forgotten.
+            most: results of a tenant that are kept.
+        """
+        table = tables.requests
+        ended = table.c.state.in_((DONE, FAILED))
+
+        def forget(connection: Connection) -> None:
+            connection.execute(
+                sa.update(table).where(ended, table.c.ended_at < before).values(state=FORGOTTEN, result=None)
+            )
+            for (tenant,) in connection.execute(select(table.c.tenant).where(ended).distinct()).all():
+                kept = select(table.c.request_id).where(ended, table.c.tenant == tenant)
+                old = kept.order_by(table.c.ended_at.desc(), table.c.request_id).offset(most).limit(-1)
+                connection.execute(
+                    sa.update(table).where(table.c.request_id.in_(old)).values(state=FORGOTTEN, result=None)
+                )
+            connection.execute(sa.delete(table).where(table.c.state == FORGOTTEN, table.c.kind == "sample"))
+
+        await self.db.write(forget)
+
+
+def _execute(connection: Connection, statement: sa.Executable) -> None:
+    connection.execute(statement)
+
+
+def _request(row: Any) -> Request:
+    values = row._mapping
+    return Request(
+        request_id=values["request_id"],
+        tenant=values["tenant"],
+        kind=values["kind"],
+        target=values["target"],
+        seq_id=values["seq_id"],
+        body=values.get("body"),
+        state=values["state"],
+        result=values.get("result"),
+    )

@@ -1,0 +1,50 @@
+"""What one tenant may ask of a Tinker server, and how long the server keeps results and sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The limits of a server; each tenant has those that are counted for itself.
+
+    Attributes:
+        body_bytes: longest body of a `forward_backward`.
+        json_bytes: longest body of every other request.
+        sessions: most sessions of a tenant that are alive.
+        samplers: most samplers of a session.
+        gradients: most requests whose gradients one step applies.
+        datums: most datums of one request.
+        models: most models of a tenant whose session is not over.
+        loaded_models: most models of all tenants that are in memory; others come back from the disk when they are used.
+        loaded_samplers: most adapters of all tenants that the engine has; others are loaded again when they are used.
+        waiting: most requests of a tenant that have no result yet.
+        waiting_bytes: most bytes of their bodies.
+        checkpoints: most checkpoints of a tenant that have not expired.
+        samples: most sequences of one request.
+        futures: most results of a tenant that are kept; the oldest are forgotten first.
+        future_seconds: how long a result is kept.
+        session_seconds: how long a session counts as alive after its last heartbeat.
+        poll_seconds: how long an answer waits for a result.
+        checkpoint_steps: optimizer steps between two checkpoints of a model, from which it is restored.
+    """
+
+    body_bytes: int = 64 * 2**20
+    json_bytes: int = 2 * 2**20
+    sessions: int = 1000
+    samplers: int = 10_000
+    gradients: int = 4096
+    datums: int = 4096
+    models: int = 16
+    loaded_models: int = 8
+    loaded_samplers: int = 16
+    waiting: int = 4096
+    waiting_bytes: int = 2**30
+    checkpoints: int = 1000
+    samples: int = 1024
+    futures: int = 10_000
+    future_seconds: float = 24 * 3600.0
+    session_seconds: float = 600.0
+    poll_seconds: float = 30.0
+    checkpoint_steps: int = 16

@@ -1,0 +1,145 @@
+"""The tables of a Tinker server: what it has acknowledged, and from which everything is restored after a kill."""
+
+from __future__ import annotations
+
+import sqlite3
+from functools import partial
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table, Text
+
+from palestra.database import Backend, Database, Schema
+from palestra.database.sqlite import make_private, open_engine
+from palestra.disk import writing
+from palestra.errors import StoreError
+
+metadata = sa.MetaData()
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("seen_at", Float, nullable=False),  # last heartbeat
+    Column("finished_at", Float),
+    Column("data", Text, nullable=False),  # the request, JSON
+    Index("sessions_of_tenant", "tenant", "created_at"),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("model_id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("adapter", Text, nullable=False),  # AdapterConfig, JSON
+    Column("seed", Integer, nullable=False),
+    Column("data", Text, nullable=False),  # which layers were asked for, and what the user says of it, JSON
+    Column("created_at", Float, nullable=False),
+    Column("used_at", Float, nullable=False),
+    Column(
+        "executed", Integer, nullable=False
+    ),  # the newest request that has a result, as have all before it; -1: none
+    Column("dropped", Integer, nullable=False),  # requests up to this one can't be done again; -1: all can
+    Index("models_of_tenant", "tenant", "created_at"),
+)
+
+requests = Table(
+    "requests",
+    metadata,
+    Column("request_id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("target", String, nullable=False),  # a model, or a sampler
+    Column("seq_id", Integer, nullable=False),
+    Column("digest", String, nullable=False),  # of the body, to recognise a request that was sent again
+    Column("body", LargeBinary),  # NULL: no longer needed
+    Column("state", String, nullable=False),
+    Column("result", LargeBinary),  # NULL: there is none yet, or not any more
+    Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Index("requests_in_order", "target", "seq_id", unique=True),
+    Index("requests_of_tenant", "tenant", "state", "ended_at"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("path", String, primary_key=True),  # tinker://MODEL/weights/NAME
+    Column("tenant", String, nullable=False),  # "": everybody's
+    Column("model_id", String, nullable=False),
+    Column("name", String, nullable=False),  # weights/NAME
+    Column("folder", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("adapter", Text, nullable=False),
+    Column("data", Text, nullable=False),  # as of the model
+    Column("step", Integer, nullable=False),
+    Column("bytes", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("user_metadata", Text),
+    Index("checkpoints_of_tenant", "tenant", "created_at"),
+)
+
+samplers = Table(
+    "samplers",
+    metadata,
+    Column("sampler_id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("model_path", String),  # NULL: of the base model, or of weights without a name
+    Column("folder", String),  # of an adapter; NULL: the base model
+    Column("is_private", Integer, nullable=False),  # whether the folder is this sampler's alone, and ends with it
+    Column("created_at", Float, nullable=False),
+    Index("samplers_of_session", "session_id"),
+)
+
+PENDING, DONE, FAILED, FORGOTTEN = "pending", "done", "failed", "forgotten"
+
+
+def _read_version(connection: sa.Connection) -> int:
+    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+
+
+def _write_version(connection: sa.Connection, version: int) -> None:
+    connection.exec_driver_sql(f"PRAGMA user_version = {version}")
+
+
+SCHEMA = Schema(
+    store="journal of a Tinker server",
+    metadata=metadata,
+    migrations=((),),
+    read_version=_read_version,
+    write_version=_write_version,
+)
+
+
+def open_journal(path: Path) -> Database:
+    """Open the database of a server, or create it. A commit survives a kill and a loss of power.
+
+    Raises:
+        StoreError: the file can't be used.
+    """
+    with writing(path):
+        make_private(path)
+    backend = Backend(
+        engine=open_engine(path, "FULL"),
+        read_engine=open_engine(path, "FULL", read_only=True),
+        readers=1,
+        explain=partial(_explain, path),
+    )
+    return Database(backend, SCHEMA)
+
+
+def _explain(path: Path, error: Exception) -> Exception:
+    """Return a StoreError for an error of the file or the disk; a defect of Palestra as it is."""
+    cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+    if not isinstance(cause, sqlite3.DatabaseError) or isinstance(cause, sqlite3.IntegrityError):
+        return error
+    found = StoreError(f"the journal {path} can't be used: {cause}")
+    found.__cause__ = cause
+    return found

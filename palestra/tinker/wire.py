@@ -1,0 +1,207 @@
+"""The JSON bodies of the Tinker API, as clients send them.
+
+Fields that are not here are ignored, because clients of later versions send more. Values that only make sense for a
+model or a loss are checked where the request is executed: a request with a number that was refused at the door would
+leave a gap, behind which all later requests of the model wait.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+Number = Annotated[int, Field(ge=0, le=2**62)]
+Metadata = dict[Annotated[str, Field(max_length=256)], Any]
+METADATA_BYTES = 16_384  # of what a user says of a session, a model or a checkpoint, as JSON
+Token = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class Body(BaseModel):
+    """A request; numbers that are infinite or not a number are refused."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False, frozen=True)
+
+
+class Described(Body):
+    """A request with which a user may say something of what is made."""
+
+    user_metadata: Metadata | None = None
+
+    @field_validator("user_metadata")
+    @classmethod
+    def _is_short(cls, given: Metadata | None) -> Metadata | None:
+        if given is not None and len(orjson.dumps(given)) > METADATA_BYTES:
+            raise ValueError(f"it is longer than {METADATA_BYTES} bytes")
+        return given
+
+
+class CreateSession(Described):
+    """A client begins, and says what it is called."""
+
+    tags: list[Annotated[str, Field(max_length=256)]] = Field([], max_length=64)
+    sdk_version: str = Field("", max_length=64)
+    project_id: str | None = Field(None, max_length=256)
+    display_name: str | None = Field(None, max_length=256)
+
+
+class OfSession(Body):
+    """A client is still there, and so is its session."""
+
+    session_id: Name
+
+
+class LoraConfig(Body):
+    """Which adapter a model gets: its rank, and beside which layers."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Body):
+    """Which optimizer a model gets; only AdamW is supported."""
+
+    type: str = "adamw"
+
+
+class CreateModel(Described):
+    """A new adapter of a base model."""
+
+    session_id: Name
+    model_seq_id: Number
+    base_model: Name
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class OfModel(Body):
+    """A question about a model of the key."""
+
+    model_id: Name
+
+
+class InOrder(OfModel):
+    """A request to a model, with its number among all requests to it."""
+
+    seq_id: Annotated[int, Field(ge=1, le=2**62)]
+
+
+class AdamParams(Body):
+    """The numbers of one update, which come with each step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(InOrder):
+    """Apply the gradient. Other optimizers than Adam come in `optimizer_params`."""
+
+    adam_params: AdamParams | None = None
+    optimizer_params: OptimizerConfig | None = None
+
+
+class SaveWeights(InOrder, Described):
+    """Save a model, or its weights for a sampler, under the name `path`."""
+
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    sampling_session_seq_id: Number | None = None
+    kind: str = "snapshot"
+
+
+class LoadWeights(Described):
+    """Load a checkpoint: as a new model of a session, or into a model that is there."""
+
+    model_id: Name | None = None
+    seq_id: Annotated[int, Field(ge=1, le=2**62)] | None = None
+    session_id: Name | None = None
+    model_seq_id: Number | None = None
+    base_model: Name | None = None
+    path: Name
+    optimizer: bool = False
+    optimizer_config: OptimizerConfig | None = None
+
+
+class CreateSamplingSession(Body):
+    """Sample from a base model, or from a checkpoint."""
+
+    session_id: Name
+    sampling_session_seq_id: Number
+    base_model: Name | None = None
+    model_path: Name | None = None
+
+
+class Chunk(Body):
+    """A part of a prompt; only `encoded_text` is supported."""
+
+    type: str = "encoded_text"
+    tokens: list[Token] = []
+
+
+class ModelInput(Body):
+    """A prompt, in pieces that follow one another."""
+
+    chunks: list[Chunk] = Field(max_length=10_000)
+
+
+class SamplingParams(Body):
+    """How tokens are sampled, and what ends a reply."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | list[str] | list[Token] | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Sample(Body):
+    """Sample some replies to a prompt."""
+
+    sampling_session_id: Name
+    seq_id: Number
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    prompt: ModelInput
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Number = 0
+    topk_sample_logprobs: Number = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: Number = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    record_stability_info: bool | None = None
+
+
+class OfRequest(Body):
+    """A question about the result of a request."""
+
+    request_id: Name
+
+
+class WeightsInfo(Body):
+    """A question about a checkpoint, by its path."""
+
+    tinker_path: Name
+
+
+class SetTTL(Body):
+    """When a checkpoint expires; None: never."""
+
+    ttl_seconds: int | None = None
+
+
+class Finish(Body):
+    """A client ends, and says why it does."""
+
+    reason: dict[str, Any] = {}
+    detail: Any = None

@@ -1,0 +1,115 @@
+"""Data that can't be computed are refused, with the place, the shape and the type."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.errors import InvalidRequest
+from palestra.tinker import protobuf
+from palestra.tinker.datums import read_batch
+from palestra.tinker.limits import Limits
+from palestra.tinker.protobuf import new
+from unit.tinker.messages import batch_message, datum, tensor
+
+GOOD = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+
+
+def with_tensor(name: str, made):
+    found = datum([1, 2], [2, 3], **GOOD)
+    found.loss_fn_inputs[name].CopyFrom(made)
+    return found
+
+
+def sparse():
+    return new("Tensor", dtype=1, shape=[2], sparse_csr=new("Sparse", values=b"", crow_indices=b"", col_indices=b""))
+
+
+def with_chunk(chunk):
+    return new("Datum", model_input=[chunk], loss_fn_inputs=datum([1, 2], [2, 3], **GOOD).loss_fn_inputs)
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "config", "said"),
+    [
+        (
+            [datum([1, 2], [2, 3], **GOOD)],
+            "reinforce",
+            None,
+            "there is no loss 'reinforce' here; there are cross_entropy",
+        ),
+        ([], "ppo", None, "1 to 3 datums, and this one 0"),
+        ([datum([1, 2], [2, 3], **GOOD)] * 4, "ppo", None, "1 to 3 datums, and this one 4"),
+        ([datum([1, 2], [2, 3], **GOOD)], "ppo", {"beta": 1.0}, "the parameters of the loss 'ppo' are"),
+        ([datum([1, 2], [2, 3], **GOOD)], "dro", {"beta": float("nan")}, "loss_fn_config.beta is nan"),
+        (
+            [datum([1, 2], [2, 3], weights=[1.0, 1.0])],
+            "ppo",
+            None,
+            "target_tokens, logprobs, advantages, and not target",
+        ),
+        ([datum([1, 2], [2, 3], **GOOD, mask=[1.0, 1.0])], "ppo", None, "and not advantages, logprobs, mask, target"),
+        ([datum([], [], **{k: [] for k in GOOD})], "ppo", None, "has 0 tokens, and a datum has 1 to 6"),
+        ([datum(range(7), range(7), logprobs=[0.0] * 7, advantages=[0.0] * 7)], "ppo", None, "has 7 tokens"),
+        ([datum([1, 2], [2, 3, 4], **GOOD)], "ppo", None, "dtype int64 and the shape [3]; ppo takes int64 [2]"),
+        (
+            [with_tensor("advantages", tensor([1, 2], "int64"))],
+            "ppo",
+            None,
+            "dtype int64 and the shape [2]; ppo takes f",
+        ),
+        ([with_tensor("advantages", tensor([[1.0, 2.0]]))], "ppo", None, "dtype float32 and the shape [1, 2]"),
+        (
+            [with_tensor("logprobs", tensor([1.0, 2.0], shape=[3]))],
+            "ppo",
+            None,
+            "shape [3] and the dtype float32, which",
+        ),
+        ([with_tensor("logprobs", tensor([1.0], shape=[-1]))], "ppo", None, "shape [-1]"),
+        ([with_tensor("logprobs", tensor([], shape=[2**40, 2**40]))], "ppo", None, "and there are 0"),
+        ([with_tensor("logprobs", sparse())], "ppo", None, "is sparse"),
+        (
+            [with_tensor("logprobs", new("Tensor", dense=b"12345678", dtype=4, shape=[2]))],
+            "ppo",
+            None,
+            "dtype number 4",
+        ),
+        ([with_tensor("advantages", tensor([1.0, np.nan]))], "ppo", None, "advantages is nan at position 1"),
+        ([with_tensor("logprobs", tensor([-np.inf, 1.0]))], "ppo", None, "logprobs is -inf at position 0"),
+        ([datum([1, 99], [2, 3], **GOOD)], "ppo", None, "model_input has the token 99; the model's are 0 to 49"),
+        ([datum([1, 2], [2, -1], **GOOD)], "ppo", None, "target_tokens has the token -1"),
+        ([with_chunk(new("Chunk", image=new("Image", data=b"x")))], "ppo", None, "has a chunk image"),
+        ([with_chunk(new("Chunk", encoded_text=new("Text", tokens=b"123")))], "ppo", None, "int32 tokens"),
+        ([with_chunk(new("Chunk"))], "ppo", None, "has a chunk None"),
+    ],
+)
+def test_what_does_not_fit_is_refused(data, loss, config, said):
+    with pytest.raises(InvalidRequest) as error:
+        read_batch(batch_message(data, loss, config), 50, 6, Limits(datums=3))
+    assert said in str(error.value)
+    if "datum" not in said and "loss" not in said:
+        assert str(error.value).startswith("data.0.")
+
+
+def test_a_text_in_the_place_of_a_number_is_refused():
+    message = batch_message([datum([1, 2], [2, 3], **GOOD)], "ppo")
+    message.loss_fn_config_v2["clip_low_threshold"].text = "0.5"
+    with pytest.raises(InvalidRequest, match="is a text"):
+        read_batch(message, 50, 6, Limits())
+
+
+def test_the_newer_form_of_a_number_wins():
+    message = batch_message([datum([1, 2], [2, 3], **GOOD)], "ppo", {"clip_low_threshold": 0.5})
+    message.loss_fn_config_v2["clip_low_threshold"].number = 0.25
+    assert read_batch(message, 50, 6, Limits()).loss.parameters == {"clip_low_threshold": 0.25}
+
+
+@given(body=st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(body):
+    try:
+        message = protobuf.parse("ForwardBackwardRequest", body)
+        read_batch(message, 50, 6, Limits())
+    except InvalidRequest:
+        return

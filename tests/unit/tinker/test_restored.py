@@ -1,0 +1,176 @@
+"""Models that leave the memory, or whose server is started again, go on bit by bit as if nothing had been."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from palestra.models.adapter_files import read_adapter
+from palestra.tinker.limits import Limits
+from unit.tinker.serving import Client, Failed, Model, data_of, running
+
+QUICK = {"poll_seconds": 5.0}
+
+
+def go_on(model: Model) -> np.ndarray:
+    """Some more requests, and what the model says after them."""
+    model.computes(data_of(90))
+    model.client.result(model.steps())
+    model.train(1)
+    return model.logprobs()
+
+
+@pytest.mark.parametrize("every", [1, 2, 100])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gradient):
+    limits = Limits(checkpoint_steps=every, **QUICK)
+    with running(tmp_path / "whole", limits) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(3)
+        model.train(2)
+        if gradient:
+            model.computes(data_of(80))
+        wanted = go_on(model)
+    with running(tmp_path / "cut", limits) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(3)
+    with running(tmp_path / "cut", limits) as server:
+        client = Client(server.url, server.key(), session_id=model.client.session_id)
+        model = Model(client, model.model_id, model.seq_id)
+        model.train(2)
+        if gradient:
+            last = model.computes(data_of(80))
+            known = client.result(last)
+    with running(tmp_path / "cut", limits) as server:
+        client = Client(server.url, server.key())
+        if gradient:
+            assert client.result(last) == known  # a result outlives its server
+        found = go_on(Model(client, model.model_id, model.seq_id))
+        rows = (tmp_path / "cut" / "models" / model.model_id.replace(":", "-") / "metrics.jsonl").read_text()
+    np.testing.assert_array_equal(found, wanted)
+    assert [
+        f'"step":{n}' in line.replace(".0", "").replace(" ", "") for n, line in enumerate(rows.splitlines(), 1)
+    ] == [True] * 7
+
+
+def test_steps_that_are_done_again_are_not_saved_with_half_of_the_next_one(tmp_path):
+    """The checkpoint is due while the gradient of the next step is there: it has to wait for that step."""
+    limits = Limits(checkpoint_steps=2, **QUICK)
+    with running(tmp_path / "whole", limits) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(3)
+        wanted = model.logprobs()
+    with running(tmp_path / "cut", Limits(checkpoint_steps=100, **QUICK)) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(2)
+        model.output(model.computes(data_of(2)))  # so that no checkpoint is written when the server ends
+    for last in (False, True):
+        with running(tmp_path / "cut", limits) as server:
+            client = Client(server.url, server.key())
+            model = Model(client, model.model_id, model.seq_id)
+            if last:
+                client.result(model.steps())
+                np.testing.assert_array_equal(model.logprobs(), wanted)
+            else:
+                model.logprobs()
+
+
+def test_more_models_than_fit_take_turns_and_do_not_notice(tmp_path):
+    results = {}
+    for name, loaded in (("few", 1), ("all", 8)):
+        with running(tmp_path / name, Limits(loaded_models=loaded, **QUICK)) as server:
+            client = Client(server.url, server.key())
+            models = [client.model(rank=rank, seed=rank) for rank in (2, 4, 8)]
+            futures = []
+            for number in range(4):
+                for model in models:
+                    model.computes(data_of(number))
+                    futures.append(model.steps(1e-2 * model.seq_id))
+            for one in futures:
+                client.result(one)
+            results[name] = [model.logprobs() for model in models]
+            in_memory = [model for model in server.server.service.models.in_memory() if model.is_loaded]
+            assert len(in_memory) == min(loaded, 3)
+    for few, every in zip(results["few"], results["all"], strict=True):
+        np.testing.assert_array_equal(few, every)
+
+
+def test_loading_a_checkpoint_outlives_the_checkpoint(tmp_path):
+    limits = Limits(checkpoint_steps=2, **QUICK)
+    with running(tmp_path, limits) as server:
+        client = Client(server.url, server.key())
+        model = client.model()
+        model.train(2)
+        path = model.saves("two")
+        two = model.logprobs()
+        model.train(3)
+        client.result(model.ask("load_weights", path=path, optimizer=False))
+        np.testing.assert_array_equal(model.logprobs(), two)
+        assert client.http.delete(f"training_runs/{model.model_id}/checkpoints/weights/two").status_code == 200
+        model.computes(data_of(3))
+    with running(tmp_path, limits) as server:
+        client = Client(server.url, server.key())
+        again = Model(client, model.model_id, model.seq_id)
+        np.testing.assert_array_equal(again.logprobs(), two)
+        client.result(again.steps())
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_the_journal(tmp_path):
+    limits = Limits(checkpoint_steps=2, **QUICK)
+    with running(tmp_path, limits) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(7)
+        wanted = model.logprobs()
+    run = tmp_path / "models" / model.model_id.replace(":", "-") / "checkpoints"
+    newest, before = sorted(run.glob("step-*"))[::-1]
+    (newest / "adapter_model.safetensors").write_bytes(b"")
+    with running(tmp_path, limits) as server:
+        client = Client(server.url, server.key())
+        np.testing.assert_array_equal(Model(client, model.model_id, model.seq_id).logprobs(), wanted)
+    for folder in run.glob("step-*"):
+        (folder / "adapter_model.safetensors").write_bytes(b"")
+    with running(tmp_path, limits) as server:
+        client = Client(server.url, server.key())
+        again = Model(client, model.model_id, model.seq_id + 1)
+        with pytest.raises(Failed, match="damaged") as failed:
+            again.logprobs()
+        assert failed.value.category == "server"
+    assert before.exists()
+
+
+def test_checkpoints_go_both_ways(tmp_path):
+    with running(tmp_path / "one") as server:
+        client = Client(server.url, server.key())
+        model = client.model(rank=3, train_mlp=False)
+        model.train(3)
+        saved = model.saves("three")
+        folder = server.do(lambda: server.server.service.saved.checkpoint("ada", saved)).folder
+        said = model.logprobs()
+    assert read_adapter(folder).config.rank == 3  # PEFT's format, which a job takes as a model
+    with running(tmp_path / "other", adapters={"theirs": folder}) as server:
+        for tenant in ("ada", "ben"):
+            client = Client(server.url, server.key(tenant))
+            client.session()
+            path = "tinker://imported:train:0/weights/theirs"
+            body = {"session_id": client.session_id, "model_seq_id": 0, "path": path, "optimizer": False}
+            loaded = Model(client, client.result(client.good("load_weights", body)["request_id"])["model_id"])
+            np.testing.assert_array_equal(loaded.logprobs(), said)
+            loaded.train()
+            refused = client.http.delete("training_runs/imported:train:0/checkpoints/weights/theirs")
+            assert refused.status_code == 403
+    assert folder.is_dir()
+
+
+def test_results_are_forgotten_and_requests_are_not_done_again(tmp_path):
+    with running(tmp_path, Limits(futures=2, **QUICK)) as server:
+        client = Client(server.url, server.key())
+        model = client.model()
+        model.train(3)
+        old = model.computes(data_of(0), seq_id=1)
+        server.do(server.server.service.sweep)
+        gone = client.post("retrieve_future", {"request_id": old})
+        assert (gone.status_code, "is gone" in gone.json()["error"]) == (410, True)
+        before = model.logprobs()
+        body = {"model_id": model.model_id, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}}
+        client.good("optim_step", body)
+        np.testing.assert_array_equal(model.logprobs(), before)

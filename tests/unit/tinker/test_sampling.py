@@ -1,0 +1,225 @@
+"""Samples over HTTP: of base models, of saved weights, with what ends them, and the logprobs of prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from palestra.models.causal_lm import load_tokenizer
+from palestra.tinker.limits import Limits
+from unit.tinker.messages import datum
+from unit.tinker.serving import TINY, Client, Failed, running
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("tinker"), Limits(poll_seconds=5.0, loaded_samplers=2, samples=50)) as started:
+        yield started
+
+
+@pytest.fixture
+def ada(server):
+    client = Client(server.url, server.key("ada"))
+    yield client
+    if client.session_id:  # its models and samplers make room for those of other tests
+        client.post(f"sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
+
+
+def tokens(sequence) -> list[int]:
+    return np.frombuffer(sequence.tokens, "<i4").tolist()
+
+
+def logprobs(sequence) -> np.ndarray:
+    return np.frombuffer(sequence.logprobs, "<f4")
+
+
+def scored(ada, model, prompt, reply) -> np.ndarray:
+    """What the trainer says of a reply."""
+    row = [*prompt, *reply]
+    output = model.output(model.computes([datum(row[:-1], row[1:])], forward_only=True))
+    return np.frombuffer(output.loss_fn_outputs[0].fields["logprobs"].data, "<f4")[len(prompt) - 1 :]
+
+
+def test_samples_of_saved_weights_have_the_logprobs_that_the_trainer_computes(ada):
+    model = ada.model(rank=8)
+    model.train(3, rate=5e-2)
+    sampler = ada.sampler(model_path=model.samples_as("three"))
+    found = ada.sample(sampler, PROMPT, samples=4, max_tokens=6, seed=3, topk_sample_logprobs=3)
+    assert len(found.sequences) == 4
+    assert len({tuple(tokens(one)) for one in found.sequences}) > 1
+    for one in found.sequences:
+        np.testing.assert_allclose(logprobs(one), scored(ada, model, PROMPT, tokens(one)), atol=1e-4)
+        top = one.topk_sampled_logprobs
+        assert (top.k, top.length) == (3, len(tokens(one)))
+        assert np.frombuffer(top.logprobs, "<f4").reshape(-1, 3)[:, 0] == pytest.approx(
+            np.frombuffer(top.logprobs, "<f4").reshape(-1, 3).max(axis=1)
+        )
+    before = ada.sample(sampler, PROMPT, 1, max_tokens=6, temperature=0.0)
+    model.train(3, rate=5e-2)
+    assert ada.sample(sampler, PROMPT, 2, max_tokens=6, temperature=0.0) == before  # a snapshot does not move
+
+
+def test_weights_without_a_name_are_a_sampler_of_the_session(server, ada):
+    model = ada.model()
+    model.train()
+    answer = ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=40))
+    sampler = answer["sampling_session_id"]
+    assert (answer["path"], sampler) == (None, f"{ada.session_id}:sample:40")
+    found = ada.sample(sampler, PROMPT, max_tokens=5, seed=1)
+    np.testing.assert_allclose(
+        logprobs(found.sequences[0]), scored(ada, model, PROMPT, tokens(found.sequences[0])), atol=1e-4
+    )
+    assert ada.http.get(f"samplers/{sampler}").json() == {"sampler_id": sampler, "base_model": TINY, "model_path": None}
+    folder = server.do(lambda: server.server.service.saved.sampler("ada", sampler)).folder
+    assert folder.is_dir()
+    ada.good(f"sessions/{ada.session_id}/finish", {"reason": {"type": "success"}})
+    assert not folder.exists()
+    body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": {"chunks": []}}
+    assert ada.post("asample", body).status_code == 404
+
+
+def test_a_new_adapter_samples_as_its_base_does(ada):
+    one, other = ada.sampler(base_model=TINY), ada.sampler(model_path=ada.model().samples_as("zero"))
+    first, second = (ada.sample(s, PROMPT, samples=3, max_tokens=8, seed=11) for s in (one, other))
+    assert [tokens(s) for s in first.sequences] == [tokens(s) for s in second.sequences]
+
+
+def test_prompts_are_scored_as_the_trainer_scores_them(ada):
+    model = ada.model()
+    model.train(2)
+    sampler = ada.sampler(model_path=model.samples_as("two"))
+    prompt = [*PROMPT, 9, 10, 11]
+    found = ada.sample(sampler, prompt, max_tokens=1, prompt_logprobs=True)
+    whole = np.frombuffer(found.prompt_logprobs, "<f4")
+    assert np.isnan(whole[0])
+    np.testing.assert_allclose(whole[1:], scored(ada, model, prompt[:1], prompt[1:]), atol=1e-4)
+    some = ada.sample(sampler, prompt, 1, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=2)
+    last = np.frombuffer(some.prompt_logprobs, "<f4")
+    assert np.isnan(last[:-2]).all()
+    np.testing.assert_array_equal(last[-2:], whole[-2:])
+
+
+def test_what_ends_a_reply_is_its_last_token(ada):
+    sampler, tokenizer = ada.sampler(base_model=TINY), load_tokenizer(TINY)
+    plain = tokens(ada.sample(sampler, PROMPT, 0, max_tokens=40, seed=5, stop=[]).sequences[0])
+    assert len(plain) == 40
+    wanted = plain[10]
+    by_id = ada.sample(sampler, PROMPT, 1, max_tokens=40, seed=5, stop=[wanted]).sequences[0]
+    assert (tokens(by_id), by_id.stop_reason) == (plain[: plain.index(wanted) + 1], 0)
+    text = tokenizer.decode(plain)
+    place = next(
+        i for i in range(5, 30) if len(tokenizer.decode(plain[: i + 2])) > len(tokenizer.decode(plain[:i])) + 1
+    )
+    stop = tokenizer.decode(plain[place : place + 2])
+    assert stop in text
+    by_text = ada.sample(sampler, PROMPT, 2, max_tokens=40, seed=5, stop=[stop]).sequences[0]
+    found = tokens(by_text)
+    assert by_text.stop_reason == 0
+    assert found == plain[: len(found)]
+    assert stop in tokenizer.decode(found)
+    assert stop not in tokenizer.decode(found[:-1])
+    cut = ada.sample(sampler, PROMPT, 3, max_tokens=3, seed=5, stop=[]).sequences[0]
+    assert (tokens(cut), cut.stop_reason) == (plain[:3], 1)
+
+
+def test_the_end_of_a_text_ends_a_reply_unless_nothing_is_to_end_it(ada):
+    sampler, eos = ada.sampler(base_model=TINY), load_tokenizer(TINY).eos_token_id
+    number = 0
+    while True:
+        found = ada.sample(sampler, PROMPT, number, samples=40, max_tokens=60, seed=number, temperature=1.5)
+        ended = [one for one in found.sequences if tokens(one)[-1] == eos]
+        if ended:
+            break
+        number += 1
+    assert all(one.stop_reason == 0 and tokens(one).count(eos) == 1 for one in ended)
+
+
+def test_a_seed_repeats_and_no_seed_does_not(ada):
+    sampler = ada.sampler(base_model=TINY)
+    seeded = [ada.sample(sampler, PROMPT, n, samples=2, max_tokens=8, seed=4) for n in (0, 1)]
+    assert seeded[0] == seeded[1]
+    free = [tokens(ada.sample(sampler, PROMPT, n, max_tokens=12).sequences[0]) for n in (2, 3)]
+    assert free[0] != free[1]
+
+
+def test_the_same_request_is_answered_once(ada):
+    sampler = ada.sampler(base_model=TINY)
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 8},
+    }
+    answers = [ada.good("asample", body) for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+    assert ada.result(answers[0]["request_id"]) == ada.result(answers[0]["request_id"])
+
+
+def test_more_adapters_than_the_engine_keeps_come_back(server, ada):
+    model = ada.model()
+    paths = []
+    for number in range(4):
+        model.train(1, rate=5e-2)
+        paths.append(ada.sampler(model_path=model.samples_as(f"v{number}")))
+    first = [ada.sample(s, PROMPT, 0, max_tokens=8, temperature=0.0) for s in paths]
+    assert len(server.server.service.samples._samplers._loaded) <= 2
+    again = [ada.sample(s, PROMPT, 1, max_tokens=8, temperature=0.0) for s in paths]
+    assert first == again
+
+
+def test_a_request_can_be_cancelled(ada):
+    sampler = ada.sampler(base_model=TINY)
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "num_samples": 50,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 2000, "stop": []},
+    }
+    request_id = ada.good("asample", body)["request_id"]
+    ada.good("cancel_future", {"request_id": request_id})
+    with pytest.raises(Failed, match="was cancelled"):
+        ada.result(request_id)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"sampling_session_id": "x"}, 404, "no sampling session 'x'"),
+        ({"prompt": {"chunks": []}}, 422, "prompt has 0 tokens"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 2048}]}}, 422, "prompt has 2048 tokens"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [10**6]}]}}, 422, "no token 1000000"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, 422, "a chunk of type 'image'"),
+        ({"num_samples": 51}, 422, "num_samples is 51, and at most 50"),
+        ({"num_samples": 0}, 422, "num_samples"),
+        ({"sampling_params": {"temperature": -1}}, 422, "temperature"),
+        ({"sampling_params": {"top_p": 0}}, 422, "top_p"),
+        ({"sampling_params": {"stop": [""]}}, 422, "1 to 256 characters"),
+        ({"sampling_params": {"max_tokens": 0}}, 422, "max_tokens"),
+        ({"topk_prompt_logprobs": 3}, 422, "topk_prompt_logprobs is not supported"),
+        ({"prompt_logprobs_last_n": 2}, 422, "prompt_logprobs_last_n needs"),
+        ({"seq_id": -1}, 422, "seq_id"),
+    ],
+)
+def test_what_can_not_be_sampled_is_refused(ada, change, status, said):
+    sampler = ada.sampler(base_model=TINY)
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": PROMPT}]}}
+    answer = ada.post("asample", body | change)
+    assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
+
+
+def test_a_sampler_is_of_something_that_is_served(ada):
+    ada.session()
+    start = {"session_id": ada.session_id, "sampling_session_seq_id": 0}
+    path = ada.model().samples_as("one")
+    for body, status, said in (
+        (start, 422, "either base_model or model_path"),
+        (start | {"base_model": "gpt-7"}, 404, "is not served here"),
+        (start | {"model_path": "tinker://x/weights/y"}, 404, "no checkpoint"),
+        (start | {"model_path": path, "base_model": "other"}, 422, "of tiny-random, and base_model is other"),
+    ):  # fmt: skip
+        answer = ada.post("create_sampling_session", body)
+        assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
