@@ -17,7 +17,7 @@ class Slots:
 
     A policy that waits keeps its place in the trainer: its version, its requests, its tokenizer. Its weights, gradients
     and moments are in files with checksums, from which they come back bit by bit. The files are part of the process:
-    after its death a job goes on from its checkpoint.
+    after its death a job continues from its checkpoint.
     """
 
     def __init__(self, count: int | None) -> None:
