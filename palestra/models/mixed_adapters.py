@@ -37,8 +37,8 @@ class MixedModel:
 
         Args:
             base: without an adapter; no pass of it may be running.
-            exact: whether the numbers of a row must be the same bit for bit with any rows beside it in its pass, as far as
-                the base's own products keep that: each adapter's rows are then multiplied by themselves.
+            exact: whether the numbers of a row must be the same bit for bit with any rows beside it in its pass, as far
+                as the base's own products keep that: each adapter's rows are then multiplied by themselves.
         """
         self.base, self._exact = base, exact
         self.model = base.on_same_weights()
