@@ -217,9 +217,8 @@ class _Separate:
         if not any(layers):
             return out
         pieces = []
-        for layer, base, own in zip(
-            layers, rows.sorted(out).split(rows.sizes), rows.sorted(x).split(rows.sizes), strict=True
-        ):
+        parts = (torch.split(rows.sorted(matrix), rows.sizes) for matrix in (out, x))
+        for layer, base, own in zip(layers, *parts, strict=True):
             count, lacking = len(own), self._least - len(own)
             if layer is None:
                 pieces.append(base)

@@ -159,7 +159,7 @@ def _add_gradients(one: _Pass, mixed: MixedModel) -> None:
     runs: Runs = [(part.gradient.model.adapter, micro.tokens) for part, micro in parts]
     with torch.enable_grad():
         hidden = mixed.hidden(*inputs, runs)
-    states = hidden.detach().split([micro.tokens for _, micro in parts])
+    states = torch.split(hidden.detach(), [micro.tokens for _, micro in parts])
     gradients = list[Tensor]()
     for (part, micro), state in zip(parts, states, strict=True):
         own = state.clone().requires_grad_()

@@ -73,15 +73,15 @@ class Optimizer:
         return report
 
     def park(self, folder: Path, prefix: str) -> None:
-        """Write weights, gradient and moments into files of a folder, `PREFIX-N.safetensors`, and none stay in memory.
+        """Write weights, gradient and moments into files of a folder; `free` may then drop them.
 
         Args:
             folder: where to write; it has to exist.
             prefix: of the files' names.
         """
-        kinds = {_WEIGHT: lambda p: p.detach(), _GRADIENT: lambda p: p.grad}
-        tensors = ((f"{kind}.{name}", of(p)) for name, p in self.parameters for kind, of in kinds.items())
-        write_shards(folder, f"{prefix}-{_WEIGHT}", ((name, tensor) for name, tensor in tensors if tensor is not None))
+        tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in self.parameters]
+        tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in self.parameters if p.grad is not None]
+        write_shards(folder, f"{prefix}-{_WEIGHT}", tensors)
         self.write(folder, f"{prefix}-moments")
 
     def free(self) -> None:

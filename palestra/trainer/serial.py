@@ -61,10 +61,11 @@ class Serial:
             for number, place in enumerate(new):
                 self._remember(*requests[place], asyncio.ensure_future(_part(whole, number)))
         known = [asyncio.shield(self._known[request]) for request in requests]
-        found = await asyncio.gather(*known, return_exceptions=True)
-        for one in found:
+        found = list[T | Exception]()
+        for one in await asyncio.gather(*known, return_exceptions=True):
             if isinstance(one, BaseException) and not isinstance(one, Exception):
                 raise one
+            found.append(one)
         return found
 
     def _is_new(self, policy: str, request_id: str) -> bool:
