@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import time
@@ -24,7 +23,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import SMOLLM2, AdapterConfig, EmbeddedEngineConfig, TrainerConfig
 from palestra.engine.base import EngineRequest
-from palestra.models.device import tune_malloc
+from palestra.models.device import return_freed_memory, tune_malloc
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.merged import GradientRequest, UpdateRequest
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
@@ -241,23 +240,26 @@ async def memory(tenants: int, threads: int) -> None:
             batch = rows(np.random.default_rng(number), 1, 8, 40, 12)
             await trainer.forward_backward(name, batch, LOSS, f"g{step}")
             await trainer.optim_step(name, UPDATE, f"u{step}")
-        await trainer.forward_backward(name, batch, LOSS, "g")  # a gradient that waits, as in the worst case
         await engine.sync_weights(name, PolicyVersion(0, 1), await trainer.weights(name))
         sampling = SamplingParams(temperature=1.0, max_tokens=4, seed=0)
         asked = [EngineRequest(policy=f"t{n}", prompt=TokenSequence(batch[0].ids), sampling=sampling) for n in
                  range(max(0, number - 7), number + 1)]  # fmt: skip
         await asyncio.gather(*(_all(engine.generate(request)) for request in asked))
+        return_freed_memory()
         resident.append(psutil.Process().memory_info().rss / 2**20)
+    for number in range(tenants + 1):  # gradients that wait for their updates, as in the worst case
+        await trainer.forward_backward(f"t{number}", batch, LOSS, "g")
+    waiting = psutil.Process().memory_info().rss / 2**20
     assert engine is not None
     await engine.close()
     await trainer.close()
-    print(json.dumps(resident))
     print(f"\n### Memory\n\n| tenants | resident MiB |\n|---|---|\n| 1 | {resident[0]:,.0f} |")
     print(f"| {tenants} | {resident[tenants - 1]:,.0f} |")
     more = statistics.median(
         b - a for a, b in zip(resident[tenants // 2 :], resident[tenants // 2 + 1 :], strict=False)
     )
     print(f"| one more, median of the last {tenants - tenants // 2} | {more:,.0f} |")
+    print(f"| {tenants + 1}, each with a gradient that waits | {waiting:,.0f} |")
 
 
 async def _all(pieces: Any) -> list[Any]:
