@@ -21,6 +21,7 @@ Runs = Sequence[tuple[Adapter | None, int]]
 
 # A product of few rows with the matrices of all adapters costs less than a call for each of them (docs/adapters.md).
 _FEW_ROWS = 128
+_KEPT_PASSES = 32  # for so many passes the matrices of an adapter without rows stay with the others
 _ALIGNED = 8  # numbers: rows of stacked matrices begin at multiples of 16 bytes, which a grouped product needs
 
 
@@ -64,8 +65,12 @@ class MixedModel:
         finally:
             self._now.clear()
 
+    def refresh(self, adapter: Adapter) -> None:
+        """Take over an adapter's new weights into what is kept of them."""
+        self._stacks.refresh(adapter)
+
     def forget(self, adapter: Adapter) -> None:
-        """Drop what is kept of an adapter's matrices, because they have changed or are not needed any more."""
+        """Drop what is kept of an adapter's matrices, which are not needed any more."""
         self._stacks.forget(adapter)
 
     def _way(self, runs: Runs, device: torch.device) -> _Add | None:
@@ -73,14 +78,15 @@ class MixedModel:
         rows = RowGroups(runs, device)
         if not any(rows.adapters):
             return None
-        if len(rows.adapters) == 1:
-            return _One(rows)
-        dtype = self.model.compute_dtype
-        if self._exact:
+        dtype, alone = self.model.compute_dtype, len(rows.adapters) == 1
+        if self._exact and not alone:
             return _Separate(rows, MIN_ROWS)
+        few = not self._exact and not torch.is_grad_enabled() and len(rows) <= _FEW_ROWS
         # A matrix that is not finite would spoil rows of other adapters where all are multiplied together.
-        if not torch.is_grad_enabled() and len(rows) <= _FEW_ROWS and self._stacks.hold(rows.adapters):
-            return _Dense(rows, self._stacks, dtype)
+        if few and self._stacks.hold(rows.adapters):
+            return _Dense(rows, self._stacks, dtype, self._now)
+        if alone:
+            return _One(rows)
         grouped = self._aligned and (device.type == "cpu" or dtype == torch.bfloat16)
         return _Grouped(rows, dtype) if grouped else _Separate(rows, 1)
 
@@ -142,30 +148,58 @@ class Stacks:
     """
 
     def __init__(self) -> None:
-        self.adapters: list[Adapter | None] = []
-        self._kept: dict[tuple[str, str], Any] = {}
+        self.adapters: list[Adapter] = []
+        self._used: dict[int, int] = {}  # by id of an adapter, the newest pass that had rows of it
+        self._passes = 0
+        self._finite: dict[int, bool] = {}  # by id of an adapter, whether all its numbers are
+        self._kept: dict[tuple[Any, ...], Any] = {}
 
     def hold(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Make room for adapters; returns whether all their numbers are finite."""
+        """Make room for the adapters of a pass; returns whether all numbers that are kept are finite."""
+        self._passes += 1
         wanted = [adapter for adapter in adapters if adapter is not None]
-        there = {id(adapter) for adapter in self.adapters}
-        if any(id(adapter) not in there for adapter in wanted) or len(there) > 2 * len(wanted):
-            self.adapters, self._kept = list(wanted), {}
-        if ("finite", "") not in self._kept:
-            sums = [p.detach().sum() for a in self.adapters if a is not None for _, p in a.named_parameters()]
-            self._kept["finite", ""] = bool(torch.stack(sums).isfinite().all())
-        return bool(self._kept["finite", ""])
+        missing = [adapter for adapter in wanted if id(adapter) not in self._used]
+        self._used |= {id(adapter): self._passes for adapter in wanted}
+        recent = [one for one in self.adapters if self._passes - self._used[id(one)] < _KEPT_PASSES]
+        if missing or 2 * len(recent) < len(self.adapters):
+            self.adapters, self._kept = [*recent, *missing], {}
+            self._used = {id(one): self._used[id(one)] for one in self.adapters}
+            self._finite = {}
+        for adapter in self.adapters:
+            if id(adapter) not in self._finite:
+                sums = [parameter.detach().sum(dtype=torch.float32) for _, parameter in adapter.named_parameters()]
+                self._finite[id(adapter)] = bool(torch.stack(sums).isfinite().all())
+        return all(self._finite[id(adapter)] for adapter in self.adapters)
 
     def forget(self, adapter: Adapter) -> None:
         """Drop everything if an adapter is in it."""
         if any(adapter is one for one in self.adapters):
-            self.adapters, self._kept = [], {}
+            self.adapters, self._used, self._finite, self._kept = [], {}, {}, {}
 
-    def kept(self, kind: str, name: str, make: Callable[[], Any]) -> Any:
-        """Return what was made for a layer, and make it the first time."""
-        found = self._kept.get((kind, name))
+    def refresh(self, adapter: Adapter) -> None:
+        """Write an adapter's new matrices over its old ones."""
+        if id(adapter) not in self._used:
+            return
+        slot = next(number for number, one in enumerate(self.adapters) if one is adapter)
+        self._finite.pop(id(adapter), None)
+        for (kind, *names), found in self._kept.items():
+            layers = [layer for name in names if (layer := adapter.layers.get(name)) is not None]
+            if kind == "up" and layers:
+                start = slot * (len(found) // len(self.adapters))
+                up = layers[0].lora_B.weight.t() * layers[0].scale
+                found[start : start + len(up)] = up
+            elif kind == "down":
+                down, places = found
+                for name, (first, rank) in places.items():
+                    if (layer := adapter.layers.get(name)) is not None:
+                        start = first + slot * rank
+                        down[start : start + len(layer.lora_A.weight)] = layer.lora_A.weight
+
+    def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return what was made under a key, and make it the first time."""
+        found = self._kept.get(key)
         if found is None:
-            found = self._kept[kind, name] = make()
+            found = self._kept[key] = make()
         return found
 
 
@@ -249,41 +283,67 @@ class _Grouped:
 
 
 class _Dense:
-    """One product with all matrices A, of which each row keeps those of its adapter, and one with all matrices B."""
+    """One product with all matrices A, of which each row keeps those of its adapter, and one with all matrices B.
 
-    def __init__(self, rows: RowGroups, stacks: Stacks, dtype: torch.dtype) -> None:
-        self._rows, self._stacks, self._dtype = rows, stacks, dtype
-        slots = {id(adapter): slot for slot, adapter in enumerate(stacks.adapters)}
-        numbers = [slots.get(id(adapter), -1) for adapter in rows.adapters]
-        of_row = torch.tensor(numbers, device=rows.device).repeat_interleave(
-            torch.tensor(rows.sizes, device=rows.device)
-        )
-        self._of_row = rows.restored(of_row.unsqueeze(1))
-        self._others: dict[int, Tensor] = {}
+    Layers that read the same input, such as queries, keys and values, have their matrices A in one product.
+    """
+
+    def __init__(self, rows: RowGroups, stacks: Stacks, dtype: torch.dtype, now: _Pass) -> None:
+        """Keep the rows of a pass; `now` says which layers read the same input."""
+        self._rows, self._stacks, self._dtype, self._now = rows, stacks, dtype, now
+        self._of_row: Tensor | None = None
+        if rows.adapters != stacks.adapters or len(stacks.adapters) > 1:
+            slots = {id(adapter): slot for slot, adapter in enumerate(stacks.adapters)}
+            numbers = [slots.get(id(adapter), -1) for adapter in rows.adapters]
+            of_row = [number for number, size in zip(numbers, rows.sizes, strict=True) for _ in range(size)]
+            self._of_row = rows.restored(torch.tensor(of_row, device=rows.device).unsqueeze(1))
+        self._masks: dict[tuple[int, ...], Tensor] = {}
+        self._low: dict[str, Tensor] = {}
 
     def __call__(self, name: str, out: Tensor, x: Tensor) -> Tensor:
-        """Return `out` [N, out] plus the products with `x` [N, in]; see `_Add`."""
-        found = self._stacks.kept("dense", name, lambda: self._matrices(name))
-        if found is False:
+        """Return `out` [N, out], changed in place, plus the products with `x` [N, in]; see `_Add`."""
+        up = self._stacks.kept(("up", name), lambda: self._up(name))
+        if up is False:
             return out
-        down, up, rank = found
-        low = F.linear(x, down).masked_fill_(self._masked(len(down), rank), 0.0)
-        return torch.addmm(out, low, up)
+        if name not in self._low:
+            names = self._now.readers[self._now.leader]
+            down, places = self._stacks.kept(("down", *names), lambda: self._down(names))
+            ranks = [rank for _, rank in places.values()]
+            low = F.linear(x, down)
+            if self._of_row is not None:
+                low = low.masked_fill_(self._masked(tuple(ranks)), 0.0)
+            widths = [rank * len(self._stacks.adapters) for rank in ranks]
+            self._low = dict(zip(places, torch.split(low, widths, dim=1), strict=True))
+        return out.addmm_(self._low[name], up)
 
-    def _matrices(self, name: str) -> tuple[Tensor, Tensor, int] | bool:
-        """Return the matrices A, [E r, in], and B, [E r, out], and r; False: no adapter has this layer."""
-        layers = [None if adapter is None else adapter.layers.get(name) for adapter in self._stacks.adapters]
+    def _layers(self, name: str) -> list[LoraLinear | None]:
+        return [adapter.layers.get(name) for adapter in self._stacks.adapters]
+
+    def _up(self, name: str) -> Tensor | bool:
+        """Return the matrices B of a layer, [E r, out]; False: no adapter has this layer."""
+        layers = self._layers(name)
         if not any(layers):
             return False
-        down, up = stacked(layers, self._dtype)
-        return down.flatten(0, 1), up.transpose(1, 2).flatten(0, 1).contiguous(), down.shape[1]
+        return stacked(layers, self._dtype)[1].transpose(1, 2).flatten(0, 1).contiguous()
 
-    def _masked(self, width: int, rank: int) -> Tensor:
-        """Return which numbers of low rank are none of a row's adapter, bool [N, E r]."""
-        found = self._others.get(rank)
+    def _down(self, names: Sequence[str]) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+        """Return the matrices A of layers that adapters have, [sum of E r, in], and for each its first row and r."""
+        pieces, places, start = list[Tensor](), dict[str, tuple[int, int]](), 0
+        for name in names:
+            if any(layers := self._layers(name)):
+                down = stacked(layers, self._dtype)[0]
+                places[name] = (start, down.shape[1])
+                pieces.append(down.flatten(0, 1))
+                start += len(pieces[-1])
+        return torch.cat(pieces), places
+
+    def _masked(self, ranks: tuple[int, ...]) -> Tensor:
+        """Return which numbers of low rank are none of a row's adapter, bool [N, sum of E r]."""
+        found = self._masks.get(ranks)
         if found is None:
-            of_column = torch.arange(width, device=self._rows.device) // rank
-            found = self._others[rank] = self._of_row != of_column
+            assert self._of_row is not None
+            slots = torch.arange(len(self._stacks.adapters), device=self._rows.device)
+            found = self._masks[ranks] = self._of_row != torch.cat([slots.repeat_interleave(rank) for rank in ranks])
         return found
 
 
@@ -291,16 +351,30 @@ _Add = _One | _Separate | _Grouped | _Dense
 
 
 class _Pass:
-    """The pass that is running: what adds the products of low rank, and the input that was rounded last."""
+    """The pass that is running: what adds the products of low rank, and the input that was rounded last.
+
+    Attributes:
+        add: None: no row of the pass has an adapter.
+        readers: for each layer that reads another input than the layer before, it and those after it that read the
+            same; known after the first pass.
+        leader: the first layer that reads the input that was rounded last.
+    """
 
     add: _Add | None = None
+    leader: str = ""
     _given: Tensor | None = None
     _flat: Tensor | None = None
 
-    def flat(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an input [..., in] as [N, in] in the precision of products: once for layers that read the same."""
+    def __init__(self) -> None:
+        self.readers: dict[str, list[str]] = {}
+
+    def flat(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the input of a layer, [..., in], as [N, in] in the precision of products: once for all its readers."""
         if x is not self._given or self._flat is None:
-            self._given, self._flat = x, x.to(dtype).flatten(0, -2)
+            self._given, self._flat, self.leader = x, x.to(dtype).flatten(0, -2), name
+            self.readers.setdefault(name, [name])
+        elif name not in self.readers[self.leader]:
+            self.readers[self.leader] = [*self.readers[self.leader], name]
         return self._flat
 
     def clear(self) -> None:
@@ -319,7 +393,7 @@ class _MixedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, [..., out], for [..., in]."""
-        flat = self._now.flat(x, self.weight.dtype)
+        flat = self._now.flat(self._name, x, self.weight.dtype)
         out = F.linear(flat, self.weight, self.bias)
         if self._now.add is not None:
             out = self._now.add(self._name, out, flat)

@@ -72,8 +72,13 @@ class ModelRunner:
         """Whether requests of another policy, which has this model, can be computed in the same passes."""
         return self._mixed is not None and model.base is self._mixed.base
 
+    def refresh(self, policy: ServedPolicy) -> None:
+        """Take over the new weights of a policy."""
+        if self._mixed is not None and policy.model.adapter is not None:
+            self._mixed.refresh(policy.model.adapter)
+
     def forget(self, policy: ServedPolicy) -> None:
-        """Drop what was made of the weights of a policy, which have changed, or are not used any more."""
+        """Drop what was made of the weights of a policy, which are not used any more."""
         if self._mixed is not None and policy.model.adapter is not None:
             self._mixed.forget(policy.model.adapter)
 

@@ -82,5 +82,5 @@ class ServedPolicy:
         for name, tensor in given.items():
             own[name].copy_(tensor)
         self.version = version
-        self.runner.forget(self)
+        self.runner.refresh(self)
         self.prefixes.clear()

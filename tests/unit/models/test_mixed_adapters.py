@@ -170,7 +170,7 @@ def test_an_adapter_that_is_not_finite_spoils_its_own_rows_alone():
         for matrix in ("lora_A", "lora_B"):
             for _, parameter in (p for p in bench.models[1].own_parameters() if matrix in p[0]):
                 parameter.fill_(float("nan"))
-            bench.mixed.forget(bench.adapters[1])
+            bench.mixed.refresh(bench.adapters[1])
             first, second, third = bench.hidden((0, ids), (1, ids), (2, ids))
             assert not second.isfinite().any()
             for which, found in ((0, first), (2, third)):
@@ -189,21 +189,28 @@ def test_what_is_kept_of_adapters_follows_their_weights_and_the_batch():
                 wanted = bench.alone(one, ids)
                 assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
+        right(0)
         right(0, 1)
+        right(1)
         right(1, None)  # one of them has left: its matrices are still there
         right(0, 1, 2, 3)
         right(3, 2)
+        for _ in range(mixed_adapters._KEPT_PASSES + 1):  # the others are dropped
+            right(2, 3)
+        assert len(bench.mixed._stacks.adapters) == 2
         before = bench.hidden((0, ids), (1, ids))
         for _, parameter in bench.models[1].own_parameters():
             parameter.mul_(1.5)
-        bench.mixed.forget(bench.adapters[1])
+        bench.mixed.refresh(bench.adapters[1])
         after = bench.hidden((0, ids), (1, ids))
         right(0, 1)
         assert not torch.equal(before[1], after[1])
+        bench.mixed.forget(bench.adapters[1])
+        right(0, 2)
 
 
 def test_rows_of_the_base_alone_and_of_one_adapter_have_the_bits_of_models_of_their_own():
-    bench = Bench()
+    bench = Bench(exact=True)
     bench.freeze()
     ids = bench.ids(0, 8)
     with torch.inference_mode():
