@@ -234,7 +234,7 @@ async def memory(tenants: int, threads: int) -> None:
         if engine is None:
             engine = EmbeddedEngine({name: policy}, EmbeddedEngineConfig(threads=threads, cache_gib=0.25))
         else:
-            await engine.serve(name, policy, PolicyVersion(0, 0))
+            await engine.add_model(name, policy, PolicyVersion(0, 0))
         await trainer.create(name, PolicySpec(model=SMOLLM2, adapter=LORA, seed=number))
         for step in range(2):
             batch = rows(np.random.default_rng(number), 1, 8, 40, 12)

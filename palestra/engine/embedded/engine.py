@@ -159,7 +159,7 @@ class EmbeddedEngine:
 
         await self._on_thread(add)
 
-    async def serve(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
+    async def add_model(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
         """Take one more policy, with a model of its own: an adapter on a base of another policy shares its passes.
 
         Args:

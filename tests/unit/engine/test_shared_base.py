@@ -151,11 +151,11 @@ async def test_an_adapter_of_another_rank_joins_a_running_engine():
     engine = EmbeddedEngine({"a": policy(adapted(models, "a", dtype))}, settings, True)
     try:
         playing = asyncio.ensure_future(replies(engine, "a"))
-        await engine.serve("b", policy(adapted(models, "b", dtype)), PolicyVersion(0, 0))
+        await engine.add_model("b", policy(adapted(models, "b", dtype)), PolicyVersion(0, 0))
         assert (await replies(engine, "b"))["b"] == alone
         await playing
         with pytest.raises(ModelError, match="has a policy 'b' already"):
-            await engine.serve("b", policy(adapted(models, "b", dtype)), PolicyVersion(0, 0))
+            await engine.add_model("b", policy(adapted(models, "b", dtype)), PolicyVersion(0, 0))
         assert len({one.runner for one in engine._core.policies.values()}) == 1
     finally:
         await engine.close()
