@@ -81,7 +81,8 @@ class MixedModel:
         dtype, alone = self.model.compute_dtype, len(rows.adapters) == 1
         if self._exact and not alone:
             return _Separate(rows, MIN_ROWS)
-        few = not self._exact and not torch.is_grad_enabled() and len(rows) <= _FEW_ROWS
+        known = bool(self._now.readers)  # not in the first pass
+        few = known and not self._exact and not torch.is_grad_enabled() and len(rows) <= _FEW_ROWS
         # A matrix that is not finite would spoil rows of other adapters where all are multiplied together.
         if few and self._stacks.hold(rows.adapters):
             return _Dense(rows, self._stacks, dtype, self._now)
