@@ -162,7 +162,7 @@ class Stacks:
         missing = [adapter for adapter in wanted if id(adapter) not in self._used]
         self._used |= {id(adapter): self._passes for adapter in wanted}
         recent = [one for one in self.adapters if self._passes - self._used[id(one)] < _KEPT_PASSES]
-        if missing or 2 * len(recent) < len(self.adapters):
+        if missing or 2 * len(recent) <= len(self.adapters):
             self.adapters, self._kept = [*recent, *missing], {}
             self._used = {id(one): self._used[id(one)] for one in self.adapters}
             self._finite = {}
