@@ -180,6 +180,11 @@ class TrainerConfig(Section):
         "on a GPU.",
     )
     logit_chunk: Positive = Field(2048, description="Most positions whose logits are in memory at the same time.")
+    adapter_slots: Positive | None = Field(
+        None,
+        description="Most adapters that are in memory with their gradients and optimizers; the others wait on disk, "
+        "and come back when they are trained, bit for bit. None: all are in memory.",
+    )
 
 
 class StoreConfig(Section):
@@ -404,6 +409,7 @@ class JobConfig(Section):
             "untrainable_sampling",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
+        left_out["trainer"] = {"adapter_slots"}  # it changes no number
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:

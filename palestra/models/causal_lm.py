@@ -216,6 +216,11 @@ class CausalLM:
         return self.layers * 2 * self.key_heads * self.head_dim * self.compute_dtype.itemsize
 
     @property
+    def base(self) -> CausalLM | None:
+        """Return the model whose weights these are, beside an adapter if there is one; None: its own."""
+        return self._owner
+
+    @property
     def device(self) -> torch.device:
         """Return the device of the parameters."""
         found: torch.device = next(iter(self.model.parameters())).device

@@ -154,4 +154,4 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
 def _torch_trainer(config: JobConfig, models: LoadedModels) -> Trainer:
     from palestra.trainer.torch_trainer import TorchTrainer
 
-    return TorchTrainer(config.trainer, config.checkpoint.keep, models)
+    return TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)

@@ -51,7 +51,8 @@ class Models:
         model = self._models.get(model_id)
         if model is not None and not model.is_busy:
             await model.unload()
-            if model.is_busy or self._models.get(model_id) is not model:
+            present = self._models.get(model_id)
+            if present is not model or present.is_busy:  # a request has come meanwhile
                 return
             self._models.pop(model_id)
             self._tasks.pop(model_id).cancel()

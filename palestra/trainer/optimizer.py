@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -10,12 +11,14 @@ from typing import TypeVar
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from palestra.trainer.base import OptimParams, OptimReport
 
 Named = Sequence[tuple[str, nn.Parameter]]
 T = TypeVar("T")
 _SHARD_BYTES = 2**28
+_WEIGHT, _GRADIENT = "weight", "gradient"
 
 
 class Optimizer:
@@ -41,15 +44,23 @@ class Optimizer:
             fused=True,
         )
 
+    def gradient(self) -> list[Tensor | None]:
+        """Return a copy of each weight's gradient, [n, d] or [d]; None: it has none."""
+        return [None if p.grad is None else p.grad.clone() for _, p in self.parameters]
+
+    def put_gradient(self, gradient: Sequence[Tensor | None]) -> None:
+        """Set each weight's gradient, as `gradient` has returned them."""
+        for (_, parameter), own in zip(self.parameters, gradient, strict=True):
+            parameter.grad = own
+
     def whole_or_nothing(self, work: Callable[[], T]) -> T:
         """Run work that adds gradients, and take all of them back if it fails, so that it may be tried again."""
         # Without the copy, a request that fails halfway and is sent again would add a part of its gradient twice.
-        before = [None if p.grad is None else p.grad.clone() for _, p in self.parameters]
+        before = self.gradient()
         try:
             return work()
         except Exception:
-            for (_, parameter), gradient in zip(self.parameters, before, strict=True):
-                parameter.grad = gradient
+            self.put_gradient(before)
             raise
 
     def step(self, params: OptimParams) -> OptimReport:
@@ -58,19 +69,42 @@ class Optimizer:
         Args:
             params: the numbers of this update.
         """
-        for group, decay in zip(self.adamw.param_groups, (params.weight_decay, 0.0), strict=True):
-            group |= {
-                "lr": params.learning_rate,
-                "betas": params.betas,
-                "eps": params.epsilon,
-                "weight_decay": decay,
-            }
-        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], params.max_grad_norm))
-        finite = math.isfinite(norm)
-        if finite:
-            self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
-        return OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
+        (report,) = step_together([(self, params)])
+        return report
+
+    def park(self, folder: Path, prefix: str) -> None:
+        """Write weights, gradient and moments into files of a folder; `free` may then drop them.
+
+        Args:
+            folder: where to write; it has to exist.
+            prefix: of the files' names.
+        """
+        tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in self.parameters]
+        tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in self.parameters if p.grad is not None]
+        write_shards(folder, f"{prefix}-{_WEIGHT}", tensors)
+        self.write(folder, f"{prefix}-moments")
+
+    def free(self) -> None:
+        """Drop weights, gradient and moments, which `park` has written; `unpark` has to come before all else."""
+        for _, parameter in self.parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.new_empty(0)
+        self.adamw.state.clear()
+
+    def unpark(self, folder: Path, prefix: str) -> None:
+        """Take over what `park` has written, bit by bit.
+
+        Args:
+            folder: where the files are.
+            prefix: of the files' names.
+        """
+        found = read_shards(folder, f"{prefix}-{_WEIGHT}")
+        for name, parameter in self.parameters:
+            # Copies: what is read lies at any address, and products of numbers that are not aligned round differently.
+            parameter.data = found[f"{_WEIGHT}.{name}"].to(parameter.device, copy=True)
+            gradient = found.get(f"{_GRADIENT}.{name}")
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        self.read(folder, f"{prefix}-moments")
 
     def write(self, folder: Path, prefix: str) -> None:
         """Write the moments into files of a folder, `PREFIX-N.safetensors`.
@@ -112,6 +146,73 @@ class Optimizer:
         ordered = [names[parameter] for group in self.adamw.param_groups for parameter in group["params"]]
         state["state"] = {number: moments[name] for number, name in enumerate(ordered) if name in moments}
         self.adamw.load_state_dict(state)
+
+
+def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport]:
+    """Apply the gradients of several optimizers in one pass, each as if it were alone.
+
+    Updates with the same numbers are one call over the weights of all their optimizers.
+
+    Args:
+        steps: optimizers, each once, with the numbers of their updates.
+
+    Returns:
+        For each its report; one whose gradient is not finite is not applied, and its weights are as before.
+    """
+    reports, due = list[OptimReport](), defaultdict[OptimParams, list[Optimizer]](list)
+    for optimizer, params in steps:
+        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in optimizer.parameters], params.max_grad_norm))
+        finite = math.isfinite(norm)
+        if finite:
+            due[params].append(optimizer)
+        reports.append(
+            OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
+        )
+    for params, optimizers in due.items():
+        _apply(optimizers, params)
+    for optimizer, _ in steps:
+        optimizer.adamw.zero_grad(set_to_none=True)
+    return reports
+
+
+@torch.no_grad()
+def _apply(optimizers: Sequence[Optimizer], params: OptimParams) -> None:
+    """Update the weights of optimizers that have gradients, and their moments."""
+    for number, decay in enumerate((params.weight_decay, 0.0)):  # norms and biases, in the second group, do not decay
+        states = [
+            (p, _state(optimizer.adamw, p))
+            for optimizer in optimizers
+            for p in optimizer.adamw.param_groups[number]["params"]
+            if p.grad is not None
+        ]
+        if not states:
+            continue
+        adamw(
+            [p for p, _ in states],
+            [p.grad for p, _ in states],
+            [state["exp_avg"] for _, state in states],
+            [state["exp_avg_sq"] for _, state in states],
+            [],
+            [state["step"] for _, state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=params.betas[0],
+            beta2=params.betas[1],
+            lr=params.learning_rate,
+            weight_decay=decay,
+            eps=params.epsilon,
+            maximize=False,
+        )
+
+
+def _state(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the moments of a weight, which are zero at first, and how often it was updated."""
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state
 
 
 def write_shards(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

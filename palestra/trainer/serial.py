@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,18 +32,52 @@ class Serial:
 
         Args:
             policy: the policy of the request; each policy has request ids of its own.
-            request_id: names the request; the newest 64 of all policies are remembered.
+            request_id: names the request; the newest 64 of each policy are remembered.
             work: the work to do.
         """
-        key = (policy, request_id)
-        task = self._known.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.ensure_future(self._locked(work))
-            self._known[key] = task
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        result: T = await asyncio.shield(task)
+        if self._is_new(policy, request_id):
+            self._remember(policy, request_id, asyncio.ensure_future(self._locked(work)))
+        result: T = await asyncio.shield(self._known[policy, request_id])
         return result
+
+    async def run_together(
+        self, requests: Sequence[tuple[str, str]], work: Callable[[list[int]], Awaitable[list[T | Exception]]]
+    ) -> list[T | Exception]:
+        """Run several requests as one piece of work, but for those that have been seen.
+
+        Args:
+            requests: for each its policy and its id.
+            work: is given the places of the requests that are new, and returns the result of each, or its error.
+
+        Returns:
+            The result of each request, or its error; one that failed may be repeated under its id.
+        """
+        new = list[int]()
+        for place, request in enumerate(requests):
+            if self._is_new(*request) and request not in requests[:place]:
+                new.append(place)
+        if new:
+            whole = asyncio.ensure_future(self._locked(lambda: work(new)))
+            for number, place in enumerate(new):
+                self._remember(*requests[place], asyncio.ensure_future(_part(whole, number)))
+        known = [asyncio.shield(self._known[request]) for request in requests]
+        found = list[T | Exception]()
+        for one in await asyncio.gather(*known, return_exceptions=True):
+            if isinstance(one, BaseException) and not isinstance(one, Exception):
+                raise one
+            found.append(one)
+        return found
+
+    def _is_new(self, policy: str, request_id: str) -> bool:
+        """Whether a request has not been seen, or has failed."""
+        task = self._known.get((policy, request_id))
+        return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
+
+    def _remember(self, policy: str, request_id: str, task: asyncio.Task[Any]) -> None:
+        self._known[policy, request_id] = task
+        own = [key for key in self._known if key[0] == policy]
+        for key in own[:-REMEMBERED]:
+            del self._known[key]
 
     def forget(self, policy: str) -> None:
         """Forget the requests of a removed policy, so that a later policy of the same name starts without them."""
@@ -54,3 +88,11 @@ class Serial:
         """Run `work` while no other work of this object runs."""
         async with self._lock:
             return await work()
+
+
+async def _part(whole: asyncio.Task[list[T | Exception]], number: int) -> T:
+    """Return one result of several, or raise its error."""
+    found = (await asyncio.shield(whole))[number]
+    if isinstance(found, Exception):
+        raise found
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from palestra.config import TrainerConfig
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import unpack_bits
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
-from palestra.trainer.packing import MicroBatch, TreeAttention
+from palestra.trainer.packing import MicroBatch, Tree, TreeAttention
 
 # Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
 LOGIT_CHUNK = {"cpu": 256, "cuda": 8192}
@@ -27,10 +27,14 @@ def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 
 def flat_hidden(model: CausalLM, micro: MicroBatch) -> Tensor:
     """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]."""
-    device = model.device
-    ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
-    positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
-    return model.hidden(ids, positions, TreeAttention(micro.trees, device))
+    return model.hidden(*flat_inputs(micro.trees, model.device))
+
+
+def flat_inputs(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tensor, TreeAttention]:
+    """Return ids [N] and positions [N] of the nodes of trees, one tree after another, and their attention."""
+    ids = torch.tensor([i for tree in trees for i in tree.ids], device=device)
+    positions = torch.tensor([p for tree in trees for p in tree.positions], device=device)
+    return ids, positions, TreeAttention(trees, device)
 
 
 class TokenForward:
@@ -48,7 +52,12 @@ class TokenForward:
         self._size = min(config.logit_chunk, LOGIT_CHUNK[model.device.type])
 
     def __call__(
-        self, micro: MicroBatch, columns: dict[str, Tensor], *, entropy_gradient: bool = False
+        self,
+        micro: MicroBatch,
+        columns: dict[str, Tensor],
+        *,
+        entropy_gradient: bool = False,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies at their positions, float32 [T] each.
 
@@ -59,10 +68,12 @@ class TokenForward:
             micro: trees of rows.
             columns: its columns on the model's device (`columns_of`).
             entropy_gradient: whether the entropies have a gradient, as the log-probabilities have.
+            hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
-        hidden, pieces = self._pieces(self._with_entropy if entropy_gradient else self._chunk, micro, columns)
+        chunk = self._with_entropy if entropy_gradient else self._chunk
+        states, pieces = self._pieces(chunk, micro, columns, hidden)
         if not pieces:
-            empty = hidden.sum(dtype=torch.float32).expand(0)
+            empty = states.sum(dtype=torch.float32).expand(0)
             return empty, empty if entropy_gradient else empty.detach()
         return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
 
@@ -77,7 +88,7 @@ class TokenForward:
         return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
 
     def _pieces(
-        self, chunk: Callable[..., Any], micro: MicroBatch, columns: dict[str, Tensor]
+        self, chunk: Callable[..., Any], micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None
     ) -> tuple[Tensor, list[Any]]:
         """Return the hidden states [T, hidden] that predict the targets, and what `chunk` returns for parts of them.
 
@@ -85,8 +96,10 @@ class TokenForward:
             chunk: is given hidden states, targets, temperatures and, if a grammar restricts any, the allowed tokens.
             micro: trees of rows.
             columns: its columns on the model's device.
+            states: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
-        hidden = flat_hidden(self._model, micro).index_select(0, columns["source"])
+        states = flat_hidden(self._model, micro) if states is None else states
+        hidden = states.index_select(0, columns["source"])
         allowed = allowed_tokens(micro.samples, self._masks, self._model.vocab_size)
         given = [columns["target"], columns["temperature"]]
         if allowed is not None:

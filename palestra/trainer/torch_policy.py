@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from palestra.algorithms.base import ForwardOutput
-from palestra.algorithms.loss import BaseLoss, Loss, LossInputs, LossSpec, Max, Mean, Reduction, Sum, ValueLoss
+from palestra.algorithms.loss import BaseLoss, Loss, LossSpec, ValueLoss
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
-from palestra.errors import ConfigError, InvalidAlgorithm
+from palestra.errors import CheckpointError, ConfigError
 from palestra.faults import fault_point
 from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
@@ -26,11 +24,10 @@ from palestra.trainer import checkpoint
 from palestra.trainer.base import CRITIC_METRICS, Network, OptimParams, OptimReport, StepReport
 from palestra.trainer.constraints import GrammarMasks, choices_of, grammar_problem
 from palestra.trainer.critic import Critic, copy_weights
+from palestra.trainer.gradient import Gradient, report_of, rows_of
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.optimizer import Named, Optimizer
 from palestra.trainer.packing import MicroBatch, pack
-from palestra.trainer.penalties import add_penalties, measured_with, policy_metrics
-from palestra.trainer.sequences import SequenceMeans
 from palestra.trainer.token_forward import TokenForward, columns_of
 from palestra.trainer.untrainable import record_problems
 from palestra.types.calls import Floats, PolicyVersion
@@ -39,14 +36,15 @@ from palestra.types.records import TrainSample
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 _OPTIMIZER = "optimizer"  # prefix of its files in a checkpoint
-AddGradient = Callable[[MicroBatch], dict[str, Reduction]]
 
 
 class TorchPolicy:
     """The weights, the optimizer and the version of one policy; its methods run in the trainer's thread.
 
     Attributes:
+        model: the policy's.
         optimizer: AdamW over the policy's weights.
+        micro_batch_tokens: most tokens in one pass.
         version: of the weights.
         changed: whether there was an update since the weights were handed to an engine.
     """
@@ -72,9 +70,9 @@ class TorchPolicy:
             critic_target: another copy for a critic of actions; None: the critic is one of states.
         """
         model.compute_in(getattr(torch, config.dtype))
-        self._model, self._tokenizer = model, tokenizer
+        self.model, self._tokenizer = model, tokenizer
         self.optimizer = Optimizer(model.own_parameters())
-        self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
+        self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         masks = GrammarMasks(self._grammars)
         self._forward = TokenForward(model, config, masks)
@@ -101,10 +99,10 @@ class TorchPolicy:
         found = record_problems(batch)
         for sample in batch:
             if sample.episode_id not in found:
-                outside = (sample.ids < 0) | (sample.ids >= self._model.vocab_size)
+                outside = (sample.ids < 0) | (sample.ids >= self.model.vocab_size)
                 problem = grammar_problem(sample, self._grammars)
                 if outside.any():
-                    problem = f"token {int(sample.ids[outside][0])} is none of the model's {self._model.vocab_size}"
+                    problem = f"token {int(sample.ids[outside][0])} is none of the model's {self.model.vocab_size}"
                 if problem is not None:
                     found[sample.episode_id] = problem
         return found
@@ -131,7 +129,7 @@ class TorchPolicy:
             outputs: what `check_outputs` has let pass.
         """
         found: dict[ForwardOutput, list[Floats]] = {name: [] for name in outputs}
-        for micro in pack(batch, self._micro_batch_tokens):
+        for micro in pack(batch, self.micro_batch_tokens):
             computed: dict[ForwardOutput, Tensor] = {}
             if "old_logprobs" in found:
                 computed["old_logprobs"] = self._logprobs(self._forward, micro)
@@ -140,7 +138,7 @@ class TorchPolicy:
             if self._critic is not None and (wanted := found.keys() & self._critic.outputs):
                 computed |= self._critic.values(micro, wanted)
             for name, rows in found.items():
-                rows += _rows_of(micro, computed[name])
+                rows += rows_of(micro, computed[name])
         return found
 
     def forward_backward(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False) -> StepReport:
@@ -155,114 +153,46 @@ class TorchPolicy:
             ConfigError: it is a loss of values, and there is no critic; or a penalty needs logprobs of a reference that
                 the rows do not have.
         """
-        loss, micro_batches = build_loss(spec), pack(batch, self._micro_batch_tokens)
-        if isinstance(loss, ValueLoss):
-            critic = self._critic_for(loss)
-            names = [metric.name for metric in (*CRITIC_METRICS, *loss.metrics)]
-            return critic.optimizer.whole_or_nothing(
-                lambda: self._all_micro_batches(micro_batches, names, lambda micro: critic.add_gradient(micro, loss))
-            )
-        names = [metric.name for metric in policy_metrics(spec, loss, measured_with(batch))]
+        if isinstance(loss := build_loss(spec), ValueLoss):
+            return self._critic_gradient(batch, loss)
 
         def work() -> StepReport:
-            rows: list[Floats] | None = [] if logprobs else None
-            means = self._sequence_means(micro_batches, loss) if loss.over_sequences else None
-            report = self._all_micro_batches(
-                micro_batches, names, lambda micro: self._add_gradient(micro, spec, loss, means, rows)
-            )
-            return report if rows is None else replace(report, logprobs=tuple(rows))
+            gradient = self.gradient(batch, spec, logprobs)
+            for micro in gradient.micro_batches:
+                gradient.loss_of(micro).backward()  # type: ignore[no-untyped-call]
+            return gradient.report()
 
         return self.optimizer.whole_or_nothing(work)
 
-    def _all_micro_batches(
-        self, micro_batches: Sequence[MicroBatch], metrics: Collection[str], add_gradient: AddGradient
-    ) -> StepReport:
-        """Add the gradients of all micro-batches in order, and return their metrics and counts.
+    def gradient(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False) -> Gradient:
+        """Return the losses of a batch, none of which is computed yet; see `Gradient`.
 
         Args:
-            micro_batches: all rows of the batch.
-            metrics: names of the metrics that are reported.
-            add_gradient: adds the gradient of one micro-batch, and returns its metrics.
+            batch: S rows.
+            spec: the loss of a token.
+            logprobs: whether the report has those of the trained tokens.
         """
-        sums = MetricSums(metrics)
-        for micro in micro_batches:
-            sums.add(add_gradient(micro))
-        rows = [sample for micro in micro_batches for sample, _, _ in micro.samples]
-        trained = int(sum(sample.loss_mask.sum() for sample in rows))
-        return StepReport(
-            rows=len(rows),
-            trained_tokens=trained,
-            forward_tokens=sum(micro.tokens for micro in micro_batches),
-            flat_tokens=sum(len(sample.ids) for sample in rows),
-            metrics=sums.result(trained),
-        )
-
-    def _sequence_means(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> SequenceMeans:
-        """Return the means over the episodes that are not whole in one micro-batch, by a pass without gradient."""
-        means = SequenceMeans(micro_batches)
-        for micro in means.split:
-            targets = columns_of(micro, self._model.device)
-            with torch.no_grad():
-                logprobs = self._forward.logprobs(micro, targets)
-                means.add(micro, loss.of_sequence(self._inputs(logprobs, targets)))
-        return means
-
-    def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
-        """Return the inputs of a loss for the tokens of a micro-batch.
-
-        Args:
-            logprobs: float32 [T], of the trained tokens.
-            targets: the columns of the micro-batch.
-        """
-        return LossInputs(
-            logprobs=logprobs,
-            sampling_logprobs=targets["sampling_logprobs"],
-            old_logprobs=targets.get("old_logprobs"),
-            reference_logprobs=targets.get("reference_logprobs"),
-            advantages=targets["advantages"],
-            on_policy=(targets["version"] == targets["version"].new_tensor(self.version)).all(dim=1),
-        )
-
-    def _add_gradient(
-        self, micro: MicroBatch, spec: LossSpec, loss: Loss, means: SequenceMeans | None, rows: list[Floats] | None
-    ) -> dict[str, Reduction]:
-        """Add the gradient of one micro-batch to the policy's, and return its metrics.
-
-        Args:
-            micro: trees of rows.
-            spec: has the coefficients of the penalties.
-            loss: the loss of a token.
-            means: over whole episodes; None: the loss needs none.
-            rows: the logprobs of each row are added to it; None: they are not wanted.
-        """
-        targets = columns_of(micro, self._model.device)
-        with torch.enable_grad():
-            logprobs, entropy = self._forward(micro, targets, entropy_gradient=spec.entropy_coefficient != 0.0)
-            inputs = self._inputs(logprobs, targets)
-            if means is not None:
-                inputs = replace(inputs, sequence_means=means.of(micro, loss.of_sequence(inputs)))
-            output = loss(inputs)
-            _check_numbers(loss, micro, output.loss)
-            losses, measured = add_penalties(output.loss, inputs, entropy, spec)
-            total = (losses * targets["loss_weights"]).sum()
-        total.backward()  # type: ignore[no-untyped-call]
-        if rows is not None:
-            rows += _rows_of(micro, logprobs.detach())
-        sampled = targets["sampling_logprobs"].isfinite()  # other tokens could have been sampled, and were not
-        gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
-        return {
-            **output.metrics,
-            **measured,
-            "loss": Sum(total.detach()),
-            "entropy": Mean(entropy.detach()),
-            "logprob_gap_mean": Mean(gap, sampled),
-            "logprob_gap_max": Max(gap[sampled]),
-        }
+        loss = build_loss(spec)
+        assert isinstance(loss, Loss)
+        micro_batches = pack(batch, self.micro_batch_tokens)
+        return Gradient(self.model, self._forward, self.version, batch, spec, loss, micro_batches, logprobs)
 
     def _logprobs(self, model: TokenForward, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [T] of a micro-batch's trained tokens under a model, without gradient."""
         with torch.no_grad():
-            return model.logprobs(micro, columns_of(micro, self._model.device))
+            return model.logprobs(micro, columns_of(micro, self.model.device))
+
+    def _critic_gradient(self, batch: Sequence[TrainSample], loss: ValueLoss) -> StepReport:
+        """Add the gradient of a batch to the critic's, see `forward_backward`."""
+        critic, micro_batches = self._critic_for(loss), pack(batch, self.micro_batch_tokens)
+
+        def work() -> StepReport:
+            sums = MetricSums([metric.name for metric in (*CRITIC_METRICS, *loss.metrics)])
+            for micro in micro_batches:
+                sums.add(critic.add_gradient(micro, loss))
+            return report_of(micro_batches, sums)
+
+        return critic.optimizer.whole_or_nothing(work)
 
     def _critic_for(self, loss: BaseLoss) -> Critic:
         if self._critic is None:
@@ -285,10 +215,14 @@ class TorchPolicy:
             return self._critic.optim_step(params)
         fault_point("before_step")
         report = self.optimizer.step(params)
-        if report.applied and not self.changed:  # all updates between two publications together make one version
-            self.version, self.changed = self.version.following, True
+        self.count(report)
         fault_point("after_step")
         return report
+
+    def count(self, report: OptimReport) -> None:
+        """Count the version that an update has made: all updates between two publications together make one."""
+        if report.applied and not self.changed:
+            self.version, self.changed = self.version.following, True
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
         """Write a checkpoint that transformers can load without conversion; see `Trainer.save`.
@@ -311,12 +245,46 @@ class TorchPolicy:
             step: after which the policy has these weights.
         """
         state = {"incarnation": self.version.incarnation, "n": self.version.n}
-        checkpoint.write_weights(folder, step, lambda path: self._model.save(path, self._tokenizer), state)
+        checkpoint.write_weights(folder, step, lambda path: self.model.save(path, self._tokenizer), state)
         return_freed_memory()
+
+    def park(self, folder: Path) -> None:
+        """Write all that training has made into a folder, whole or not at all, and free its memory.
+
+        Args:
+            folder: to write; one that is there is replaced.
+
+        Raises:
+            CheckpointError: the disk is full, or can't be written to; everything is still in memory.
+        """
+
+        def fill(path: Path) -> None:
+            for name, optimizer in self._optimizers():
+                optimizer.park(path, name)
+
+        checkpoint.write_weights(folder, 0, fill, {})
+        for _, optimizer in self._optimizers():
+            optimizer.free()
+
+    def unpark(self, folder: Path) -> None:
+        """Take back, bit by bit, what `park` has written.
+
+        Raises:
+            CheckpointError: the folder is gone or damaged.
+        """
+        if checkpoint.read_weights(folder) is None:
+            raise CheckpointError(f"{folder}, where an adapter was put while others were trained, is gone or damaged")
+        for name, optimizer in self._optimizers():
+            optimizer.unpark(folder, name)
+
+    def _optimizers(self) -> list[tuple[str, Optimizer]]:
+        """Return the optimizers of the policy's networks, by names of files."""
+        own = [("policy", self.optimizer)]
+        return own if self._critic is None else [*own, ("critic", self._critic.optimizer)]
 
     def _fill(self, folder: Path) -> None:
         """Write weights, tokenizer, optimizer and critic into a checkpoint's folder."""
-        self._model.save(folder, self._tokenizer)
+        self.model.save(folder, self._tokenizer)
         self.optimizer.write(folder, _OPTIMIZER)
         if self._critic is not None:
             self._critic.write(folder)
@@ -327,52 +295,9 @@ class TorchPolicy:
         if found is None:
             return None
         path, state = found
-        copy_weights(self.parameters, self._model.read(path), path)
+        copy_weights(self.parameters, self.model.read(path), path)
         self.optimizer.read(path, _OPTIMIZER)
         if self._critic is not None:
             self._critic.read(path)
         self.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
         return state
-
-
-def _rows_of(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
-    """Return numbers [T] of a micro-batch's trained tokens as a float32 [N] for each of its rows, else NaN."""
-    found, start, flat = list[Floats](), 0, numbers.cpu().numpy()
-    for sample, _, _ in micro.samples:
-        row = np.full(len(sample.ids), np.nan, np.float32)
-        stop = start + int(sample.loss_mask.sum())
-        row[sample.loss_mask], start = flat[start:stop], stop
-        found.append(row)
-    return found
-
-
-def _check_numbers(loss: Loss, micro: MicroBatch, values: Tensor) -> None:
-    """Check what a loss has returned for the trained tokens of a micro-batch, which should be [T].
-
-    Raises:
-        InvalidAlgorithm: `values` are not one number for each token; the message names the episodes.
-    """
-    tokens = int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
-    if values.shape != (tokens,):
-        raise InvalidAlgorithm(
-            f"the loss {loss.name!r} returns {list(values.shape)} numbers for {tokens} tokens; it returns one for each "
-            "token"
-        )
-    if bool(values.isnan().any()):
-        raise InvalidAlgorithm(_not_a_number(loss, micro, values))
-
-
-def _not_a_number(loss: Loss, micro: MicroBatch, values: Tensor) -> str:
-    """Return which tokens of which episodes a loss [T] is not a number for, in words."""
-    wrong = values.detach().isnan().cpu().numpy()
-    places, start = list[str](), 0
-    for sample, _, _ in micro.samples:
-        trained = np.flatnonzero(sample.loss_mask)
-        found = trained[wrong[start : start + len(trained)]]
-        start += len(trained)
-        if len(found):
-            places.append(f"token {int(found[0])} of episode {sample.episode_id}")
-    return (
-        f"the loss {loss.name!r} is not a number (NaN) for {int(wrong.sum())} tokens: {', '.join(places[:8])}"
-        f"{', …' if len(places) > 8 else ''}; the weights are as before"
-    )

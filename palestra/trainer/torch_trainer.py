@@ -14,13 +14,18 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError, NotFound
+from palestra.faults import fault_point
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import device_of
 from palestra.models.loading import LoadedModels
+from palestra.models.mixed_adapters import MixedModel
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.trainer.merged import GradientRequest, UpdateRequest, groups_of, merged_gradients
+from palestra.trainer.optimizer import step_together
 from palestra.trainer.serial import Serial
+from palestra.trainer.slots import Slots
 from palestra.trainer.torch_policy import TorchPolicy
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
@@ -31,17 +36,23 @@ T = TypeVar("T")
 class TorchTrainer:
     """A `Trainer` that computes with torch in this process, on one device."""
 
-    def __init__(self, config: TrainerConfig, keep: int, models: LoadedModels | None = None) -> None:
+    def __init__(
+        self, config: TrainerConfig, keep: int, models: LoadedModels | None = None, deterministic: bool = False
+    ) -> None:
         """Create a trainer without policies.
 
         Args:
             config: how gradients are computed, and on which device.
             keep: how many checkpoints of a policy are kept.
             models: of this process, which an engine may share; None: the trainer's own.
+            deterministic: whether numbers of a policy must be the same bit for bit whatever is computed beside them.
         """
         self._config, self._keep, self._models = config, keep, models or LoadedModels()
+        self._deterministic = deterministic
         self._policies: dict[str, TorchPolicy] = {}
         self._serial = Serial()
+        self._slots = Slots(config.adapter_slots)
+        self._mixed: dict[CausalLM, MixedModel] = {}  # by base
 
     def version(self, policy: str) -> PolicyVersion:
         """Return the version of a policy's master weights; see `Trainer.version`."""
@@ -71,7 +82,13 @@ class TorchTrainer:
         async def work() -> None:
             if policy in self._policies:
                 raise ConfigError(f"the trainer has a policy {policy!r} already")
-            self._policies[policy] = await self._in_thread(load)
+            made = await self._in_thread(load)
+            self._policies[policy] = made
+            try:
+                await self._in_thread(lambda: self._slots.use({policy: made}))
+            except BaseException:
+                del self._policies[policy]
+                raise
 
         await self._serial.run(work)
 
@@ -124,6 +141,9 @@ class TorchTrainer:
 
         async def work() -> None:
             self._policies.pop(policy).close()
+            self._slots.forget(policy)
+            bases = {other.model.base for other in self._policies.values()}
+            self._mixed = {base: mixed for base, mixed in self._mixed.items() if base in bases}
             self._serial.forget(policy)
 
         await self._serial.run(work)
@@ -142,7 +162,7 @@ class TorchTrainer:
         mine.check_outputs(outputs)
         if not outputs:
             return {}
-        return await self._serial.run(lambda: self._in_thread(lambda: mine.forward(batch, outputs)))
+        return await self._serial.run(lambda: self._in_slot(policy, lambda: mine.forward(batch, outputs)))
 
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
@@ -160,13 +180,103 @@ class TorchTrainer:
         build_loss(loss)  # a loss that is not known is no request
         return await self._once(policy, request_id, lambda: mine.forward_backward(batch, loss, logprobs))
 
+    async def forward_backward_together(self, requests: Sequence[GradientRequest]) -> list[StepReport | Exception]:
+        """Add the gradients of several batches, as `forward_backward` does with each of them.
+
+        Rows of policies with adapters on one base go through it together, as many as fit into `micro_batch_tokens`; in
+        a deterministic trainer each policy's go by themselves. The result of a request does not depend on the others.
+
+        Args:
+            requests: of any policies.
+
+        Returns:
+            For each its report, or what failed: then that policy's gradient is as before.
+
+        Raises:
+            NotFound: there is no policy of one of these names; nothing is computed.
+        """
+        for request in requests:
+            self._policy(request.policy)
+
+        def compute(new: Sequence[GradientRequest]) -> list[StepReport | Exception]:
+            found: dict[int, StepReport | Exception] = {}
+            bases = [self._policy(request.policy).model.base for request in new]
+            for places in groups_of(new, [None if self._deterministic else base for base in bases], self._slots.count):
+                found |= dict(zip(places, self._gradients([new[place] for place in places]), strict=True))
+            return [found[place] for place in range(len(new))]
+
+        keys = [(request.policy, request.request_id) for request in requests]
+        return await self._serial.run_together(
+            keys, lambda new: self._in_thread(lambda: compute([requests[place] for place in new]))
+        )
+
+    def _gradients(self, requests: Sequence[GradientRequest]) -> list[StepReport | Exception]:
+        """Add the gradients of one group of requests."""
+        policies = {request.policy: self._policy(request.policy) for request in requests}
+        try:
+            self._slots.use(policies)
+            first = policies[requests[0].policy]
+            if len(requests) == 1:
+                return [first.forward_backward(requests[0].batch, requests[0].loss)]
+        except Exception as error:  # noqa: BLE001 - of these requests alone
+            return [error] * len(requests)
+        base = first.model.base
+        assert base is not None
+        if (mixed := self._mixed.get(base)) is None:
+            mixed = self._mixed[base] = MixedModel(base)
+        return merged_gradients(
+            [(policies[request.policy], request) for request in requests], mixed, first.micro_batch_tokens
+        )
+
+    async def optim_step_together(self, requests: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
+        """Apply the gradients of several policies in one pass, as `optim_step` does with each of them.
+
+        Args:
+            requests: of different policies.
+
+        Returns:
+            For each its report, or what failed.
+
+        Raises:
+            NotFound: there is no policy of one of these names; nothing is computed.
+        """
+        for request in requests:
+            self._policy(request.policy)
+
+        def compute(new: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
+            found, most = list[OptimReport | Exception](), self._slots.count or len(new)
+            for start in range(0, len(new), most):
+                found += self._updates(new[start : start + most])
+            return found
+
+        keys = [(request.policy, request.request_id) for request in requests]
+        return await self._serial.run_together(
+            keys, lambda new: self._in_thread(lambda: compute([requests[place] for place in new]))
+        )
+
+    def _updates(self, requests: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
+        """Apply the gradients of as many policies as there are slots."""
+        policies = {request.policy: self._policy(request.policy) for request in requests}
+        try:
+            self._slots.use(policies)
+        except Exception as error:  # noqa: BLE001 - of these requests alone
+            return [error] * len(requests)
+        fault_point("before_step")
+        reports = step_together([(policies[request.policy].optimizer, request.params) for request in requests])
+        for request, report in zip(requests, reports, strict=True):
+            policies[request.policy].count(report)
+        fault_point("after_step")
+        return list(reports)
+
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
         """Find episodes of `batch` that `policy` can't be trained on; once for each `request_id`.
 
         See `Trainer.untrainable`.
         """
         mine = self._policy(policy)
-        return await self._once(policy, request_id, lambda: mine.untrainable(batch))
+        return await self._serial.run_idempotent(
+            policy, request_id, lambda: self._in_thread(lambda: mine.untrainable(batch))
+        )
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
         """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
@@ -213,13 +323,15 @@ class TorchTrainer:
     async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
         """Restore a policy's newest undamaged checkpoint in `folder`, or that of `step`; see `Trainer.load`."""
         mine = self._policy(policy)
-        return await self._serial.run(lambda: self._in_thread(lambda: mine.load(folder, step)))
+        return await self._serial.run(lambda: self._in_slot(policy, lambda: mine.load(folder, step)))
 
     async def weights(self, policy: str) -> WeightSource:
         """Return the master weights themselves, without a copy; see `Trainer.weights`."""
         mine = self._policy(policy)
 
         async def work() -> WeightSource:
+            if self._slots.count is not None:
+                await self._in_slot(policy, lambda: None)
             mine.changed = False
             return LocalWeights([(name, parameter.detach()) for name, parameter in mine.parameters])
 
@@ -231,6 +343,7 @@ class TorchTrainer:
         async def work() -> None:
             for policy in self._policies.values():
                 policy.close()
+            self._slots.close()
 
         await self._serial.run(work)
 
@@ -247,7 +360,16 @@ class TorchTrainer:
 
     async def _once(self, policy: str, request_id: str, work: Callable[[], T]) -> T:
         """Run `work` in a thread, after earlier requests, unless the request was seen before."""
-        return await self._serial.run_idempotent(policy, request_id, lambda: self._in_thread(work))
+        return await self._serial.run_idempotent(policy, request_id, lambda: self._in_slot(policy, work))
+
+    async def _in_slot(self, policy: str, work: Callable[[], T]) -> T:
+        """Run `work` in a thread, with the weights of a policy in memory."""
+
+        def compute() -> T:
+            self._slots.use({policy: self._policy(policy)})
+            return work()
+
+        return await self._in_thread(compute)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in a new thread.

@@ -268,7 +268,7 @@ async def test_past_versions_of_an_adapter_stand_on_the_same_weights(tmp_path):
         await job.plane.store.tasks.push("train", [Task(task_id=t["id"], data=t) for t in TASKS], "c")
         await job.plane.store.tasks.seal()
         await job.run()
-        models = {name: job._engine._core.runners[name].model for name in ("white", "white@3", "white@4")}
+        models = {name: job._engine._core.policies[name].model for name in ("white", "white@3", "white@4")}
         bases = {name: dict(model.named_parameters())["model.norm.weight"].data_ptr() for name, model in models.items()}
         own = {name: dict(model.own_parameters()) for name, model in models.items()}
         assert len(set(bases.values())) == 1

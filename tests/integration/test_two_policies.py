@@ -92,7 +92,7 @@ def other_model(tmp_path_factory) -> str:
 def digest_of(engine: Any, policy: str) -> str:
     """All weights that an engine samples a policy from, in one hash."""
     digest = hashlib.sha256()
-    for name, one in engine._core.runners[policy].model.named_parameters():
+    for name, one in engine._core.policies[policy].model.named_parameters():
         digest.update(name.encode() + one.detach().contiguous().view(-1).view(dtype=_bits(one)).numpy().tobytes())
     return digest.hexdigest()
 

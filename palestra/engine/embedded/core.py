@@ -13,13 +13,18 @@ from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
 from palestra.engine.embedded.request import DONE, Request
 from palestra.engine.embedded.sampling import SampledBatch
 from palestra.engine.embedded.scheduler import Decode, Prefill, Scheduler
+from palestra.engine.embedded.served_policy import ServedPolicy
 from palestra.errors import EngineFailure, GrammarRefused, PalestraError
 from palestra.faults import fault_point
 from palestra.types.calls import PolicyVersion, SampledTokens
 
 
 class EngineCore:
-    """A scheduler, the runners of all policies, and what becomes of their failures."""
+    """A scheduler, all policies and what runs them, and what becomes of their failures.
+
+    Attributes:
+        policies: by name.
+    """
 
     def __init__(
         self,
@@ -32,20 +37,27 @@ class EngineCore:
         """Prepare to answer requests.
 
         Args:
-            policies: by name; each has a model of its own.
+            policies: by name; each has a model of its own, and those on one base share its weights and its passes.
             version: of the weights that the models have now.
             config: the limits of a pass and of a batch.
             deterministic: whether results must not depend on what is computed beside them.
             kv_bytes: memory for the keys and values of all policies, kept prefixes included.
         """
         self._config, self._deterministic = config, deterministic
-        self.runners = {name: self._runner(policy, version) for name, policy in policies.items()}
-        self._gone = (0, 0, 0)  # passes, prefilled and sampled tokens of policies that were removed
-        self.scheduler = Scheduler(self.runners, config, deterministic, kv_bytes)
+        self.policies: dict[str, ServedPolicy] = {}
+        for name, policy in policies.items():
+            self._serve(name, policy, version)
+        self._gone = (0, 0, 0)  # passes, prefilled and sampled tokens of runners that have no policy any more
+        self.scheduler = Scheduler(self.policies, config, deterministic, kv_bytes)
         self._outbox: list[tuple[Request, Any]] = []
 
-    def _runner(self, policy: PolicyModel, version: PolicyVersion) -> ModelRunner:
-        return ModelRunner(policy, version, self._config.prefix_cache_tokens, self._deterministic)
+    def _serve(self, name: str, policy: PolicyModel, version: PolicyVersion) -> ServedPolicy:
+        """Give a policy the runner of its base, or one of its own."""
+        shared = (known.runner for known in self.policies.values() if known.runner.runs(policy.model))
+        runner = next(shared, None) or ModelRunner(policy.model, self._deterministic)
+        served = ServedPolicy(policy, version, self._config.prefix_cache_tokens, runner)
+        runner.policies[name] = self.policies[name] = served
+        return served
 
     def add(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
         """Take one more policy.
@@ -55,7 +67,7 @@ class EngineCore:
             policy: its model.
             version: of the model's weights.
         """
-        self.scheduler.add_runner(name, self._runner(policy, version))
+        self.scheduler.add_policy(self._serve(name, policy, version))
 
     def remove(self, name: str) -> None:
         """Fail the requests of a policy, and forget its model."""
@@ -64,15 +76,20 @@ class EngineCore:
         self.scheduler.waiting = [request for request in self.scheduler.waiting if request.policy != name]
         self._outbox += [(request, error) for request in waiting]
         self._fail_begun(error, (name,))
-        runner = self.scheduler.remove_runner(name)
-        more = (runner.passes, runner.prefilled_tokens, runner.sampled_tokens)
-        passes, prefilled, sampled = (before + new for before, new in zip(self._gone, more, strict=True))
-        self._gone = passes, prefilled, sampled
+        gone = self.policies.pop(name)
+        runner = gone.runner
+        self.scheduler.remove_policy(name, gone)
+        runner.forget(gone)
+        del runner.policies[name]
+        if not runner.policies:
+            more = (runner.passes, runner.prefilled_tokens, runner.sampled_tokens)
+            passes, prefilled, sampled = (before + new for before, new in zip(self._gone, more, strict=True))
+            self._gone = passes, prefilled, sampled
         self.flush()
 
     def begin(self, request: Request) -> None:
         """Queue a request, or fail it if its policy was removed meanwhile."""
-        if request.policy in self.runners:
+        if request.policy in self.policies:
             self.scheduler.add(request)
         else:
             self._outbox.append((request, EngineFailure(f"{request.policy} was removed")))
@@ -85,13 +102,14 @@ class EngineCore:
                 if not self._run(work):
                     break
         except Exception as error:  # noqa: BLE001 - fails requests, not the engine
-            self._survive(error, list(self.runners))
+            self._survive(error, list(self.policies))
         self.flush()
 
     def load(self) -> EngineLoad:
         """Return how many requests wait and run now, and how many tokens were sampled, as `Engine.load` does."""
-        # Read from other threads while the engine's may add a runner: a list of them is made in one piece.
-        scheduler, runners, (passes, prefilled, sampled) = self.scheduler, list(self.runners.values()), self._gone
+        # Read from other threads while the engine's may add a policy: a list of them is made in one piece.
+        scheduler, (passes, prefilled, sampled) = self.scheduler, self._gone
+        runners = {policy.runner for policy in list(self.policies.values())}
         return EngineLoad(
             waiting=len(scheduler.waiting),
             running=scheduler.begun,
@@ -105,7 +123,7 @@ class EngineCore:
     def fail_all(self, error: Exception) -> None:
         """Fail every request, those that wait included."""
         waiting, self.scheduler.waiting = self.scheduler.waiting, []
-        self._fail_begun(error, self.runners)
+        self._fail_begun(error, self.policies)
         self._outbox += [(request, _failure(error)) for request in waiting]
 
     def flush(self) -> None:
@@ -122,14 +140,13 @@ class EngineCore:
 
     def _run(self, work: Prefill | Decode) -> bool:
         """Run one pass. False: it failed as a whole."""
-        runner = self.runners[work.policy]
         try:
             if isinstance(work, Prefill):
-                self._prefill(runner, work.pieces)
+                self._prefill(work.runner, work.pieces)
             else:
-                self._decode(runner, work.requests)
+                self._decode(work.runner, work.requests)
         except Exception as error:  # noqa: BLE001 - fails requests, not the engine
-            self._survive(error, (work.policy,))
+            self._survive(error, list(work.runner.policies))
             return False
         return True
 
@@ -151,7 +168,7 @@ class EngineCore:
                 self.scheduler.keep_prefix(leader, leader.prompt, keys)
             request.row = runner.add_row(keys)
             self.scheduler.start(request, leader)
-            self._append(runner, request, sampled, number)
+            self._append(request, sampled, number)
         for leader, *_ in starting:
             leader.keys = leader.hidden = None
 
@@ -173,29 +190,30 @@ class EngineCore:
     def _decode(self, runner: ModelRunner, requests: Sequence[Request]) -> None:
         """Sample the next token of each running reply; replies whose grammar can't go on fail before that."""
         fault_point("during_generation")
-        constrained = [request for request in requests if request.matcher is not None]
-        if constrained:
-            for request, error in zip(constrained, runner.advance_grammars(constrained), strict=True):
-                if error is not None:
-                    self._fail(request, error)
-            requests = [request for request in requests if request.row is not None]
+        for name, policy in runner.policies.items():
+            constrained = [one for one in requests if one.policy == name and one.matcher is not None]
+            if constrained:
+                for request, error in zip(constrained, policy.advance_grammars(constrained), strict=True):
+                    if error is not None:
+                        self._fail(request, error)
+        requests = [request for request in requests if request.row is not None]
         if requests:
             order, sampled = runner.decode(requests)
             for number, request in enumerate(order):
-                self._append(runner, request, sampled, number)
+                self._append(request, sampled, number)
 
-    def _append(self, runner: ModelRunner, request: Request, sampled: SampledBatch, number: int) -> None:
+    def _append(self, request: Request, sampled: SampledBatch, number: int) -> None:
         """Add the token of row `number` to a reply, and finish the reply where it ends."""
-        token = sampled.tokens[number]
+        token, policy = sampled.tokens[number], self.policies[request.policy]
         request.append(token)
         piece = SampledTokens(
             ids=(token,),
             logprobs=(sampled.logprobs[number],),
-            version=runner.version,
+            version=policy.version,
             top=(sampled.top[number],) if request.sampling.top_logprobs else (),
         )
         self._outbox.append((request, piece))
-        if request.stops_at(token, runner.stops):
+        if request.stops_at(token, policy.stops):
             self._outbox.append((request, DONE))
             self.scheduler.finish(request)
 
@@ -210,8 +228,8 @@ class EngineCore:
         """Fail the newest request where memory ran out; after any other error all of the policies that have begun."""
         newest = (*self.scheduler.running, *self.scheduler.prefilling)[-1:]
         if _out_of_memory(error) and newest:
-            for runner in self.runners.values():
-                runner.prefixes.clear()
+            for policy in self.policies.values():
+                policy.prefixes.clear()
             self._fail(newest[0], error)
             return
         self._fail_begun(error, policies)

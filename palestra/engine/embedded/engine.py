@@ -48,7 +48,7 @@ class EmbeddedEngine:
         Raises:
             ModelError: `deterministic`, and this machine's arithmetic can't keep it.
         """
-        self._policies, self._config = dict(policies), config
+        self._policies, self._config, self._deterministic = dict(policies), config, deterministic
         if deterministic:
             set_threads(config.threads)
             for policy in policies.values():
@@ -108,8 +108,8 @@ class EmbeddedEngine:
         _check_prompt(prompt, model.vocab_size)
         if len(prompt.ids) > model.max_positions:
             raise InvalidRequest(f"a prompt has at most {model.max_positions} tokens", "prompt")
-        runner, found = self._core.runners[policy], list[float]()
-        await self._on_thread(lambda: found.extend(runner.score(prompt.ids, self._config.prefill_chunk)))
+        runner, found = self._core.policies[policy].runner, list[float]()
+        await self._on_thread(lambda: found.extend(runner.score(policy, prompt.ids, self._config.prefill_chunk)))
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
@@ -124,7 +124,7 @@ class EmbeddedEngine:
             source: tensors of the model's names and shapes.
         """
         self._policy(policy)
-        runner = self._core.runners[policy]
+        served = self._core.policies[policy]
 
         def sync(load: Command) -> None:
             if self._config.in_flight_updates == "continue" or not self._must_wait(policy):
@@ -133,7 +133,7 @@ class EmbeddedEngine:
                 self._core.scheduler.draining.add(policy)
                 self._syncs.append((policy, load))
 
-        await self._on_thread(lambda: runner.load_weights(version, source), via=sync)
+        await self._on_thread(lambda: served.load_weights(version, source), via=sync)
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
         """Copy the model of a policy, and load other weights into the copy; see `Engine.add_policy`.
@@ -148,12 +148,10 @@ class EmbeddedEngine:
 
         def add() -> None:
             if is_new := name not in self._policies:
-                copied = replace(known, model=known.model.copied())
-                self._core.add(name, copied, version)
-                self._policies = {**self._policies, name: copied}
+                self._add(name, replace(known, model=known.model.copied()), version)
             weights = LocalWeights(known.model.own_parameters()) if source is None else source
             try:
-                self._core.runners[name].load_weights(version, weights)
+                self._core.policies[name].load_weights(version, weights)
             except BaseException:
                 if is_new:
                     self._remove(name)
@@ -162,23 +160,26 @@ class EmbeddedEngine:
         await self._on_thread(add)
 
     async def add_model(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
-        """Let requests be sampled from one more policy, whose model may be of another kind than all others.
+        """Take one more policy, with a model of its own, which may be of another kind than all others.
+
+        An adapter on a base of another policy shares its passes.
 
         Args:
             name: of the new policy.
-            policy: its model, on the device of the others, with the weights that are sampled from.
-            version: what tokens that are sampled from it say.
+            policy: its model, which no other policy has.
+            version: of the model's weights.
 
         Raises:
-            ModelError: there is a policy of this name.
-            EngineFailure: the engine was stopped, or has failed.
+            ModelError: there is a policy of this name; or the engine is deterministic, and products of the model's
+                layers are not.
         """
 
         def add() -> None:
             if name in self._policies:
                 raise ModelError(f"this engine has a policy {name!r} already")
-            self._core.add(name, policy, version)
-            self._policies = {**self._policies, name: policy}
+            if self._deterministic:
+                check_determinism(policy.model, self._config.max_batch)
+            self._add(name, policy, version)
 
         await self._on_thread(add)
 
@@ -201,7 +202,7 @@ class EmbeddedEngine:
             ModelError: the engine has no such policy.
         """
         self._policy(policy)
-        return self._core.runners[policy].version
+        return self._core.policies[policy].version
 
     def load(self) -> EngineLoad:
         """Return how many requests wait and run, and the counters that `/metrics` shows."""
@@ -263,6 +264,10 @@ class EmbeddedEngine:
         self._commands.close(why, failed=problem is not None)
         self._core.fail_all(EngineFailure(why))
         self._core.flush()
+
+    def _add(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
+        self._core.add(name, policy, version)
+        self._policies = {**self._policies, name: policy}
 
     def _remove(self, name: str) -> None:
         """Fail the requests of a policy, and forget its model."""

@@ -1,8 +1,9 @@
-"""One policy's model: it computes the passes that the scheduler plans, and has the policy's keys and values.
+"""The passes of a model: it computes what the scheduler plans, and has the keys and values of what is decoded.
 
-What a row gets never depends on the rows beside it, except through the rounding of matrix products; in a deterministic
-engine that is excluded, too: prompts are computed whole and alone, no matter what was computed before, and products
-have at least `MIN_ROWS` rows.
+Policies whose weights are adapters on one base share a runner: their requests are computed in the same passes. What a
+row gets never depends on the rows beside it, except through the rounding of matrix products; in a deterministic engine
+that is excluded, too: prompts are computed whole and alone, no matter what was computed before, products have at least
+`MIN_ROWS` rows, and each adapter's rows are multiplied by themselves.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from palestra.engine.embedded.attention import DecodeAttention, PrefillAttention
-from palestra.engine.embedded.kv_cache import KVCache, Row, capacity_for
-from palestra.engine.embedded.prefix_cache import PrefixCache
+from palestra.engine.embedded.kv_cache import KVCache, Row
 from palestra.engine.embedded.request import Request
 from palestra.engine.embedded.sampling import RowSampling, SampledBatch, sample
 from palestra.engine.rng import uniform
-from palestra.errors import ModelError, PalestraError
+from palestra.errors import ModelError
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import mask_bits, unpack_bits
-from palestra.models.weights import WeightSource
-from palestra.tokens import TokenRun
-from palestra.types.calls import Ids, PolicyVersion
+from palestra.models.mixed_adapters import MIN_ROWS, MixedModel, Runs
+from palestra.types.calls import Ids
+
+if TYPE_CHECKING:
+    from palestra.engine.embedded.served_policy import ServedPolicy
 
 SCORED_AT_ONCE = 256  # positions whose logits exist at the same time
-MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,31 +45,42 @@ class PolicyModel:
 
 
 class ModelRunner:
-    """Prefills prompts, decodes replies and samples tokens, for one policy."""
+    """Prefills prompts, decodes replies and samples tokens, for one policy, or for several on one base.
 
-    def __init__(self, policy: PolicyModel, version: PolicyVersion, prefix_tokens: int, deterministic: bool) -> None:
-        """Prepare to run a policy's model.
+    Attributes:
+        model: what computes; its weights are those of a policy, or the base's.
+        policies: those that it computes for, by name.
+        passes, prefilled_tokens, sampled_tokens: how many there have been.
+    """
+
+    def __init__(self, model: CausalLM, deterministic: bool) -> None:
+        """Prepare to run a model, for no policy yet.
 
         Args:
-            policy: the model, and what ends its replies.
-            version: of its present weights.
-            prefix_tokens: the most tokens whose keys and values are kept for prompts to come.
+            model: of the first policy.
             deterministic: whether results must not depend on what is computed beside them.
         """
-        self.model, self.stops, self._grammars = policy.model, policy.stop_ids, policy.grammars
-        self.version = version
-        self.prefixes = PrefixCache(prefix_tokens)
-        self.prefix_tokens = prefix_tokens
+        self._mixed = None if model.base is None else MixedModel(model.base, exact=deterministic)
+        self.model = model if self._mixed is None else self._mixed.model
+        self.policies: dict[str, ServedPolicy] = {}
         self.passes = self.prefilled_tokens = self.sampled_tokens = 0
         self._deterministic, self._min_rows = deterministic, MIN_ROWS if deterministic else 1
         self._device, self._dtype = self.model.device, self.model.compute_dtype
         self._cache = self._new_cache()
 
-    def longest_bytes(self, request: Request) -> int:
-        """Return the bytes of keys and values that a request's longest reply needs."""
-        length = len(request.prompt)
-        longest = min(length + request.sampling.max_tokens, self.model.max_positions)
-        return capacity_for(max(longest, length + 1)) * self.model.token_bytes
+    def runs(self, model: CausalLM) -> bool:
+        """Whether requests of another policy, which has this model, can be computed in the same passes."""
+        return self._mixed is not None and model.base is self._mixed.base
+
+    def refresh(self, policy: ServedPolicy) -> None:
+        """Take over the new weights of a policy."""
+        if self._mixed is not None and policy.model.adapter is not None:
+            self._mixed.refresh(policy.model.adapter)
+
+    def forget(self, policy: ServedPolicy) -> None:
+        """Drop what was made of the weights of a policy, which are not used any more."""
+        if self._mixed is not None and policy.model.adapter is not None:
+            self._mixed.forget(policy.model.adapter)
 
     # Passes.
 
@@ -78,7 +90,8 @@ class ModelRunner:
         shape = (m.layers, 2, m.key_heads, len(request.prompt), m.head_dim)
         request.keys = torch.empty(shape, dtype=self._dtype, device=self._device)
         if not self._deterministic:  # at least one token is computed: its hidden state gives the first of the reply
-            request.prefilled = self.prefixes.copy_into(request.keys, request.prompt[:-1])
+            prefixes = self.policies[request.policy].prefixes
+            request.prefilled = prefixes.copy_into(request.keys, request.prompt[:-1])
 
     def prefill(self, pieces: Sequence[tuple[Request, int]]) -> None:
         """Compute the next tokens of some prompts; a prompt that is complete then has its last hidden state.
@@ -90,7 +103,7 @@ class ModelRunner:
         ids = torch.cat([torch.from_numpy(part) for part in parts])
         positions = torch.cat([torch.arange(r.prefilled, r.prefilled + n) for r, n in pieces])
         attention = PrefillAttention([(r.keys, r.prefilled, n) for r, n in pieces if r.keys is not None])
-        hidden = self._forward(ids, positions, attention)
+        hidden = self._forward(ids, positions, attention, [(r.policy, n) for r, n in pieces])
         end = 0
         for request, new in pieces:
             end += new
@@ -110,7 +123,8 @@ class ModelRunner:
         order = [by_row[row] for row in rows]
         ids = torch.tensor([request.last for request in order])
         positions = torch.tensor([row.length for row in rows])
-        hidden = self._forward(ids, positions, DecodeAttention(buckets))
+        attention = DecodeAttention(buckets)
+        hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
         sampled = self.sample(order, hidden[: len(order)])
         for row in rows:
             row.length += 1
@@ -124,10 +138,11 @@ class ModelRunner:
         self.sampled_tokens += len(requests)
         return sample(logits, [self._row_sampling(request) for request in requests])
 
-    def score(self, ids: Ids, piece: int | None) -> list[float]:
+    def score(self, policy: str, ids: Ids, piece: int | None) -> list[float]:
         """Return the log-probability of each token of a prompt but the first, at temperature 1, [P - 1].
 
         Args:
+            policy: whose weights are asked.
             ids: int32 [P].
             piece: the most tokens of a pass; None: all, as in a deterministic engine.
         """
@@ -138,7 +153,8 @@ class ModelRunner:
         for start in range(0, length, size):
             end = min(start + size, length)
             attention = PrefillAttention([(keys, start, end - start)])
-            hidden = self._forward(tokens[start:end], torch.arange(start, end), attention)[: end - start]
+            runs = [(policy, end - start)]
+            hidden = self._forward(tokens[start:end], torch.arange(start, end), attention, runs)[: end - start]
             targets = tokens[start + 1 : end + 1].to(self._device)  # one less than hidden states at the end
             for first in range(0, len(targets), SCORED_AT_ONCE):
                 chosen = targets[first : first + SCORED_AT_ONCE]
@@ -146,26 +162,33 @@ class ModelRunner:
                 found += logits.log_softmax(dim=-1).gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
         return found
 
-    def advance_grammars(self, requests: Sequence[Request]) -> list[PalestraError | None]:
-        """Find which tokens may come next in replies with a grammar; returns an error for each that has no next one."""
-        assert self._grammars is not None
-        return self._grammars.advance([r.matcher for r in requests if r.matcher is not None])
+    def _forward(self, ids: Tensor, positions: Tensor, attention: Any, policies: Sequence[tuple[str, int]]) -> Tensor:
+        """Return the hidden states of N tokens, [N, hidden], and of a few more where N are too few to round as many.
 
-    def _forward(self, ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
-        """Return the hidden states of N tokens, [N, hidden], and of a few more where N are too few to round as many."""
+        Args:
+            ids: [N].
+            positions: [N].
+            attention: knows which tokens see each other.
+            policies: how many of the tokens, in order, belong to which policy.
+        """
         lacking = self._min_rows - len(ids)
         if lacking > 0:
             ids = torch.cat((ids, ids[:1].expand(lacking)))
             positions = torch.cat((positions, positions[:1].expand(lacking)))
+            policies = [*policies, (policies[0][0], lacking)]
         self.passes += 1
-        return self.model.hidden(ids.to(self._device), positions.to(self._device), attention)
+        ids, positions = ids.to(self._device), positions.to(self._device)
+        if self._mixed is None:
+            return self.model.hidden(ids, positions, attention)
+        runs: Runs = [(self.policies[name].model.adapter, count) for name, count in policies]
+        return self._mixed.hidden(ids, positions, attention, runs)
 
     def _row_sampling(self, request: Request) -> RowSampling:
         matcher = request.matcher
         return RowSampling(
             sampling=request.sampling,
             uniform=uniform(request.sampling.seed, len(request.reply)),
-            banned=request.banned(self.stops),
+            banned=request.banned(self.policies[request.policy].stops),
             counts=request.counts,
             allowed=None if matcher is None else unpack_bits(mask_bits(matcher.mask), self.model.vocab_size),
         )
@@ -180,46 +203,15 @@ class ModelRunner:
         """Forget the keys and values of a reply."""
         self._cache.remove(row)
 
-    def keep_prefix(self, tokens: TokenRun, keys: Tensor, room: int) -> None:
-        """Keep keys and values for prompts to come.
-
-        Args:
-            tokens: [N].
-            keys: [layers, 2, key heads, N, head dim], those of the tokens.
-            room: how many tokens the prefixes of the policy may have in all.
-        """
-        if not self._deterministic:
-            self.prefixes.capacity = min(self.prefix_tokens, room)
-            self.prefixes.insert(tokens, keys)
-
     def clear(self) -> None:
         """Forget all keys and values, after a failure that may have left them incomplete."""
         self._cache = self._new_cache()
-        self.prefixes.clear()
+        for policy in self.policies.values():
+            policy.prefixes.clear()
 
     def _new_cache(self) -> KVCache:
         m = self.model
         return KVCache(m.layers, m.key_heads, m.head_dim, self._dtype, self._device)
-
-    # Weights.
-
-    def load_weights(self, version: PolicyVersion, source: WeightSource) -> None:
-        """Copy new weights into the model, all or none, and forget the prefixes that the old ones made.
-
-        Raises:
-            ModelError: a weight is missing, unknown, or has another shape.
-        """
-        own = dict(self.model.own_parameters())
-        given = dict(source.tensors())
-        for name, tensor in given.items():
-            if name not in own or own[name].shape != tensor.shape:
-                raise ModelError(f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}")
-        if missing := own.keys() - given.keys():
-            raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
-        self.version = version
-        self.prefixes.clear()
 
 
 @torch.inference_mode()

@@ -1,12 +1,13 @@
 """Which requests the engine computes next. A request waits, is admitted, prefilled, decoded, and leaves.
 
 Requests join and leave between two passes. A prompt that several requests have is computed once. The tokens of a pass
-belong to one policy; the policies of an engine take turns, and share its memory and its limits.
+belong to one policy, or to several whose weights are adapters on one base; other policies of an engine take turns. All
+share its memory and its limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,22 +17,23 @@ from palestra.config import EmbeddedEngineConfig
 from palestra.engine.embedded.kv_budget import KVBudget
 from palestra.engine.embedded.model_runner import ModelRunner
 from palestra.engine.embedded.request import Request
+from palestra.engine.embedded.served_policy import ServedPolicy
 from palestra.tokens import TokenRun
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A pass that computes pieces of prompts of one policy."""
+    """A pass that computes pieces of prompts of the policies of one runner."""
 
-    policy: str
+    runner: ModelRunner
     pieces: list[tuple[Request, int]]  # each with how many further tokens of its prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A pass that gives every running reply of one policy one more token."""
+    """A pass that gives every running reply of the policies of one runner one more token."""
 
-    policy: str
+    runner: ModelRunner
     requests: list[Request]
 
 
@@ -39,18 +41,18 @@ class Scheduler:
     """The queues of an engine, and the memory that its requests have reserved."""
 
     def __init__(
-        self, runners: dict[str, ModelRunner], config: EmbeddedEngineConfig, deterministic: bool, kv_bytes: int
+        self, policies: Mapping[str, ServedPolicy], config: EmbeddedEngineConfig, deterministic: bool, kv_bytes: int
     ) -> None:
         """Make empty queues.
 
         Args:
-            runners: by policy; `add_runner` and `remove_runner` change it.
+            policies: by name; `add_policy` and `remove_policy` say how they change.
             config: the limits of a pass and of a batch.
             deterministic: whether prompts are prefilled whole and alone.
             kv_bytes: memory for the keys and values of all policies, kept prefixes included.
         """
-        self._runners, self._config, self._deterministic = runners, config, deterministic
-        self.budget = KVBudget(kv_bytes, prefixes=[(r.prefixes, r.model.token_bytes) for r in runners.values()])
+        self._policies, self._config, self._deterministic = policies, config, deterministic
+        self.budget = KVBudget(kv_bytes, prefixes=[(p.prefixes, p.model.token_bytes) for p in policies.values()])
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []  # of those with the same prompt only the first, which has the others
         self.running: list[Request] = []
@@ -72,17 +74,14 @@ class Scheduler:
         """Queue a new request; it begins when there is room."""
         self.waiting.append(request)
 
-    def add_runner(self, policy: str, runner: ModelRunner) -> None:
-        """Let requests of one more policy be scheduled, with what runs it."""
-        self._runners[policy] = runner
-        self.budget.prefixes = [*self.budget.prefixes, (runner.prefixes, runner.model.token_bytes)]
+    def add_policy(self, policy: ServedPolicy) -> None:
+        """Count the prefixes of one more policy."""
+        self.budget.prefixes = [*self.budget.prefixes, (policy.prefixes, policy.model.token_bytes)]
 
-    def remove_runner(self, policy: str) -> ModelRunner:
-        """Forget what runs a policy that has no requests any more, and return it."""
-        gone = self._runners.pop(policy)
+    def remove_policy(self, name: str, gone: ServedPolicy) -> None:
+        """Forget a policy that has no requests any more."""
         self.budget.prefixes = [(cache, each) for cache, each in self.budget.prefixes if cache is not gone.prefixes]
-        self.draining.discard(policy)
-        return gone
+        self.draining.discard(name)
 
     def has_begun(self, policy: str | None = None) -> bool:
         """Whether any request has begun; with a policy, any request of it."""
@@ -121,7 +120,7 @@ class Scheduler:
             if self.begun >= self._config.max_batch or not self._reserve(request):
                 return
             self.waiting.remove(request)
-            request.version = self._runners[request.policy].version
+            request.version = self._policies[request.policy].version
             leader = leaders.setdefault(_key(request), request)
             if leader is request:
                 self.prefilling.append(request)
@@ -129,9 +128,9 @@ class Scheduler:
                 leader.followers.append(request)
 
     def _reserve(self, request: Request) -> bool:
-        runner = self._runners[request.policy]
-        each = runner.model.token_bytes
-        wanted = min(runner.longest_bytes(request), self.budget.total // each * each)
+        policy = self._policies[request.policy]
+        each = policy.model.token_bytes
+        wanted = min(policy.longest_bytes(request), self.budget.total // each * each)
         if not self.budget.reserve(wanted):
             return False
         request.reserved = wanted
@@ -150,7 +149,7 @@ class Scheduler:
         while self.prefilling and left > 0:
             pieces = self._pieces(left)
             left -= sum(new for _, new in pieces)
-            yield from (Prefill(policy, own) for policy, own in _by_policy(pieces))
+            yield from self._by_runner(pieces)
 
     def _pieces(self, most: int) -> list[tuple[Request, int]]:
         """Return what to prefill next: of the oldest prompts at most so many tokens; or the oldest one, whole."""
@@ -159,17 +158,24 @@ class Scheduler:
             if most <= 0:
                 break
             if request.keys is None:
-                self._runners[request.policy].allocate_prompt(request)
+                self._policies[request.policy].runner.allocate_prompt(request)
             new = request.remaining if self._deterministic else min(request.remaining, most)
             pieces.append((request, new))
             most -= new
         return pieces
 
+    def _by_runner(self, pieces: list[tuple[Request, int]]) -> list[Prefill]:
+        """Return a pass for each runner that has pieces of prompts."""
+        found: dict[ModelRunner, list[tuple[Request, int]]] = {}
+        for piece in pieces:
+            found.setdefault(self._policies[piece[0].policy].runner, []).append(piece)
+        return [Prefill(runner, own) for runner, own in found.items()]
+
     def _decode(self) -> Iterator[Decode]:
-        for policy in self._runners:
-            requests = [r for r in self.running if r.policy == policy]
+        for runner in dict.fromkeys(policy.runner for policy in self._policies.values()):
+            requests = [r for r in self.running if r.policy in runner.policies]
             if requests:
-                yield Decode(policy, requests)
+                yield Decode(runner, requests)
 
     # From prefill to decode, and out.
 
@@ -194,9 +200,9 @@ class Scheduler:
             tokens: [N] of its prompt and reply.
             keys: [layers, 2, key heads, N, head dim], their keys and values.
         """
-        runner = self._runners[request.policy]
-        if request.version == runner.version:
-            runner.keep_prefix(tokens, keys, self.budget.room_for(runner.prefixes, runner.model.token_bytes))
+        policy = self._policies[request.policy]
+        if not self._deterministic and request.version == policy.version:
+            policy.keep_prefix(tokens, keys, self.budget.room_for(policy.prefixes, policy.model.token_bytes))
 
     def finish(self, request: Request) -> None:
         """Take out a reply that has ended, and keep its keys and values for requests that continue it."""
@@ -214,30 +220,30 @@ class Scheduler:
         if request.row is None:
             self.prefilling.remove(request)
         else:
-            self._runners[request.policy].remove_row(request.row)
+            self._policies[request.policy].runner.remove_row(request.row)
             request.row = None
             self.running.remove(request)
 
     def remove_all(self, policies: Collection[str]) -> list[Request]:
-        """Take out and return all requests of some policies that have begun; the policies' runners are cleared."""
+        """Take out and return all requests of some policies that have begun, with their keys and values."""
         removed = [r for queue in (self.running, self.prefilling) for r in queue if r.policy in policies]
         self.running = [r for r in self.running if r.policy not in policies]
         self.prefilling = [r for r in self.prefilling if r.policy not in policies]
+        for runner in {self._policies[policy].runner for policy in policies}:
+            if runner.policies.keys() <= set(policies):  # perhaps after a pass that has failed halfway
+                runner.clear()
+            else:
+                for request in (r for r in removed if r.row is not None and r.policy in runner.policies):
+                    assert request.row is not None
+                    runner.remove_row(request.row)
+        for policy in policies:
+            self._policies[policy].prefixes.clear()
         removed = [one for request in removed for one in request.group]
         for request in removed:
             self._release(request)
-        for policy in policies:
-            self._runners[policy].clear()
         return removed
 
 
 def _key(request: Request) -> tuple[object, ...]:
     """Return what two requests must have in common to share a prompt: its tokens, and the weights that read it."""
     return (request.policy, request.version, *request.prompt.key)
-
-
-def _by_policy(pieces: list[tuple[Request, int]]) -> list[tuple[str, list[tuple[Request, int]]]]:
-    found: dict[str, list[tuple[Request, int]]] = {}
-    for piece in pieces:
-        found.setdefault(piece[0].policy, []).append(piece)
-    return list(found.items())

@@ -46,7 +46,7 @@ async def trained(spec: PolicySpec = SPEC, models: LoadedModels | None = None, *
 
 
 def model_of(trainer):
-    return trainer._policies["policy"]._model
+    return trainer._policies["policy"].model
 
 
 async def step(trainer, number: int, critic: bool = False) -> None:
@@ -238,7 +238,7 @@ async def test_two_policies_with_adapters_share_a_base_and_nothing_else():
         before = {name: p.detach().clone() for name, p in other.parameters}
         await step(trainer, 0)
         assert same({name: p.detach() for name, p in other.parameters}, before)
-        shared = {p.data_ptr() for name, p in other._model.named_parameters() if ".lora_" not in name}
+        shared = {p.data_ptr() for name, p in other.model.named_parameters() if ".lora_" not in name}
         assert shared == {p.data_ptr() for name, p in model_of(trainer).named_parameters() if ".lora_" not in name}
 
 

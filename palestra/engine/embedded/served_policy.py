@@ -1,0 +1,86 @@
+"""One policy of an engine: its weights, their version, and what they have computed for prompts to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from palestra.engine.embedded.kv_cache import capacity_for
+from palestra.engine.embedded.prefix_cache import PrefixCache
+from palestra.engine.embedded.request import Request
+from palestra.errors import ModelError, PalestraError
+from palestra.models.weights import WeightSource
+from palestra.tokens import TokenRun
+from palestra.types.calls import PolicyVersion
+
+if TYPE_CHECKING:
+    from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
+
+
+class ServedPolicy:
+    """A policy that an engine samples from.
+
+    Attributes:
+        model: has its weights.
+        stops: tokens that end its replies.
+        version: of its present weights.
+        prefixes: keys and values that its present weights have computed.
+        runner: computes its passes, perhaps together with those of other policies on the same base.
+    """
+
+    def __init__(self, policy: PolicyModel, version: PolicyVersion, prefix_tokens: int, runner: ModelRunner) -> None:
+        """Take over a policy's model.
+
+        Args:
+            policy: the model, and what ends its replies.
+            version: of its present weights.
+            prefix_tokens: the most tokens whose keys and values are kept for prompts to come.
+            runner: computes its passes.
+        """
+        self.model, self.stops, self._grammars = policy.model, policy.stop_ids, policy.grammars
+        self.version, self.runner = version, runner
+        self.prefixes = PrefixCache(prefix_tokens)
+        self._prefix_tokens = prefix_tokens
+
+    def longest_bytes(self, request: Request) -> int:
+        """Return the bytes of keys and values that a request's longest reply needs."""
+        length = len(request.prompt)
+        longest = min(length + request.sampling.max_tokens, self.model.max_positions)
+        return capacity_for(max(longest, length + 1)) * self.model.token_bytes
+
+    def keep_prefix(self, tokens: TokenRun, keys: Tensor, room: int) -> None:
+        """Keep keys and values for prompts to come.
+
+        Args:
+            tokens: [N].
+            keys: [layers, 2, key heads, N, head dim], those of the tokens.
+            room: how many tokens the prefixes of the policy may have in all.
+        """
+        self.prefixes.capacity = min(self._prefix_tokens, room)
+        self.prefixes.insert(tokens, keys)
+
+    def advance_grammars(self, requests: Sequence[Request]) -> list[PalestraError | None]:
+        """Find which tokens may come next in replies with a grammar; returns an error for each that has no next one."""
+        assert self._grammars is not None
+        return self._grammars.advance([r.matcher for r in requests if r.matcher is not None])
+
+    def load_weights(self, version: PolicyVersion, source: WeightSource) -> None:
+        """Copy new weights into the model, all or none, and forget the prefixes that the old ones made.
+
+        Raises:
+            ModelError: a weight is missing, unknown, or has another shape.
+        """
+        own = dict(self.model.own_parameters())
+        given = dict(source.tensors())
+        for name, tensor in given.items():
+            if name not in own or own[name].shape != tensor.shape:
+                raise ModelError(f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}")
+        if missing := own.keys() - given.keys():
+            raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+        self.version = version
+        self.runner.refresh(self)
+        self.prefixes.clear()

@@ -1,0 +1,191 @@
+"""The gradient of one batch of a policy: the loss of each micro-batch, and what is measured beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.algorithms.loss import Loss, LossInputs, LossSpec, Max, Mean, Reduction, Sum
+from palestra.errors import InvalidAlgorithm
+from palestra.models.causal_lm import CausalLM
+from palestra.trainer.base import StepReport
+from palestra.trainer.metrics import MetricSums
+from palestra.trainer.packing import MicroBatch
+from palestra.trainer.penalties import add_penalties, measured_with, policy_metrics
+from palestra.trainer.sequences import SequenceMeans
+from palestra.trainer.token_forward import TokenForward, columns_of
+from palestra.types.calls import Floats, PolicyVersion
+from palestra.types.records import TrainSample
+
+
+class Gradient:
+    """The losses of a batch, micro-batch by micro-batch.
+
+    Attributes:
+        model: the policy's.
+        micro_batches: all rows of the batch, in order.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        forward: TokenForward,
+        version: PolicyVersion,
+        batch: Sequence[TrainSample],
+        spec: LossSpec,
+        loss: Loss,
+        micro_batches: Sequence[MicroBatch],
+        logprobs: bool = False,
+    ) -> None:
+        """Prepare a batch; a loss over sequences that lie in several micro-batches takes a pass without gradient.
+
+        Args:
+            model: the policy's.
+            forward: computes its log-probabilities.
+            version: of its weights.
+            batch: S rows.
+            spec: has the coefficients of the penalties.
+            loss: the loss of a token.
+            micro_batches: the batch, packed.
+            logprobs: whether the report has those of the trained tokens.
+
+        Raises:
+            ConfigError: a penalty needs logprobs of a reference that the rows do not have.
+        """
+        self.model, self.micro_batches = model, micro_batches
+        self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
+        self._sums = MetricSums([metric.name for metric in policy_metrics(spec, loss, measured_with(batch))])
+        self._means = self._sequence_means() if loss.over_sequences else None
+        self._rows: list[Floats] | None = [] if logprobs else None
+
+    def loss_of(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+        """Return the loss of one micro-batch, a scalar with a gradient; its metrics are added up.
+
+        Args:
+            micro: one of `micro_batches`.
+            hidden: the last hidden states of all its nodes, [N, hidden]; None: they are computed.
+
+        Raises:
+            InvalidAlgorithm: the loss is not a number for each token.
+        """
+        targets = columns_of(micro, self.model.device)
+        with torch.enable_grad():
+            wanted = self._spec.entropy_coefficient != 0.0
+            logprobs, entropy = self._forward(micro, targets, entropy_gradient=wanted, hidden=hidden)
+            inputs = self._inputs(logprobs, targets)
+            if self._means is not None:
+                inputs = replace(inputs, sequence_means=self._means.of(micro, self._loss.of_sequence(inputs)))
+            output = self._loss(inputs)
+            _check_numbers(self._loss, micro, output.loss)
+            losses, measured = add_penalties(output.loss, inputs, entropy, self._spec)
+            total = (losses * targets["loss_weights"]).sum()
+        if self._rows is not None:
+            self._rows += rows_of(micro, logprobs.detach())
+        sampled = targets["sampling_logprobs"].isfinite()  # other tokens could have been sampled, and were not
+        gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
+        found: dict[str, Reduction] = {
+            **output.metrics,
+            **measured,
+            "loss": Sum(total.detach()),
+            "entropy": Mean(entropy.detach()),
+            "logprob_gap_mean": Mean(gap, sampled),
+            "logprob_gap_max": Max(gap[sampled]),
+        }
+        self._sums.add(found)
+        return total
+
+    def report(self) -> StepReport:
+        """Return metrics and counts, after `loss_of` each micro-batch."""
+        report = report_of(self.micro_batches, self._sums)
+        return report if self._rows is None else replace(report, logprobs=tuple(self._rows))
+
+    def _sequence_means(self) -> SequenceMeans:
+        """Return the means over the episodes that are not whole in one micro-batch, by a pass without gradient."""
+        means = SequenceMeans(self.micro_batches)
+        for micro in means.split:
+            targets = columns_of(micro, self.model.device)
+            with torch.no_grad():
+                logprobs = self._forward.logprobs(micro, targets)
+                means.add(micro, self._loss.of_sequence(self._inputs(logprobs, targets)))
+        return means
+
+    def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
+        """Return the inputs of a loss for the tokens of a micro-batch.
+
+        Args:
+            logprobs: float32 [T], of the trained tokens.
+            targets: the columns of the micro-batch.
+        """
+        return LossInputs(
+            logprobs=logprobs,
+            sampling_logprobs=targets["sampling_logprobs"],
+            old_logprobs=targets.get("old_logprobs"),
+            reference_logprobs=targets.get("reference_logprobs"),
+            advantages=targets["advantages"],
+            on_policy=(targets["version"] == targets["version"].new_tensor(self._version)).all(dim=1),
+        )
+
+
+def report_of(micro_batches: Collection[MicroBatch], sums: MetricSums) -> StepReport:
+    """Return the counts of a batch, and its metrics.
+
+    Args:
+        micro_batches: all rows of the batch.
+        sums: has the metrics of each.
+    """
+    rows = [sample for micro in micro_batches for sample, _, _ in micro.samples]
+    trained = int(sum(sample.loss_mask.sum() for sample in rows))
+    return StepReport(
+        rows=len(rows),
+        trained_tokens=trained,
+        forward_tokens=sum(micro.tokens for micro in micro_batches),
+        flat_tokens=sum(len(sample.ids) for sample in rows),
+        metrics=sums.result(trained),
+    )
+
+
+def rows_of(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
+    """Return numbers [T] of a micro-batch's trained tokens as a float32 [N] for each of its rows, else NaN."""
+    found, start, flat = list[Floats](), 0, numbers.cpu().numpy()
+    for sample, _, _ in micro.samples:
+        row = np.full(len(sample.ids), np.nan, np.float32)
+        stop = start + int(sample.loss_mask.sum())
+        row[sample.loss_mask], start = flat[start:stop], stop
+        found.append(row)
+    return found
+
+
+def _check_numbers(loss: Loss, micro: MicroBatch, values: Tensor) -> None:
+    """Check what a loss has returned for the trained tokens of a micro-batch, which should be [T].
+
+    Raises:
+        InvalidAlgorithm: `values` are not one number for each token; the message names the episodes.
+    """
+    tokens = int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
+    if values.shape != (tokens,):
+        raise InvalidAlgorithm(
+            f"the loss {loss.name!r} returns {list(values.shape)} numbers for {tokens} tokens; it returns one for each "
+            "token"
+        )
+    if bool(values.isnan().any()):
+        raise InvalidAlgorithm(_not_a_number(loss, micro, values))
+
+
+def _not_a_number(loss: Loss, micro: MicroBatch, values: Tensor) -> str:
+    """Return which tokens of which episodes a loss [T] is not a number for, in words."""
+    wrong = values.detach().isnan().cpu().numpy()
+    places, start = list[str](), 0
+    for sample, _, _ in micro.samples:
+        trained = np.flatnonzero(sample.loss_mask)
+        found = trained[wrong[start : start + len(trained)]]
+        start += len(trained)
+        if len(found):
+            places.append(f"token {int(found[0])} of episode {sample.episode_id}")
+    return (
+        f"the loss {loss.name!r} is not a number (NaN) for {int(wrong.sum())} tokens: {', '.join(places[:8])}"
+        f"{', …' if len(places) > 8 else ''}; the weights are as before"
+    )

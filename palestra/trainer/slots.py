@@ -1,0 +1,85 @@
+"""Slots: how many adapters are in memory with their optimizers; the others wait on disk, and come back when needed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Collection
+from pathlib import Path
+
+from palestra.models.device import return_freed_memory
+from palestra.trainer.torch_policy import TorchPolicy
+
+
+class Slots:
+    """The policies with adapters that are in memory, the least recently used first.
+
+    A policy that waits keeps its place in the trainer: its version, its requests, its tokenizer. Its weights, gradients
+    and moments are in files with checksums, from which they come back bit by bit. The files are part of the process:
+    after its death a job continues from its checkpoint.
+    """
+
+    def __init__(self, count: int | None) -> None:
+        """Make free slots.
+
+        Args:
+            count: how many policies are in memory at a time; None: all.
+        """
+        self._count = count
+        self._inside: OrderedDict[str, TorchPolicy] = OrderedDict()
+        self._outside: dict[str, Path] = {}
+        self._folder: Path | None = None
+        self.evictions = 0
+
+    @property
+    def count(self) -> int | None:
+        """Return how many policies are in memory at a time; None: all."""
+        return self._count
+
+    def use(self, policies: dict[str, TorchPolicy]) -> None:
+        """Bring policies into memory, in the place of those that were not used for longest.
+
+        Args:
+            policies: by name, at most as many as there are slots; policies without adapters are always in memory.
+
+        Raises:
+            CheckpointError: the disk is full, or files of a policy are damaged.
+        """
+        for name, policy in policies.items():
+            if self._count is None or policy.model.adapter is None:
+                continue
+            if name not in self._inside:
+                self._make_room(policies.keys())
+                if (folder := self._outside.get(name)) is not None:
+                    policy.unpark(folder)
+                    del self._outside[name]
+                    shutil.rmtree(folder, ignore_errors=True)
+                self._inside[name] = policy
+            self._inside.move_to_end(name)
+
+    def _make_room(self, wanted: Collection[str]) -> None:
+        """Write the policies that were not used for longest to disk until there is a free slot."""
+        assert self._count is not None
+        for name in [name for name in self._inside if name not in wanted]:
+            if len(self._inside) < self._count:
+                return
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="palestra-adapters-"))
+            folder = self._folder / str(self.evictions)
+            self._inside[name].park(folder)
+            self._outside[name] = folder
+            del self._inside[name]
+            self.evictions += 1
+            return_freed_memory()
+
+    def forget(self, name: str) -> None:
+        """Free the slot of a policy that is removed, or its files."""
+        self._inside.pop(name, None)
+        if (folder := self._outside.pop(name, None)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all files."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
