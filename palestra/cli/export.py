@@ -16,6 +16,7 @@ from palestra.errors import Conflict
 from palestra.terminal import say
 
 JOB_ID = re.compile(r"job-[0-9a-f]{16}")
+OPTION = "--policy"  # names the policy whose checkpoint is copied
 
 
 def add(commands: Any) -> None:
@@ -32,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
     parser.add_argument("target", metavar="DIR", type=Path, help="a folder that does not exist yet")
     parser.add_argument(
-        "--policy",
+        OPTION,
         metavar="NAME",
         help="whose checkpoint; without it, that of the only policy that the run has trained",
     )
@@ -78,7 +79,7 @@ def _newest_of(run_dir: Path, policy: str | None, paths: Iterable[str]) -> str |
     from palestra.runtime.run_dir import checkpoints_of_run
     from palestra.trainer.checkpoint import newest_name
 
-    below = f"{checkpoints_of_run(run_dir, policy).relative_to(run_dir)}/"
+    below = f"{checkpoints_of_run(run_dir, policy, OPTION).relative_to(run_dir)}/"
     newest = newest_name(path.removeprefix(below).split("/")[0] for path in paths if path.startswith(below))
     return None if newest is None else below + newest
 
@@ -102,7 +103,7 @@ def _copy(run_dir: Path, policy: str | None, target: Path, merged: bool) -> None
     from palestra.trainer.checkpoint import NOT_THE_MODEL
 
     folder, _ = run_folder(run_dir)
-    path, state = newest_of_policy(folder, policy)
+    path, state = newest_of_policy(folder, policy, OPTION)
     if target.exists():
         raise Conflict(f"{target} exists already; choose another folder")
     # The names of adapters' files are looked at without torch, whose import takes seconds.

@@ -74,12 +74,13 @@ def newest_of_run(model: str) -> str:
     return model
 
 
-def newest_of_policy(run_dir: Path, policy: str | None) -> tuple[Path, dict[str, Any]]:
+def newest_of_policy(run_dir: Path, policy: str | None, option: str | None = None) -> tuple[Path, dict[str, Any]]:
     """Return the folder of the newest good checkpoint of a policy that a run has trained, and the checkpoint's state.
 
     Args:
         run_dir: the run's folder.
         policy: by name; None: the only one that the run has trained.
+        option: of the command, which names a policy, for the refusal; None: it has none.
 
     Raises:
         NotFound: the run has no checkpoint yet.
@@ -88,18 +89,19 @@ def newest_of_policy(run_dir: Path, policy: str | None) -> tuple[Path, dict[str,
     """
     from palestra.trainer.checkpoint import newest_good
 
-    newest = newest_good(checkpoints_of_run(run_dir, policy))
+    newest = newest_good(checkpoints_of_run(run_dir, policy, option))
     if newest is None:
         raise NotFound(f"{run_dir} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
     return newest
 
 
-def checkpoints_of_run(run_dir: Path, policy: str | None) -> Path:
+def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = None) -> Path:
     """Return the folder of the checkpoints of a policy that a run trains.
 
     Args:
         run_dir: the run's folder.
         policy: by name; None: the only one that the run trains.
+        option: of the command, which names a policy, for the refusal; None: it has none.
 
     Raises:
         ConfigError: the run trains no such policy, or several and none is named.
@@ -113,8 +115,8 @@ def checkpoints_of_run(run_dir: Path, policy: str | None) -> Path:
     names = " and ".join(map(repr, trained))
     if policy is None and len(trained) > 1:
         raise ConfigError(
-            f"the run in {run_dir} has trained {names}, and a checkpoint is that of one: name its folder, such as "
-            f"{run_dir / CHECKPOINTS / trained[0]}"
+            f"the run in {run_dir} has trained {names}, and a checkpoint is that of one: its folder is "
+            f"{run_dir / CHECKPOINTS / trained[0]}" + (f", or name it with {option} {trained[0]}" if option else "")
         )
     if policy is not None and policy not in trained:
         raise ConfigError(f"the run in {run_dir} has trained no policy {policy!r}; it has trained {names}")

@@ -14,7 +14,7 @@ from test_two_policies import TASKS, Talk, config, digest_of, other_model  # noq
 
 import palestra
 from palestra import RolloutSpec
-from palestra.config import PolicyConfig, UpdatesConfig, load_config
+from palestra.config import UpdatesConfig, load_config
 from palestra.errors import ConfigError
 from palestra.runtime.local import local_job
 from palestra.types.records import Task
@@ -142,8 +142,7 @@ def test_the_result_has_a_checkpoint_of_each_which_is_evaluated_by_its_folder(tm
         update={
             "run_dir": tmp_path / "against",
             "steps": 1,
-            "policies": settings.policies
-            | {"black": PolicyConfig(**settings.policies["black"].model_dump() | {"model": white, "frozen": True})},
+            "policies": settings.policies | {"black": settings.policies["black"].model_copy(update={"model": white})},
         }
     )
     palestra.train(RolloutSpec(environment=Talk), TASKS, against, quiet=True)
