@@ -179,14 +179,16 @@ class Seat(SeatState):
         """
         if self.over or not says_lost(error):
             return False
-        if not self.lost:
-            try:
-                self._send(heartbeat_call(self.episode))
-            except LOST:
-                self._next()
-            except PalestraError:
-                return False
-        return self.over or self.lost
+        if self.lost:
+            return True
+        try:
+            self._send(heartbeat_call(self.episode))
+        except LOST:
+            self._next()  # the episode may be over, with a reward
+            return True
+        except PalestraError:
+            return False
+        return False
 
 
 class AsyncSeat(SeatState):
@@ -238,11 +240,13 @@ class AsyncSeat(SeatState):
         """Return whether an error of the seat's block says that the seat is lost; see `Seat.ends_with`."""
         if self.over or not says_lost(error):
             return False
-        if not self.lost:
-            try:
-                await self._send(heartbeat_call(self.episode))
-            except LOST:
-                await self._next()
-            except PalestraError:
-                return False
-        return self.over or self.lost
+        if self.lost:
+            return True
+        try:
+            await self._send(heartbeat_call(self.episode))
+        except LOST:
+            await self._next()
+            return True
+        except PalestraError:
+            return False
+        return False

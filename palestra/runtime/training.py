@@ -31,6 +31,7 @@ from palestra.runtime.run_dir import resolve_run_dir
 from palestra.runtime.tasks import read_files
 from palestra.waiting import race
 
+SPLITS: tuple[Split, ...] = ("validation", "train")
 SAVE_SECONDS = 120.0  # limit for saving after an error of the rollout function
 
 
@@ -128,7 +129,7 @@ def train_until_stopped(
         concurrency = checked_count("concurrency", concurrency)
     played = resolve_rollout(config, rollout, environment, reward)
     most = config.steps * config.rollout.groups_per_step
-    splits: dict[Split, list[TaskData]] = {
+    splits = {
         "validation": resolve_tasks("validation_tasks", validation_tasks),
         "train": resolve_tasks("tasks", tasks, most),
     }
@@ -153,7 +154,7 @@ def train_until_stopped(
     console = Console(config, quiet=quiet, notes=notes)
     spec = played if isinstance(played, RolloutSpec) else None
     function = None if isinstance(played, RolloutSpec) else played
-    given = tuple(split for split, rows in splits.items() if rows)
+    given = tuple(split for split in SPLITS if splits[split])
     server = JobThread(config, console, spec, own_code=True, given=given)  # this is the user's own process
     with console, Interrupts(server.stop) as interrupts:
         run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
@@ -172,7 +173,7 @@ class Rollouts:
     concurrency: int
 
 
-def _check_job(config: JobConfig, splits: Mapping[Split, Sequence[TaskData]]) -> None:
+def _check_job(config: JobConfig, splits: Mapping[str, Sequence[TaskData]]) -> None:
     """Refuse a job that trains nothing, has no tasks, or has tasks of a file and given ones as well.
 
     Args:
