@@ -37,6 +37,9 @@ def add(commands: Any) -> None:
         default=[],
         help="one more player: a model, a checkpoint's folder, or a run's (its newest); may be given several times",
     )
+    parser.add_argument(
+        "--policy", metavar="NAME", help="versions of this policy alone; without it, of every one that the run trains"
+    )
     parser.add_argument("--environment", metavar="NAME", help="an environment that ships; without it, the run's")
     parser.add_argument("--tasks", metavar="FILE", type=Path, help="JSONL file; without it, the environment's tasks")
     parser.add_argument("--games", metavar="GAMES", type=int, default=20, help="of each pair, in each of both seatings")
@@ -54,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.runtime.matrix.picture import draw_matrix
     from palestra.runtime.matrix.play import legal_choices, play_matrix, versions_of
 
-    players = {} if arguments.run_dir is None else versions_of(arguments.run_dir)
+    players = {} if arguments.run_dir is None else versions_of(arguments.run_dir, arguments.policy)
     for given in arguments.add:
         name, equals, model = given.partition("=")
         if not (name and equals and model):
