@@ -213,10 +213,15 @@ def _environment(
 
     chosen = config.environment.name if environment is None else environment
     if chosen is None:
-        raise ConfigError("name the environment that is played: a class, a function that makes one, or a name")
+        raise ConfigError(
+            "name the environment that is played, which the configuration does not: a class, a function that makes "
+            "one, or the name of one that ships (on the command line: --environment NAME, or module:Class)"
+        )
     if not isinstance(chosen, str):
         if not tasks:
-            raise ConfigError("there is nothing to play: give `tasks`, a list of JSON objects or a JSONL file")
+            raise ConfigError(
+                "there is nothing to play: give `tasks`, a list of JSON objects or a JSONL file (--tasks)"
+            )
         return chosen, tasks
     entry, settings = catalog_entry(chosen), config.environment.settings
     generated = tasks or entry.generate("validation", config.environment.validation_tasks, config.seed)
