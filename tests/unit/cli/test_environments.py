@@ -66,7 +66,7 @@ def test_the_protocol_of_one_of_the_users_own_is_drawn(nim, capsys):
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [
-        ("Nim", [], "KeyError: 'pile' (nim.py:19, in begin); the task was {}: give one that it can play, as in --task"),
+        ("Nim", [], "KeyError: 'pile' (nim.py:18, in begin); the task was {}: give one that it can play, as in --task"),
         ("Nim", ["--task", "{"], "--task {: Expecting property name"),
         ("Nim", ["--task", "3"], "a task is a JSON object, such as {}"),
         ("Nam", [], "nim.py has no 'Nam'"),
