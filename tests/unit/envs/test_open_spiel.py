@@ -80,7 +80,7 @@ async def test_an_illegal_move_costs_the_most_that_can_be_lost():
 @pytest.mark.parametrize(
     ("game", "words"),
     [
-        ("no_such_game", "has no game 'no_such_game'; there are 2048, "),
+        ("qqqqqqqqq", "has no game 'qqqqqqqqq'; there are "),
         ("tic_tac_to", "has no game 'tic_tac_to'; did you mean 'tic_tac_toe'"),
         ("goofspiel(num_cards=", "can't load 'goofspiel"),
         ("mfg_crowd_modelling", "mean-field"),
