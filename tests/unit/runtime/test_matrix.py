@@ -137,7 +137,8 @@ def test_the_picture_is_drawn(tmp_path):
 
 def test_the_versions_of_a_run_are_those_of_every_policy_that_it_trains(tmp_path):
     policies = {"white": {}, "black": {}, "judge": {"frozen": True}}
-    (tmp_path / "config.toml").write_text(dump_config(parse_config({"policies": policies, "name": "duel"})))
+    config = parse_config({"policies": policies, "roles": {"second": "black"}, "name": "duel"})
+    (tmp_path / "config.toml").write_text(dump_config(config))
     (tmp_path / "run.db").touch()
     with pytest.raises(NotFound, match="no version of 'white' and 'black' yet"):
         versions_of(tmp_path)
