@@ -101,8 +101,8 @@ def test_tasks_that_are_given_beside_a_file_of_tasks_are_refused(tmp_path):
             r"roles.secnod: the environment has no agent 'secnod' \(it has 'first', 'second'\)",
         ),
         (
-            {"first": "one", "second": "one"},
-            "policies.two: the policy 'two' is trained, and its newest weights play none",
+            {"first": "two", "second": "two"},
+            "policies.one: the policy 'one' is trained, and its newest weights play none",
         ),
     ],
 )
