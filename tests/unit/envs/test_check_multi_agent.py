@@ -161,7 +161,7 @@ def test_an_environment_that_never_rewards_is_named():
     with pytest.raises(InvalidEnvironment, match=re.escape("Outcome(rewards={'a': 0.0, 'b': 0.0}, over=True)")):
         check_environment(change(apply=apply({})), TASKS)
     check_environment(change(apply=apply({"a": 0.0})), TASKS)  # nobody has won
-    check_environment(change(apply=lambda self, actions: None, max_steps=4), TASKS)  # these actions reach no end
+    check_environment(change(apply=lambda self, actions: None, max_steps=3), TASKS)  # these actions reach no end
 
 
 def test_illegal_actions_that_were_asked_for_are_played():
