@@ -48,9 +48,12 @@ if TYPE_CHECKING:
     from palestra.config import RolloutConfig as RolloutConfig
     from palestra.config import dump_config as dump_config
     from palestra.config import load_config as load_config
+    from palestra.envs import AgentProtocol as AgentProtocol
     from palestra.envs import Arithmetic as Arithmetic
     from palestra.envs import CalculatorEnvironment as CalculatorEnvironment
     from palestra.envs import ConcurrentEnvironment as ConcurrentEnvironment
+    from palestra.envs import ContinuousEnvironment as ContinuousEnvironment
+    from palestra.envs import Coordinator as Coordinator
     from palestra.envs import Environment as Environment
     from palestra.envs import Fault as Fault
     from palestra.envs import FrozenLake as FrozenLake
@@ -59,15 +62,19 @@ if TYPE_CHECKING:
     from palestra.envs import KuhnPoker as KuhnPoker
     from palestra.envs import MultiAgentEnvironment as MultiAgentEnvironment
     from palestra.envs import Outcome as Outcome
+    from palestra.envs import PettingZooEnvironment as PettingZooEnvironment
     from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
+    from palestra.envs import Stage as Stage
     from palestra.envs import Subagent as Subagent
     from palestra.envs import SubagentEnvironment as SubagentEnvironment
     from palestra.envs import TaskEnvironment as TaskEnvironment
     from palestra.envs import TimeLimit as TimeLimit
     from palestra.envs import ToolEnvironment as ToolEnvironment
     from palestra.envs import check_environment as check_environment
+    from palestra.envs import decided as decided
     from palestra.envs import free as free
     from palestra.envs import phases as phases
+    from palestra.envs import run_virtual as run_virtual
     from palestra.envs import simultaneous as simultaneous
     from palestra.envs import turns as turns
     from palestra.envs.arithmetic import last_number as last_number
@@ -138,9 +145,12 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.runtime.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "dump_config", "load_config"),
     "palestra.envs": (
+        "AgentProtocol",
         "Arithmetic",
         "CalculatorEnvironment",
         "ConcurrentEnvironment",
+        "ContinuousEnvironment",
+        "Coordinator",
         "Environment",
         "Fault",
         "FrozenLake",
@@ -149,15 +159,19 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "KuhnPoker",
         "MultiAgentEnvironment",
         "Outcome",
+        "PettingZooEnvironment",
         "ReasoningEnvironment",
+        "Stage",
         "Subagent",
         "SubagentEnvironment",
         "TaskEnvironment",
         "TimeLimit",
         "ToolEnvironment",
         "check_environment",
+        "decided",
         "free",
         "phases",
+        "run_virtual",
         "simultaneous",
         "turns",
     ),

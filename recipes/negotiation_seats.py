@@ -18,12 +18,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT, ROLES = "gomoku-duel", ("agent", "opponent")  # YOURS 1: the environment, and its two agents
-MOVES = [f"{row} {column}" for row in (1, 2, 3) for column in (1, 2, 3)]
-HELD = {"structured_outputs": {"choice": MOVES}}  # YOURS 2: what replies are held to; {}: nothing
+ENVIRONMENT, ROLES = "negotiation", ("first", "second")  # YOURS 1: the environment, and its two agents
+
+
+def held_to(choices: Sequence[str]) -> dict[str, Any]:
+    """Return what holds a reply to the legal moves of an observation."""
+    return {"structured_outputs": {"choice": list(choices)}}  # YOURS 2: what replies are held to; {}: nothing
 
 
 def ada(url: str, role: str) -> None:
@@ -41,7 +45,9 @@ def ada(url: str, role: str) -> None:
                 messages: list[Any] = []
                 for observation in seat:
                     messages += [{"role": message.role, "content": message.text} for message in observation.content]
-                    reply = ai.chat.completions.create(model="any name", messages=messages, extra_body=HELD)
+                    reply = ai.chat.completions.create(
+                        model="any name", messages=messages, extra_body=held_to(observation.choices)
+                    )
                     text = reply.choices[0].message.content or ""
                     messages.append({"role": "assistant", "content": text})
                     seat.act(text)
@@ -71,7 +77,8 @@ def bob(url: str, role: str) -> None:
                     for said in seen["observation"]["content"]:
                         text = "".join(part["text"] for part in said["content"])
                         messages.append({"role": said["role"], "content": text})
-                    reply = post("/v1/chat/completions", key, model="any name", messages=messages, **HELD)
+                    held = held_to(seen["observation"]["choices"])
+                    reply = post("/v1/chat/completions", key, model="any name", messages=messages, **held)
                     text = reply["choices"][0]["message"]["content"]
                     messages.append({"role": "assistant", "content": text})
                     observation = seen["observation"]["observation_id"]

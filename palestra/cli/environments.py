@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import command
-from palestra.errors import ConfigError
+from palestra.cli.options import ENVIRONMENT, command, load_environment
+from palestra.errors import ConfigError, PalestraError, place_of
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -22,11 +24,17 @@ def add(commands: Any) -> None:
         "environments",
         run,
         "list the environments that ship, or show one: its settings, a task, and what an agent sees first",
-        "  palestra environments\n  palestra environments gomoku\n  palestra environments kuhn-poker --protocol",
+        "  palestra environments\n  palestra environments gomoku\n  palestra environments kuhn-poker --protocol\n"
+        """  palestra environments nim.py:Nim --task '{"pile": 5}'""",
     )
-    parser.add_argument("name", nargs="?", help="show this one; without it, all are listed")
+    parser.add_argument("name", nargs="?", help=f"show this one: {ENVIRONMENT}; without it, all that ship are listed")
     parser.add_argument(
         "--protocol", action="store_true", help="draw who may act when, of an environment of several agents"
+    )
+    parser.add_argument(
+        "--task",
+        metavar="JSON",
+        help="show an episode of this task; without it, of one of the environment's own, or {}",
     )
 
 
@@ -45,21 +53,67 @@ def run(arguments: argparse.Namespace) -> None:
             say(f"{name:<{width}}  {entry.summary}")
         say('\nto train on one:  palestra run job.toml, with  [environment] name = "…"  in it')
         return
-    entry = catalog_entry(arguments.name)
-    task = entry.generate("train", 1, 0)[0]
-    made = entry.make()
-    if arguments.protocol:
-        asyncio.run(_draw(arguments.name, made, task))
-        return
-    say(f"{arguments.name}: {entry.summary}\n\ntask:      {json.dumps(task)}")
-    say(f"settings:  {', '.join(_settings(entry.make)) or 'none'}")
-    environment = made if isinstance(made, ConcurrentEnvironment) else SerialEnvironment(made)
-    asyncio.run(_show(environment, task))
+    task = _task(arguments.task)
+    make = load_environment(arguments.name)
+    if isinstance(make, str):
+        entry = catalog_entry(make)
+        task = entry.generate("train", 1, 0)[0] if task is None else task
+        make, summary = entry.make, entry.summary
+        settings = _settings(make)
+    else:
+        summary, settings = (make.__doc__ or "an environment of your own").strip().partition("\n")[0], []
+    with _own_errors(arguments):
+        made = make()
+        if arguments.protocol:
+            asyncio.run(_draw(arguments.name, made, task or {}))
+            return
+        environment = made if isinstance(made, ConcurrentEnvironment) else SerialEnvironment(made)
+        say(f"{arguments.name}: {summary}\n\ntask:      {json.dumps(task or {})}")
+        if ":" not in arguments.name:
+            say(f"settings:  {', '.join(settings) or 'none'}")
+        if environment.roles:
+            say(f"roles:     {', '.join(environment.roles[:8])}{', …' if len(environment.roles) > 8 else ''}")
+        asyncio.run(_show(environment, task or {}))
 
 
 def _settings(make: Any) -> list[str]:
     """Return `name = default` for each setting that an environment has."""
     return [f"{name} = {json.dumps(p.default)}" for name, p in inspect.signature(make).parameters.items()]
+
+
+def _task(given: str | None) -> dict[str, Any] | None:
+    """Return the task of `--task`; None: it was not given.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
+    if given is None:
+        return None
+    try:
+        task = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"--task {given}: {error}") from None
+    if not isinstance(task, dict):
+        raise ConfigError(f"--task {given}: a task is a JSON object, such as {{}}")
+    return task
+
+
+@contextlib.contextmanager
+def _own_errors(arguments: argparse.Namespace) -> Iterator[None]:
+    """Say in one line what an environment of the user's own raises.
+
+    Raises:
+        ConfigError: the environment has raised something; without `--task` the task may be the reason.
+    """
+    try:
+        yield
+    except PalestraError:
+        raise
+    except Exception as error:
+        if ":" not in arguments.name:
+            raise
+        hint = "" if arguments.task else """; the task was {}: give one that it can play, as in --task '{"n": 1}'"""
+        raise ConfigError(f"{arguments.name}: {type(error).__name__}: {error}{place_of(error)}{hint}") from error
 
 
 async def _show(environment: ConcurrentEnvironment, task: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from palestra.store.browsing import EpisodeSummary
+from palestra.terminal import one_line
 from palestra.types.progress import duration
 
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
@@ -15,6 +16,7 @@ INDENT = "    "
 RIGHT = ("reward", "calls", "tokens", "attempts")
 TASK = 24  # the longest name of a task on a terminal
 SHORTEST_TASK = 8  # where the terminal is narrow
+AGENTS = 4  # whose rewards are listed
 
 
 def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None) -> Iterator[Text]:
@@ -51,6 +53,15 @@ def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None)
                 yield Text(line, style="dim")
 
 
+def rewards_of(row: EpisodeSummary) -> str:
+    """Return the reward of an episode as text; of several agents that of each, because those of a game add up to 0."""
+    if row.rewards is None or len(row.rewards) < 2:
+        return "" if row.reward is None else f"{row.reward:.3g}"
+    found = [f"{agent} {reward:.3g}" for agent, reward in row.rewards.items()]
+    more = [f"… ({len(found)} agents)"] if len(found) > AGENTS else []
+    return one_line(", ".join([*found[:AGENTS], *more]))
+
+
 def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
     held = "" if row.worker_id is None else row.worker_id
     if row.claimed_at is not None:
@@ -62,7 +73,7 @@ def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
         "episode": row.episode_id,
         "task": row.task_id if task is None else row.task_id[:task],
         "state": row.state,
-        "reward": "" if row.reward is None else f"{row.reward:.3g}",
+        "reward": rewards_of(row),
         "calls": str(row.calls),
         "tokens": str(row.completion_tokens),
         "attempts": str(row.attempts),

@@ -83,6 +83,8 @@ def _show(
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
+    if episode.rewards is not None and len(episode.rewards) > 1:
+        console.print(Text("; ".join(f"{agent} earned {reward:g}" for agent, reward in episode.rewards.items())))
     console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
     if episode.players:
         console.print(Text("; ".join(f"{role} is played by {name}" for role, name in episode.players.items())))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import FUNCTION, add_set, command, load_function, overrides
+from palestra.cli.options import ENVIRONMENT, FUNCTION, add_set, command, load_environment, load_function, overrides
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         metavar="TASKS",
         nargs="?",
         type=Path,
-        help="JSONL file, one task a line; without it, the environment's",
+        help="JSONL file, one task a line; without it, those of an environment that ships",
     )
     played = parser.add_mutually_exclusive_group(required=True)
     played.add_argument(
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     played.add_argument(
         "--environment",
         metavar="NAME",
-        help="an environment that ships (palestra environments); or, without it, --rollout or --reward",
+        help=f"{ENVIRONMENT}; or, without it, --rollout or --reward",
     )
     played.add_argument(
         "--reward",
@@ -98,12 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = _config(arguments)
     checked_count("--concurrency", arguments.concurrency)
-    if arguments.tasks is None and arguments.environment is None:
-        raise ConfigError("name a file of tasks (TASKS); only with --environment there need be none")
+    environment = load_environment(arguments.environment)
+    if arguments.tasks is None and not isinstance(environment, str):
+        raise ConfigError("name a file of tasks (TASKS); only with an environment that ships there need be none")
     found, _ = evaluate_until_stopped(
         None if arguments.rollout is None else load_function(arguments.rollout),
         () if arguments.tasks is None else arguments.tasks,
         config,
+        environment=environment,
         reward=None if arguments.reward is None else load_function(arguments.reward),
         random=arguments.random,
         concurrency=arguments.concurrency,
@@ -126,7 +128,8 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
     if file is None and len(trained_in(arguments.checkpoint)) > 1:
         file = Path(arguments.checkpoint) / SAVED_CONFIG
     config = load_config(file, settings) if file else parse_config({}, settings)
-    environment = config.environment.model_copy(update={"name": arguments.environment})
+    ships = arguments.environment is not None and ":" not in arguments.environment
+    environment = config.environment.model_copy(update={"name": arguments.environment if ships else None})
     config = with_checkpoints(with_models(with_models(config, arguments.checkpoint), _models(arguments.model)))
     if arguments.policy is not None and arguments.policy not in config.trained_policies:
         known = " and ".join(map(repr, config.trained_policies))

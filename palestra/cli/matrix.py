@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import add_set, command, overrides
+from palestra.cli.options import ENVIRONMENT, add_set, command, load_environment, overrides
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -24,7 +24,8 @@ def add(commands: Any) -> None:
         "let versions of a run, or several models, play each other in a game of two",
         "  palestra matrix runs/gomoku --environment gomoku-duel\n"
         "  palestra matrix runs/gomoku --add before=SmolLM2-135M-Instruct --games 100 --picture matrix.png\n"
-        "  palestra matrix --add new=runs/a --add old=runs/b --environment gomoku-duel\n\n"
+        "  palestra matrix --add new=runs/a --add old=runs/b --environment gomoku-duel\n"
+        "  palestra matrix runs/nim --environment nim.py:Nim --tasks games.jsonl\n\n"
         "exit code: 0 every game was finished, 1 some were not, 2 an error, 130 stopped",
     )
     parser.add_argument(
@@ -37,8 +38,15 @@ def add(commands: Any) -> None:
         default=[],
         help="one more player: a model, a checkpoint's folder, or a run's (its newest); may be given several times",
     )
-    parser.add_argument("--environment", metavar="NAME", help="an environment that ships; without it, the run's")
-    parser.add_argument("--tasks", metavar="FILE", type=Path, help="JSONL file; without it, the environment's tasks")
+    parser.add_argument(
+        "--policy", metavar="NAME", help="versions of this policy alone; without it, of every one that the run trains"
+    )
+    parser.add_argument(
+        "--environment", metavar="NAME", help=f"{ENVIRONMENT}; without it, the run's, if that one ships"
+    )
+    parser.add_argument(
+        "--tasks", metavar="FILE", type=Path, help="JSONL file; without it, those of an environment that ships"
+    )
     parser.add_argument("--games", metavar="GAMES", type=int, default=20, help="of each pair, in each of both seatings")
     parser.add_argument("--greedy", action="store_true", help="the most probable replies; without it, sampled ones")
     parser.add_argument("--random", action="store_true", help="one more player, who draws legal moves")
@@ -54,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.runtime.matrix.picture import draw_matrix
     from palestra.runtime.matrix.play import legal_choices, play_matrix, versions_of
 
-    players = {} if arguments.run_dir is None else versions_of(arguments.run_dir)
+    players = {} if arguments.run_dir is None else versions_of(arguments.run_dir, arguments.policy)
     for given in arguments.add:
         name, equals, model = given.partition("=")
         if not (name and equals and model):
@@ -65,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     found = play_matrix(
         players,
-        arguments.environment,
+        load_environment(arguments.environment),
         config,
         moves=legal_choices if arguments.random else None,
         tasks=arguments.tasks or (),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
 FUNCTION = "module:function, or path/to/file.py:function"
+ENVIRONMENT = "one that ships (palestra environments), or your own: module:Class, or path/to/file.py:Class"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -251,3 +252,22 @@ def load_function(reference: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{place} has no {name!r}")
     return getattr(module, name)
+
+
+def load_environment(reference: str | None) -> Any:
+    """Return a class or function of the user's own that makes environments; a name of one that ships as it is.
+
+    This process is the user's own. A job that runs elsewhere names environments that ship alone.
+
+    Args:
+        reference: as in FUNCTION, or a name; None: returned as it is.
+
+    Raises:
+        ConfigError: the module can't be imported, has nothing of that name, or that is no class and no function.
+    """
+    if reference is None or ":" not in reference:
+        return reference
+    made = load_function(reference)
+    if not callable(made):
+        raise ConfigError(f"{reference} is a {type(made).__name__}, and not the class of an environment")
+    return made

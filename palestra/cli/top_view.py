@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy import Connection, select
 
+from palestra.cli.episode_list import rewards_of
 from palestra.dashboard.answers import RunAnswer
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.runs import Run
@@ -125,7 +126,7 @@ def _ended(connection: Connection, now: float) -> Table:
     for row, one in zip(rows, readable_summaries(connection, rows), strict=True):
         ended = f"{duration(now - row.ended_at)} ago"
         if isinstance(one, EpisodeSummary):
-            cells = (one.task_id, one.state, _number(one.reward), str(one.calls), str(one.completion_tokens), ended)
+            cells = (one.task_id, one.state, rewards_of(one), str(one.calls), str(one.completion_tokens), ended)
         else:
             cells = ("", "damaged", "", "", "", ended)
         table.add_row(*(Text(one_line(cell)) for cell in (one.episode_id, *cells)))

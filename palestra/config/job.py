@@ -286,10 +286,10 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _roles_have_policies(self) -> JobConfig:
         for agent, role in self.roles.items():
-            policy = role.policy if isinstance(role, RoleConfig) else role
+            policy, key = (role.policy, ".policy") if isinstance(role, RoleConfig) else (role, "")
             if policy not in self.policies:
                 known = ", ".join(map(repr, self.policies))
-                raise ValueError(f"roles.{agent} is {policy!r}, and there is no such policy (there are {known})")
+                raise ValueError(f"roles.{agent}{key} is {policy!r}, and there is no such policy (there are {known})")
         return self
 
     @model_validator(mode="after")

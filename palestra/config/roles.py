@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -85,6 +85,16 @@ class Roles:
                     return self.named[form]
             name = name.rpartition("/")[0]
         return self.default
+
+    @staticmethod
+    def is_of(role: str, agents: Iterable[str]) -> bool:
+        """Return whether a role without slashes is one of some agents': its name, with or without a number.
+
+        Args:
+            role: its name.
+            agents: names of agents.
+        """
+        return any(role in (agent, _LAST_NUMBER.sub("", agent)) for agent in agents)
 
     def plays_frozen(self, agent: str) -> bool:
         """Return whether a frozen policy plays an agent, beside one that is trained."""

@@ -21,7 +21,8 @@ from palestra.errors import ConfigError
 SHOWN = (int, float, str, bool, type(None), list, tuple)  # types whose values can be shown in a message, shortened
 
 
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+_IDENTIFIER = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Identifier = Annotated[str, Field(pattern=_IDENTIFIER)]
 # Where a value may be a name or a table: pydantic has these in the places of mistakes, and users have not written them.
 TAG_OF_NAME, TAG_OF_TABLE = "(name)", "(table)"
 _PART = re.compile(r'"([^"]*)"(?=\.|$)|([^.]*)')  # of a dotted key; in quotes, it may have dots
@@ -69,7 +70,10 @@ def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:
     dotted = dotted_key(place[:-1] if is_name else place)
     if found["type"] == "extra_forbidden":
         return Mistake(place, _unknown(place, section, root, found["input"]))
-    message = found["msg"].removeprefix("Value error, ") + _given(found["type"], found["input"])
+    message = found["msg"].removeprefix("Value error, ")
+    if found.get("ctx", {}).get("pattern") == _IDENTIFIER:
+        message = "a name has 1 to 64 letters (a to z), digits, '.', '_' and '-', and begins with a letter or a digit"
+    message += _given(found["type"], found["input"])
     if place and (now := new_value(place[-1], found["input"])) is not None:
         message += f", which is {now!r} now"
     return Mistake(place, f"{dotted}: {message}" if dotted else message)

@@ -79,14 +79,15 @@ def _opponents_rise(history: History) -> str | None:
 def _paid_alike(history: History) -> str | None:
     rows = _of_two(history.recent)
     agents = _agents(rows)
-    if not history.job.opponents or len(rows) < len(history.recent) or len(agents) != 2:
+    if not history.job.rivals or len(rows) < len(history.recent) or len(agents) != 2:
         return None
     if not in_each(rows, lambda row: row.get(TOGETHER, 0.0) >= ALIKE):
         return None
     means = " and ".join(f"{_said(name)} {mean(rows, name) or 0.0:.3g}" for name in agents)
     return (
         f"what {_said(agents[0])} and {_said(agents[1])} earn goes up and down together (correlation "
-        f"{rows[-1][TOGETHER]:.2f}), and past versions play one of them: mean rewards are {means}"
+        f"{rows[-1][TOGETHER]:.2f}), which is a bug of the rewards if they are meant to be opponents: mean rewards are "
+        f"{means}"
     )
 
 
@@ -145,8 +146,8 @@ OPPONENT_RULES = (
     ),
     Rule(
         code="opponents_paid_alike",
-        formula="a role has a pool; two agents, and the correlation of their "
-        f"rewards over the episodes of a step ≥ {ALIKE:g} in each of the last {RECENT} steps",
+        formula=f"{_RIVALS}; two agents, and the correlation of their rewards over the episodes of a step ≥ "
+        f"{ALIKE:g} in each of the last {RECENT} steps",
         seen=_paid_alike,
         means="if the agents play against each other, both get the winner's reward, which teaches neither to win; if "
         "they play together, this is as it should be",

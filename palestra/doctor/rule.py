@@ -26,24 +26,20 @@ class JobSize:
     Attributes:
         groups_per_step: number of groups in each step.
         steps: number of steps of the job.
-        opponents: whether two of its agents are known to play against each other.
         rivals: whether both of two agents get better: several policies are trained, or one plays against its past.
     """
 
     groups_per_step: int
     steps: int
-    opponents: bool = False
     rivals: bool = False
 
     @classmethod
     def of(cls, config: JobConfig) -> Self:
         """Return what the rules need to know of a job."""
-        pools = bool(config.players.pools)
         return cls(
             groups_per_step=config.rollout.groups_per_step,
             steps=config.steps,
-            opponents=pools,
-            rivals=pools or len(config.trained_policies) > 1,
+            rivals=bool(config.players.pools) or len(config.trained_policies) > 1,
         )
 
 

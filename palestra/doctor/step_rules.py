@@ -13,6 +13,7 @@ ENTROPY_FALL = 0.1
 # Share of calls. A run that learns well may have nine of ten replies cut (as the demo does, whose answers come first),
 # so only a limit at which no reply is finished counts as a sign.
 TRUNCATED_SHARE = 1.0
+CONTEXT_FULL_SHARE = 0.1
 EQUAL = 1e-9  # standard deviation of rewards below which they are equal, but for rounding
 # Nats. bfloat16 rounds logprobs by about 0.01 on average; float32 by less than a millionth.
 GAP = 0.05
@@ -90,6 +91,14 @@ def _truncated(history: History) -> str | None:
     if not in_each(recent, lambda row: row["rollout/truncated_share"] >= TRUNCATED_SHARE):
         return None
     return f"{steps_of(recent)} every reply was cut at max_tokens, so rewards judge unfinished replies"
+
+
+def _context_full(history: History) -> str | None:
+    recent = history.recent
+    if not in_each(recent, lambda row: row.get("rollout/context_full_share", 0.0) >= CONTEXT_FULL_SHARE):
+        return None
+    share = mean(recent, "rollout/context_full_share") or 0.0
+    return f"{steps_of(recent)} a context was full before the end of the episode, in {share:.0%} of the episodes"
 
 
 def _dropped(history: History) -> str | None:
@@ -208,6 +217,15 @@ STEP_RULES = (
         seen=_truncated,
         means="the limit is shorter than what the model has to say, or the model does not know how to end",
         remedy="raise policies.*.sampling.max_tokens, or the limit that the calls ask for",
+        shows=episodes.longest,
+    ),
+    Rule(
+        code="context_full",
+        formula=f"`rollout/context_full_share` ≥ {CONTEXT_FULL_SHARE:g} in each of {RECENT} steps",
+        seen=_context_full,
+        means="conversations grow longer than the model's context, so rewards judge episodes that were cut",
+        remedy="raise policies.*.max_context, show the agent less in each turn, or limit the episode's steps; the "
+        "episode's metadata (`context_full`) names the agent",
         shows=episodes.longest,
     ),
     Rule(

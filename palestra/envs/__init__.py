@@ -8,6 +8,7 @@ from palestra.envs.calculator import CalculatorEnvironment
 from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment, SerialEnvironment
+from palestra.envs.continuous import ContinuousEnvironment, run_virtual
 from palestra.envs.coordinator import Coordinator
 from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.gomoku import Gomoku
@@ -38,6 +39,7 @@ __all__ = [
     "CalculatorEnvironment",
     "CatalogEntry",
     "ConcurrentEnvironment",
+    "ContinuousEnvironment",
     "Coordinator",
     "Environment",
     "Fault",
@@ -70,6 +72,7 @@ __all__ = [
     "free",
     "phases",
     "reward_function",
+    "run_virtual",
     "simultaneous",
     "turns",
 ]

@@ -48,12 +48,14 @@ def check_environment(
     - a tool is not offered in OpenAI's shape;
     - a call has no answer in the next observation, or an answer belongs to no call;
     - an agent is asked for an action, or rewarded, after its part has ended;
-    - no observation comes any more, and the episode is not over.
+    - no observation comes any more, and the episode is not over;
+    - `setup`, `reset` or `close` does not end.
 
     In an environment of several agents (`MultiAgentEnvironment`) also:
 
     - the episode stops before its end, because the action of an agent is awaited that is shown nothing (deadlock);
     - a role never acts;
+    - no episode gives any role a reward, not even 0, where `actions` are not given;
     - `zero_sum` is declared, and the rewards of an episode do not add up;
     - the environment says that it is deterministic, and its episode depends on which agent answers first.
 
@@ -70,7 +72,8 @@ def check_environment(
             choices, else text of many kinds and, where tools are offered, good and bad calls; the first task is then
             played with each of them as the first action.
         max_steps: an episode with more actions counts as endless.
-        timeout_seconds: the longest time that a concurrent environment may show nothing.
+        timeout_seconds: the longest time that a concurrent environment may show nothing, and that `setup`, `reset` and
+            `close` of one may take.
 
     Raises:
         InvalidEnvironment: the first mistake that was found, in words.
@@ -88,7 +91,7 @@ def check_environment(
     plan = scripts(tasks, actions)
     if isinstance(made, ConcurrentEnvironment):
         concurrent = cast("Callable[[], ConcurrentEnvironment]", make)
-        work = check_concurrent(concurrent, plan, max_steps, timeout_seconds, episodes_of(made))
+        work = check_concurrent(concurrent, plan, max_steps, timeout_seconds, episodes_of(made), actions is None)
     else:
         work = _check_serial(cast("Callable[[], Environment]", make), plan, max_steps)
     _run_apart(work, run_virtual if isinstance(made, ContinuousEnvironment) else asyncio.run)

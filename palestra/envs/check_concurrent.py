@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
@@ -97,6 +98,7 @@ async def check_concurrent(
     max_steps: int,
     timeout_seconds: float,
     episode_of: Callable[..., Episode],
+    must_reward: bool,
 ) -> None:
     """Play the episodes of `plan` in concurrent environments; see `check_environment` for the mistakes that are found.
 
@@ -106,6 +108,7 @@ async def check_concurrent(
         max_steps: an episode with more actions counts as endless.
         timeout_seconds: the longest time that an environment may show nothing.
         episode_of: plays an episode; has the arguments of `Episode`.
+        must_reward: whether an environment of several agents has to give a reward in one of the episodes.
 
     Raises:
         InvalidEnvironment: the first mistake that was found, in words.
@@ -113,14 +116,17 @@ async def check_concurrent(
     fresh = []
     acted: Counter[str] = Counter()
     made: dict[int, ConcurrentEnvironment] = {}  # the environment of the last episode
+    scored: list[bool] = []  # of each episode: whether a role had a reward, or the episode was cut
 
     async def played(task: Task, script: Script, last_first: bool = False) -> Seen:
         environment = made[0] = make()
-        await _call("setup", environment.setup())
+        await _call("setup", environment.setup(), timeout_seconds)
         episode = episode_of(environment, script, max_steps, timeout_seconds, last_first)
         seen = await episode.play(task)
         acted.update(episode.acted)
-        await _close(environment)
+        if isinstance(environment, MultiAgentEnvironment):
+            scored.append(environment.has_scored or environment.cut_off)
+        await _close(environment, timeout_seconds)
         return seen
 
     for task, script in plan:
@@ -131,20 +137,25 @@ async def check_concurrent(
             )
     if isinstance(several := made[0], MultiAgentEnvironment):
         _check_roles(several, acted)
+        if must_reward and not any(scored):
+            raise InvalidEnvironment(
+                "no episode gave any role a reward, so that there is nothing to learn; return them in an Outcome, "
+                f"as in Outcome(rewards={dict.fromkeys(several.roles[:2], 0.0)!r}, over=True), also where they are 0"
+            )
         if several.deterministic and await played(*plan[0], last_first=True) != fresh[0]:
             raise InvalidEnvironment("an episode depends on which of several agents answers first")
     environment = make()
-    await _call("setup", environment.setup())
+    await _call("setup", environment.setup(), timeout_seconds)
     if environment.reusable:
         again = [await episode_of(environment, s, max_steps, timeout_seconds).play(task) for task, s in (*plan, *plan)]
         if again != fresh + fresh:
             raise InvalidEnvironment("it says that it is reusable, and a second episode differs from that of a new one")
-        await _close(environment)
+        await _close(environment, timeout_seconds)
         return
-    await _call("reset", environment.reset(plan[0][0]))
+    await _call("reset", environment.reset(plan[0][0]), timeout_seconds)
     # An episode that is left in the middle must stop too: rollouts abandon episodes.
     await episode_of(environment, plan[0][1], 1, timeout_seconds).begin()
-    await _close(environment)
+    await _close(environment, timeout_seconds)
 
 
 def _check_roles(environment: MultiAgentEnvironment, acted: Mapping[str, int]) -> None:
@@ -159,9 +170,9 @@ def _check_roles(environment: MultiAgentEnvironment, acted: Mapping[str, int]) -
             raise InvalidEnvironment(f"{role!r} never acts: no observation asked it for an action in any episode")
 
 
-async def _close(environment: ConcurrentEnvironment) -> None:
-    await _call("abandon", environment.abandon())
-    await _call("close", environment.close())
+async def _close(environment: ConcurrentEnvironment, timeout_seconds: float) -> None:
+    await _call("abandon", environment.abandon(), timeout_seconds)
+    await _call("close", environment.close(), timeout_seconds)
     await check_nothing_left()
 
 
@@ -197,7 +208,7 @@ class Episode:
     async def play(self, task: Task) -> Seen:
         """Play the episode of this task to its end and return everything that was observed, by agent."""
         before = repr(task)
-        await _call("reset", self._environment.reset(task))
+        await _call("reset", self._environment.reset(task), self._timeout_seconds)
         if repr(task) != before:
             raise InvalidEnvironment("reset changed the task; copy what has to be changed")
         while (observation := await self._next()) is not None:
@@ -235,7 +246,7 @@ class Episode:
                 raise InvalidEnvironment(
                     f"nothing was shown for {self._timeout_seconds:g} s, and the episode is not over"
                 )
-            return cast("Observation", await _call("the answer to an action", observing))
+            return cast("Observation", await _call("the answer to an action", observing, self._timeout_seconds))
         except EpisodeOver:
             return None
         finally:
@@ -301,10 +312,39 @@ class Episode:
             raise InvalidEnvironment(f"{agent!r} sees the result of a call {strange[0]!r} that it did not make")
 
 
-async def _call(what: str, work: Awaitable[Any]) -> Any:
+async def _call(what: str, work: Awaitable[Any], timeout_seconds: float) -> Any:
+    """Return the result of a method of an environment.
+
+    Args:
+        what: the method, for messages.
+        work: the call.
+        timeout_seconds: the longest time that it may take, of the machine's clock: an event loop of virtual time would
+            not wait for threads.
+
+    Raises:
+        InvalidEnvironment: the method raised an exception, or took too long.
+    """
+    task, loop, late = asyncio.ensure_future(work), asyncio.get_running_loop(), threading.Event()
+
+    def stop() -> None:
+        late.set()
+        task.cancel()
+
+    timer = threading.Timer(timeout_seconds, loop.call_soon_threadsafe, (stop,))
+    timer.daemon = True
     try:
-        return await work
+        if not task.done():
+            timer.start()
+        return await task
     except (InvalidEnvironment, EpisodeOver):
         raise
     except Exception as error:
         raise InvalidEnvironment(f"{what} raised {type(error).__name__}: {error}") from error
+    except asyncio.CancelledError:
+        if not late.is_set():
+            raise
+        raise InvalidEnvironment(
+            f"{what} was not over after {timeout_seconds:g} s; what one of its methods awaits may never come"
+        ) from None
+    finally:
+        timer.cancel()

@@ -138,6 +138,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         self._shown: dict[str, Observation] = {}  # the last observation of each role
         self._due: dict[str, float] = {}  # rewards that the role's next observation brings
         self._totals = dict.fromkeys(self.roles, 0.0)
+        self._scored = False
         self._timers: dict[str, TurnClock] = {}
         self._turnstile = asyncio.Lock()
         self._over = False
@@ -193,6 +194,11 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         super().cancel(observation_id)
         if observation is not None and not self._over:
             self._work(observation_id, self._accept(observation, Fault.FAILED))
+
+    @property
+    def has_scored(self) -> bool:
+        """Return whether the present episode has given any role a reward, which may be 0."""
+        return self._scored
 
     @property
     def forfeits_lost_seats(self) -> bool:
@@ -292,6 +298,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             self._end_role(role, outcome)
 
     def _reward(self, rewards: Mapping[str, Any]) -> None:  # of a user's code, so perhaps no numbers
+        self._scored = self._scored or bool(rewards)
         for role, reward in rewards.items():
             if self.coordinator.state(role) is AgentState.DONE:
                 raise InvalidEnvironment(f"{role!r} gets a reward of {reward} after its part has ended")

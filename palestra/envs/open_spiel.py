@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -48,6 +49,12 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
         """
         super().__init__(clock)
         spiel = _imported()
+        # OpenSpiel would write the names of all its games to standard error, one a line.
+        name, games = game.partition("(")[0], spiel.registered_names()
+        if name not in games:
+            near = difflib.get_close_matches(name.lower(), games, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(games)}"
+            raise ConfigError(f"OpenSpiel has no game {name!r}; {hint}")
         try:
             self._game = spiel.load_game(game)
         except spiel.SpielError as error:

@@ -215,7 +215,7 @@ def make_batch(
         groups.append(Group(trajectories=episodes, rows=rows))
         of_groups.append(tuple(rollout.tokens for rollout, _ in members))
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
-    metrics |= token_metrics(trajectories, roles) | rollout_metrics(shares, config)
+    metrics |= token_metrics(trajectories, roles) | rollout_metrics(shares, policy, roles, config)
     return Batch(groups=groups, tokens=of_groups, staleness={}, metrics=metrics).without((), version)
 
 
@@ -346,16 +346,24 @@ def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str,
     }
 
 
-def rollout_metrics(shares: Sequence[Trajectory], config: AlgorithmConfig) -> dict[str, float]:
+def rollout_metrics(
+    shares: Sequence[Trajectory], policy: str, roles: Roles, config: AlgorithmConfig
+) -> dict[str, float]:
     """Return what is said of episodes as one trained policy has played them, by full name.
 
     Args:
         shares: what the policy learns from in each of them; of none there is no mean.
+        policy: its name.
+        roles: of the job's agents.
         config: the policy's algorithm, which weighs rewards by name.
     """
     named = [t.episode.named_rewards for t in shares]
     rewards = [_reward(t) + more for t, more in zip(shares, missing_rewards(named, config), strict=True)]
     calls = [chat for t in shares for chat in t.chats]
+    full = [
+        any(roles.of_episode(t.episode.players).policy_of(agent) == policy for agent in t.episode.full_contexts)
+        for t in shares
+    ]
     forks = Counter(call.fork.reason for call in calls if call.fork is not None)
     means = (
         {"train/reward_mean": float(np.mean(rewards)), "train/reward_std": float(np.std(rewards))} if rewards else {}
@@ -365,5 +373,6 @@ def rollout_metrics(shares: Sequence[Trajectory], config: AlgorithmConfig) -> di
         "train/episodes": float(len(shares)),
         **{f"train/rewards/{name}": mean for name, mean in reward_means(named).items()},
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
+        "rollout/context_full_share": sum(full) / max(len(full), 1),
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
     } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

@@ -177,7 +177,8 @@ class PolicyUpdate:
 
     def metrics_of(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return what is said of episodes as the policy has played them, by full name, in a step without update."""
-        found = rollout_metrics(shares_of(trajectories, self._policy, self._roles), self._settings)
+        shares = shares_of(trajectories, self._policy, self._roles)
+        found = rollout_metrics(shares, self._policy, self._roles, self._settings)
         found |= token_metrics(trajectories, self._roles)
         return {name: value for name, value in found.items() if name != "train/episodes"}  # none of them is trained
 

@@ -242,24 +242,13 @@ class TrajectoryCollectEngine:
         try:
             with classify_errors(Termination.AGENT_FAILED):
                 chats, action = await self._agent(name).step(observation, _Handle(self, name, number))
-        except (ContextOverflow, RolloutFailed) as error:
-            mine = isinstance(error, ContextOverflow) or error.termination == Termination.AGENT_FAILED
-            if mine and self._environment.survives_failure(observation.id):  # the environment scores it as a forfeit
-                self._environment.cancel(observation.id)
-                return
-            if isinstance(error, RolloutFailed):
+        except ContextOverflow as error:
+            self._fill(observation, error)
+            return
+        except RolloutFailed as error:
+            if error.termination != Termination.AGENT_FAILED or not self._environment.survives_failure(observation.id):
                 raise
-            if self._seats is not None and self._seats.was_taken_over(name):
-                # Its worker has filled the context and left: an end without a reward would spare it a loss.
-                raise RolloutFailed(Termination.SEAT_LOST, f"{name}, whose worker is gone: {said(error)}") from error
-            if "/" not in name:
-                if self.roles.plays_frozen(name):
-                    # The policy that is trained is not to blame, so the episode fails instead of getting a reward of 0.
-                    text = f"{name}, which a frozen policy plays: {said(error)}"
-                    raise RolloutFailed(Termination.AGENT_FAILED, text) from error
-                raise
-            self._result.full_contexts.append(name)  # only this subagent ends; its parent continues
-            self._environment.cancel(observation.id)
+            self._environment.cancel(observation.id)  # the environment scores it as a forfeit
             return
         if self._environment.is_withdrawn(observation.id):
             return
@@ -268,6 +257,41 @@ class TrajectoryCollectEngine:
         self._histories[name] = _conversation((*self._histories[name], *observation.content), chats, action)
         with classify_errors(Termination.ENVIRONMENT_FAILED):
             self._environment.act(observation.id, action)
+
+    def _fill(self, observation: Observation, error: ContextOverflow) -> None:
+        """End the part of an agent whose context has no room for a reply to an observation, or the episode.
+
+        Raises:
+            ContextOverflow: the agent is alone, so that its episode ends with the rewards so far.
+            RolloutFailed: what the episode was worth to each of several agents is not known.
+        """
+        name = observation.agent
+        if name not in self._result.full_contexts:  # a forfeit may leave the role in the game
+            self._result.full_contexts.append(name)
+        if self._environment.survives_failure(observation.id):  # the environment scores it as a forfeit
+            self._environment.cancel(observation.id)
+            return
+        if self._seats is not None and self._seats.was_taken_over(name):
+            # Its worker has filled the context and left: an end without a reward would spare it a loss.
+            raise RolloutFailed(Termination.SEAT_LOST, f"{name}, whose worker is gone: {said(error)}") from error
+        if "/" in name:  # only this subagent ends; its parent continues
+            self._environment.cancel(observation.id)
+            return
+        # A reward of 0 would reward a player who is about to lose for filling its context, and take the other's win.
+        if len(self._environment.roles) > 1:
+            policy = self.roles.policy_of(name)
+            text = (
+                f"the context of {name!r} is full, so that the game of {', '.join(self._environment.roles)} has no "
+                f"result: {error.prompt_tokens} tokens of prompt, and policies.{policy}.max_context is "
+                f"{error.max_context}; raise it, show less, or have the environment score it as a forfeit "
+                "(Fault.FAILED in its `forfeits`)"
+            )
+            raise RolloutFailed(Termination.AGENT_FAILED, text) from error
+        if self.roles.plays_frozen(name):
+            # The policy that is trained is not to blame, so the episode fails instead of getting a reward of 0.
+            text = f"{name}, which a frozen policy plays: {said(error)}"
+            raise RolloutFailed(Termination.AGENT_FAILED, text) from error
+        raise error
 
     def _agent(self, name: str) -> Agent:
         nearest = name

@@ -11,7 +11,7 @@ from typing import Any
 
 from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED
 from palestra.types.messages import Observation, StepReward
-from palestra.types.records import MAX_STEPS, UNUSED_CALLS, AgentStepReward, StepTimes
+from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, AgentStepReward, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
@@ -25,7 +25,7 @@ class Termination(StrEnum):
 
     DONE = "done"
     MAX_STEPS = MAX_STEPS  # truncated by the environment, usually by its limit of steps
-    CONTEXT_FULL = "context_full"  # an agent's conversation left no room for a reply
+    CONTEXT_FULL = CONTEXT_FULL  # an agent's conversation left no room for a reply
     TIMED_OUT = "timed_out"
     ENVIRONMENT_FAILED = "environment_failed"
     AGENT_FAILED = "agent_failed"
@@ -55,7 +55,7 @@ class EpisodeResult:
     named_rewards: dict[str, float | None] | None = None  # sums of agents that learn; None: none has names
     unnamed: bool = False  # whether such an agent has earned something without a name
     by_agent: list[AgentStepReward] = field(default_factory=list)  # what each has earned by an action, in order
-    full_contexts: list[str] = field(default_factory=list)  # subagents whose context had no room for a reply
+    full_contexts: list[str] = field(default_factory=list)  # agents whose context had no room for a reply
     info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `note`
     unused_calls: list[int] = field(default_factory=list)  # see `SeatTable.unused_calls`
     last_seen: str = ""  # text of last observations, which no model call contains
@@ -83,6 +83,15 @@ class EpisodeResult:
         return [step.reward for step in self.steps]
 
     @property
+    def final_rewards(self) -> dict[str, float]:
+        """Return the rewards by agent; if there are none, 0 for the agent that filled its context or acted first."""
+        if self.rewards:
+            return dict(self.rewards)
+        acted = [step.observation.agent for step in self.steps] or ["agent"]
+        full = self.full_contexts if self.termination is Termination.CONTEXT_FULL else []
+        return {(full or acted)[-1 if full else 0]: 0.0}
+
+    @property
     def step_times(self) -> list[StepTimes]:
         """Return the times of observation and action of each TimeStep, in order."""
         return [StepTimes(step.observation.observed_at, step.acted_at) for step in self.steps]
@@ -94,7 +103,7 @@ class EpisodeResult:
         if unanswered := sum(step.acted_at is None for step in self.steps):
             found["unanswered_observations"] = unanswered
         if self.full_contexts:
-            found["context_full"] = self.full_contexts
+            found[CONTEXT_FULL] = self.full_contexts
         if self.info:
             found["info"] = self.info
         if self.unused_calls:

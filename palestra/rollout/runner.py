@@ -158,7 +158,7 @@ class Runner:
         await self._store.episodes.end(
             episode.episode_id,
             episode.fence,
-            dict(collected.rewards) or {"agent": 0.0},
+            collected.final_rewards,
             collected.step_rewards,
             collected.metadata,
             collected.step_times,

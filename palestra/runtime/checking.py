@@ -203,7 +203,7 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
         agents = agents_of(make())
         for key, text in impossible_roles(config, agents):
             yield Finding(key=key, text=text)
-        for key, text in odd_roles(config, agents):
+        for key, text in odd_roles(config):
             yield Finding(key=key, text=text, fatal=False)
     except ModuleNotFoundError as error:
         said = missing_extra(error) or f"{error.name} is not installed; install gymnasium and reasoning-gym"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ from palestra.runtime.starting_points import trained_in
 from palestra.runtime.tasks import task_of
 from palestra.runtime.training import Rollouts, play_until_over
 from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
+from palestra.terminal import say
 from palestra.types.records import Trajectory
 
 if TYPE_CHECKING:
@@ -175,8 +177,10 @@ def evaluate_until_stopped(
                 )
                 for row in list_episodes(connection, "validation", None, len(scored))
             )
-        complete = result.state == "completed"
-        return Evaluation(outcomes=outcomes, complete=complete, policies=roles.rivals), interrupts
+        complete, note = result.state == "completed", _note(outcomes, roles, random)
+        if note is not None and not quiet:
+            say(f"note: {note}", file=sys.stderr)
+        return Evaluation(outcomes=outcomes, complete=complete, policies=roles.rivals, note=note), interrupts
 
 
 def _outcome(row: EpisodeSummary, roles: Roles, random: Collection[str], trajectory: Trajectory | None) -> TaskOutcome:
@@ -202,6 +206,28 @@ def _outcome(row: EpisodeSummary, roles: Roles, random: Collection[str], traject
         trajectory=trajectory,
         by_policy=sums if roles.rivals else {},
         by_agent=dict(row.rewards or {}),
+    )
+
+
+def _note(outcomes: Sequence[TaskOutcome], roles: Roles, random: Collection[str]) -> str | None:
+    """Return that one policy has played several agents, whose rewards add up to 0 in a game; None: it has not.
+
+    Args:
+        outcomes: of the tasks.
+        roles: of the job.
+        random: agents that draw their moves.
+    """
+    if roles.rivals:
+        return None
+    rewarded = dict.fromkeys(agent for outcome in outcomes for agent in outcome.by_agent if not _is_of(agent, random))
+    learned = roles.rewards_of(roles.default, dict.fromkeys(rewarded, 0.0))
+    own = [agent for agent in learned if "/" not in agent and agent not in roles.pools]
+    if len(own) < 2:
+        return None
+    return (
+        f"{roles.default!r} has played {' and '.join(map(repr, own))}, and a reward is the sum of what they earned; to "
+        f"score it as {own[0]!r} alone, let another policy play {own[1]!r} (roles), or let it draw its moves "
+        f"(random=[{own[1]!r}], --random {own[1]})"
     )
 
 

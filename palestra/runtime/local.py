@@ -186,7 +186,7 @@ async def local_job(
     algorithms: dict[str, Algorithm] = {}
     if config.kind == "training" and scored is None:
         algorithms = _algorithms(config, play, own_code)
-        if not known:
+        if not known and (config.roles or config.seats.roles or len(config.policies) > 1):
             check_roles(config, agents_of(_environment(config, play)))
     trackers = config.tracking if config.kind == "training" and scored is None else []
     check_trackers(trackers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from palestra.config import JobConfig, past_name
@@ -12,14 +13,17 @@ def agents_of(environment: object) -> tuple[str, ...]:
     """Return the names of an environment's agents; (): they are not known before an episode.
 
     Args:
-        environment: an environment, its class, or a function that makes one, of which nothing is known.
+        environment: an environment, its class, or a function that makes one, which is called if need be.
     """
     found = getattr(environment, "roles", ())
+    if callable(environment) and not (isinstance(found, tuple | list) and found):
+        with contextlib.suppress(Exception):  # the first episode says what is wrong with the user's code
+            found = getattr(environment(), "roles", ())
     return tuple(found) if isinstance(found, tuple | list) else ()
 
 
 def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, sentence) for each seat that the environment does not have, and each policy that can learn nothing.
+    """Yield (key, sentence) for each seat or role that the environment lacks, and each policy that can learn nothing.
 
     Args:
         config: the job.
@@ -36,6 +40,9 @@ def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple
                 "ever",
             )
     roles = config.players
+    for role in config.roles:
+        if not roles.is_of(role.partition("/")[0], agents):
+            yield f"roles.{role}", f"the environment has no agent {role!r} (it has {named}), so nothing plays this role"
     past = {role: past_name(roles.named[role], 0) for role, pool in roles.pools.items() if not pool.latest_share}
     cast = roles.of_episode(past)
     below = {policy for role, policy in cast.named.items() if "/" in role}  # subagents are known when they act
@@ -57,7 +64,7 @@ def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple
 
 
 def check_roles(config: JobConfig, agents: Sequence[str]) -> None:
-    """Refuse a job whose seats or policies do not fit the agents of its environment.
+    """Refuse a job whose seats, roles or policies do not fit the agents of its environment.
 
     Args:
         config: the job.
@@ -70,14 +77,13 @@ def check_roles(config: JobConfig, agents: Sequence[str]) -> None:
         raise ConfigError(f"{key}: {text}")
 
 
-def odd_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, sentence) for each policy that no agent is played by, and each role of an agent that there is not.
+def odd_roles(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, sentence) for each policy that no role has.
 
-    Both are possible where workers outside of the job call policies by their names, or name agents as they like.
+    That is possible where workers outside of the job call policies by their names.
 
     Args:
         config: the job, which names an environment.
-        agents: names of the environment's agents; (): not known before an episode.
     """
     roles = config.players
     teachers = {config.teacher_of(name) for name in config.trained_policies}
@@ -88,13 +94,6 @@ def odd_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, s
                 f"policies.{name}",
                 f"no role has the policy {name!r}, so the environment's agents never call it; give it one in [roles], "
                 "or remove it",
-            )
-    for role in config.roles if agents else ():
-        if role.partition("/")[0] not in agents:
-            yield (
-                f"roles.{role}",
-                f"the environment has no agent {role!r} (it has {', '.join(map(repr, agents))}), so this role is never "
-                "played",
             )
 
 

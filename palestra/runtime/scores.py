@@ -36,12 +36,14 @@ class Evaluation:
     outcomes: tuple[TaskOutcome, ...]
     complete: bool  # False: the evaluation was stopped before its end
     policies: tuple[str, ...] = ()  # the policies that are scored, where there are several
+    note: str | None = None  # what has to be known to read the mean; None: nothing
 
     def __repr__(self) -> str:
         """Return the mean in a line, with the number of outcomes and not the outcomes."""
         means = [f"{name}={_number(self.of(name).mean)}" for name in self.policies] or [self._said()]
         scored = f"{self.scored} of {len(self.outcomes)} tasks scored"
-        return f"Evaluation({', '.join(means)}, {scored}, complete={self.complete})"
+        note = "" if self.note is None else f", note={self.note!r}"
+        return f"Evaluation({', '.join(means)}, {scored}, complete={self.complete}{note})"
 
     def _said(self) -> str:
         between = "" if self.interval is None else ", interval=({:.4g}, {:.4g})".format(*self.interval)

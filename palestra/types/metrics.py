@@ -131,6 +131,13 @@ METRICS = (
     ),
     Metric("rollout/truncated_share", "ratio", "Share of the trained policy's calls that ended at max_tokens."),
     Metric(
+        "rollout/context_full_share",
+        "ratio",
+        "Share of the policy's episodes in which the context of an agent that it plays was full: the episode ended "
+        "there, the subagent was given up, or the environment scored a forfeit. Episodes of several agents that fail "
+        "by it are in `train/episodes_discarded`, and in `/status` as `agent_failed`.",
+    ),
+    Metric(
         "rollout/tokens_per_second",
         "tokens/s",
         "Prompt and completion tokens / time/rollout_seconds. "

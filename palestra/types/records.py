@@ -20,6 +20,7 @@ from palestra.types.calls import (
 from palestra.types.states import EpisodeState
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
+CONTEXT_FULL = "context_full"  # why an episode ended; in its metadata also the agents whose context was full
 UNUSED_CALLS = "unused_calls"  # `metadata[...]` of an episode: calls that are not trained, by index
 MAX_STEPS = "max_steps"  # `metadata["termination"]` of an episode that the environment has cut off
 
@@ -92,6 +93,12 @@ class EpisodeRecord:
     def truncated(self) -> bool:
         """Return whether the environment cut the episode off, by a limit of steps for instance."""
         return self.metadata.get("termination") == MAX_STEPS
+
+    @property
+    def full_contexts(self) -> tuple[str, ...]:
+        """Return the agents whose context had no room for a reply, so that their part ended there."""
+        found = self.metadata.get(CONTEXT_FULL)
+        return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
 
     @property
     def unused_calls(self) -> frozenset[int]:

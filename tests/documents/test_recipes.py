@@ -71,8 +71,8 @@ def test_a_run_that_was_killed_is_continued(tmp_path):
 def test_two_processes_play_the_seats_of_every_game(tmp_path):
     done = run("negotiation_seats", tmp_path, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    earned = re.findall(r"^(agent|opponent): (-?\d\.\d\d) a game, of 8 games$", done.stdout, re.MULTILINE)
-    assert [role for role, _ in earned] == ["agent", "opponent"]
+    earned = re.findall(r"^(first|second): (\d\.\d\d) a game, of 8 games$", done.stdout, re.MULTILINE)
+    assert [role for role, _ in earned] == ["first", "second"]
 
 
 def test_without_its_framework_a_recipe_says_what_to_install(tmp_path):

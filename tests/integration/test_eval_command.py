@@ -6,6 +6,7 @@ import json
 
 import pytest
 from test_command_line import palestra, refused
+from unit.cli.test_environments import NIM
 
 ROLLOUT = """
 import openai
@@ -77,3 +78,19 @@ def test_what_is_missing_is_said(folder):
     refused(palestra("eval", "tiny-random", "--rollout", "agent.py:rollout"), "TASKS")
     refused(palestra("eval", "tiny-random", tasks(folder), "--rollout", "agent.py:rollout"), "nothing to score")
     refused(palestra("eval", "./nowhere", tasks(folder, "a"), "--rollout", "agent.py:rollout"), "./nowhere")
+
+
+def test_an_environment_of_ones_own_is_scored_and_played_in_a_matrix(folder):
+    (folder / "nim.py").write_text(NIM)
+    (folder / "games.jsonl").write_text('{"id": "a", "pile": 3}\n{"id": "b", "pile": 4}\n')
+    small = ("--set", "model=tiny-random", "--set", "max_context=64", "--set", "engine.threads=1")
+    own = ("--environment", "nim.py:Nim")
+    done = palestra("eval", "tiny-random", "games.jsonl", *own, "--random", "bob", *small[2:])
+    assert (done.code, done.stdout.count("mean reward")) == (0, 1), done.stderr
+    players = ("--add", "one=tiny-random", "--add", "other=tiny-random")
+    done = palestra("matrix", *players, *own, "--tasks", "games.jsonl", "--games=2", *small)
+    assert (done.code, "in 4 games" in done.stdout) == (0, True), done.stderr
+    refused(palestra("eval", "tiny-random", *own, *small[2:]), "name a file of tasks")
+    refused(palestra("matrix", *players, *own, *small), "there is nothing to play: give `tasks`")
+    refused(palestra("matrix", *players, *small), "--environment NAME, or module:Class")
+    refused(palestra("eval", "tiny-random", "games.jsonl", "--environment", "nim.py:Nam"), "nim.py has no 'Nam'")

@@ -134,3 +134,23 @@ def test_the_command_prints_each_policy_or_one(trained):
     refused(command("eval", run, *environment, "--policy", "red"), "--policy red")
     refused(command("eval", run, *environment, "--model", "red=tiny-random"), "'red'")
     refused(command("eval", run, *environment, "--model", "tiny-random"), "write NAME=MODEL")
+
+
+def test_it_is_said_where_one_policy_plays_both_sides(trained, capsys):
+    small = JobConfig.model_validate({"policies": {"one": TINY}, "environment": {"validation_tasks": 3}})
+    model = f"{trained.run_dir}/checkpoints/white"
+    found = palestra.evaluate(model=model, config=small, environment="kuhn-poker")
+    assert found.mean == 0
+    assert found.note.startswith("'one' has played 'first' and 'second', and a reward is the sum of what they earned")
+    assert "note='one' has played" in repr(found).replace('"', "")
+    assert "note: 'one' has played" in capsys.readouterr().err
+    assert palestra.evaluate(model=model, config=small, environment="kuhn-poker", random=["second"]).note is None
+    other = JobConfig.model_validate(
+        {
+            "policies": {"one": TINY, "other": TINY | {"frozen": True}},
+            "roles": {"second": "other"},
+            "environment": {"validation_tasks": 3},
+        }
+    )
+    assert palestra.evaluate(model=model, config=other, environment="kuhn-poker").note is None
+    assert "note:" not in capsys.readouterr().err

@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from palestra.agents import Agent, ModelAgent
 from palestra.agents.random_agent import Moves, RandomAgent
 from palestra.client.arguments import checked_count
-from palestra.config import JobConfig, PolicyConfig, Roles, past_name
+from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec, Runner
@@ -42,13 +42,13 @@ Report = Callable[[int, int], None]
 
 
 def versions_of(run_dir: Path | str, policy: str | None = None) -> dict[str, str]:
-    """Return the folders of a policy's versions that a run has kept, oldest first, by names such as `white@5`.
+    """Return the folders of the versions of policies that a run has kept, by names such as `white@5`.
 
-    These are those of its pool, and its checkpoints.
+    These are those of its pools, and its checkpoints: of each policy the oldest first, in the order of the policies.
 
     Args:
         run_dir: folder of the run.
-        policy: whose versions; None: of the run's first policy that is trained.
+        policy: whose versions; None: of every policy that the run trains.
 
     Raises:
         NotFound: the folder is not that of a run, or has no version.
@@ -59,13 +59,17 @@ def versions_of(run_dir: Path | str, policy: str | None = None) -> dict[str, str
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
     config = load_config(folder / SAVED_CONFIG)
-    name = policy or config.players.default
-    found = {checkpoint.step_of(path): path for path in checkpoint.found(checkpoints_of(folder, name, config))}
-    for path in (folder / "pool").glob(f"{name}@*"):
-        found[int(path.name.rpartition("@")[2])] = path
-    if not found:
-        raise NotFound(f"{folder} has no version of {name!r} yet, neither in its pool nor a checkpoint")
-    return {past_name(name, step): str(found[step]) for step in sorted(found)}
+    names = config.trained_policies if policy is None else (policy,)
+    versions: dict[str, str] = {}
+    for name in names:
+        found = {checkpoint.step_of(path): path for path in checkpoint.found(checkpoints_of(folder, name, config))}
+        for path in (folder / "pool").glob(f"{name}@*"):
+            found[int(path.name.rpartition("@")[2])] = path
+        versions |= {past_name(name, step): str(found[step]) for step in sorted(found)}
+    if not versions:
+        of = " and ".join(map(repr, names))
+        raise NotFound(f"{folder} has no version of {of} yet, neither in its pool nor a checkpoint")
+    return versions
 
 
 def legal_choices(observation: Observation) -> Sequence[str]:
@@ -93,7 +97,7 @@ def play_matrix(
 
     Args:
         players: models by name: names of models, folders of models, of checkpoints or of runs. Or the folder of a run,
-            whose versions play; see `versions_of`.
+            whose versions play, of all policies that it trains; see `versions_of`.
         environment: a game of two agents: a class, a function without arguments that makes one, or a name (`palestra
             environments`). None: that of the run.
         config: settings of engine and sampling, and the two roles if `[roles]` names them; None: those of the run, or
@@ -209,10 +213,15 @@ def _environment(
 
     chosen = config.environment.name if environment is None else environment
     if chosen is None:
-        raise ConfigError("name the environment that is played: a class, a function that makes one, or a name")
+        raise ConfigError(
+            "name the environment that is played, which the configuration does not: a class, a function that makes "
+            "one, or the name of one that ships (on the command line: --environment NAME, or module:Class)"
+        )
     if not isinstance(chosen, str):
         if not tasks:
-            raise ConfigError("there is nothing to play: give `tasks`, a list of JSON objects or a JSONL file")
+            raise ConfigError(
+                "there is nothing to play: give `tasks`, a list of JSON objects or a JSONL file (--tasks)"
+            )
         return chosen, tasks
     entry, settings = catalog_entry(chosen), config.environment.settings
     generated = tasks or entry.generate("validation", config.environment.validation_tasks, config.seed)
@@ -221,8 +230,7 @@ def _environment(
 
 async def _played(config: JobConfig, plan: _Plan) -> Matrix:
     """Load the models, play all games, and return the matrix."""
-    template = config.policies[config.players.default]
-    policies = {name: _as_player(template, model) for name, model in plan.models.items()}
+    policies = {name: _as_player(config, name, model) for name, model in plan.models.items()}
     # The checks of a job are not for this one: it may have more policies than a job, with names of past versions.
     config = config.model_copy(update={"policies": policies, "kind": "inference", "roles": {}})
     parts = await in_thread(lambda: build_parts(config))
@@ -248,7 +256,16 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
     return Matrix(players=plan.names, roles=roles, games=tuple(games))
 
 
-def _as_player(template: PolicyConfig, model: str) -> PolicyConfig:
+def _as_player(config: JobConfig, name: str, model: str) -> PolicyConfig:
+    """Return a player's settings: those of the policy of which it is a version, else of the first one that is trained.
+
+    Args:
+        config: has the policies.
+        name: of the player.
+        model: its name or folder.
+    """
+    policy, _ = past_of(name) or (name, 0)
+    template = config.policies.get(policy, config.policies[config.players.default])
     return template.model_copy(update={"model": model, "frozen": True})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 
 import pytest
 
@@ -30,6 +31,28 @@ def test_the_list_is_a_line_for_each_episode(folder, capsys):
     found = lines(capsys, folder, "--kind", "train")
     assert [one["reward"] for one in found] == [reward for rewards in REWARDS.values() for reward in rewards]
     assert lines(capsys, folder, "--state", "discarded") == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [
+        ({"agent": 0.5}, "0.5"),
+        ({"black": 1.0, "white": -1.0}, "black 1, white -1"),
+        ({f"a-{n}": 1.0 for n in range(6)}, "a-0 1, a-1 1, a-2 1, a-3 1, … (6 agents)"),
+        ({"a\x1b[2Jb\nc": 1.0, "d": 0.0}, "d 0"),
+    ],
+)
+def test_the_rewards_of_several_agents_are_listed_by_agent(folder, capsys, monkeypatch, rewards, shown):
+    monkeypatch.setenv("COLUMNS", "200")
+    with sqlite3.connect(folder / "run.db") as connection:
+        connection.execute("UPDATE episodes SET rewards = ? WHERE kind = 'train'", (json.dumps(rewards),))
+    for words in (["episodes", str(folder), "--kind", "train"], ["top", str(folder), "--once"]):
+        assert main(words) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("train-"))
+        assert shown in line
+        assert "\x1b" not in line
+    assert main(["episodes", str(folder), "train-000000-00"]) == 0
+    assert ("d earned 0" in capsys.readouterr().out) == ("d" in rewards)
 
 
 def test_one_episode_has_its_calls_and_why_it_was_trained(folder, capsys):

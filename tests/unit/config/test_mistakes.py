@@ -80,7 +80,10 @@ def test_names_of_the_library_of_a_part_win_over_those_of_others():
     ("data", "said"),
     [
         ({"roles": {"": "policy"}}, "config: roles: an agent's name has 1 to 200 printable characters: ''"),
-        ({"policies": {"no name": {}}}, "config: policies: String should match pattern"),
+        (
+            {"policies": {"no name": {}}},
+            "config: policies: a name has 1 to 64 letters (a to z), digits, '.', '_' and '-', and begins with",
+        ),
         ({"policies": {"v1.5": {"modle": "x"}}}, "unknown key 'policies.\"v1.5\".modle'; did you mean 'model'?"),
     ],
 )

@@ -18,7 +18,6 @@ from unit.building import TASK, open_store
 from unit.doctor.curves import run_of
 
 GROUPS, GAMES = 16, 128
-PAST = JobSize(groups_per_step=GROUPS, steps=100, opponents=True, rivals=True)
 RIVALS = JobSize(groups_per_step=GROUPS, steps=100, rivals=True)
 FRIENDS = JobSize(groups_per_step=GROUPS, steps=100)
 
@@ -54,7 +53,7 @@ def named(share, job: JobSize, seed: int = 0, steps: int = 60, **kw) -> dict[str
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("job", [PAST, RIVALS, FRIENDS])
+@pytest.mark.parametrize("job", [RIVALS, FRIENDS])
 @pytest.mark.parametrize(
     "share",
     [
@@ -68,29 +67,29 @@ def test_games_that_go_well_show_nothing(seed, job, share):
     assert named(share, job, seed) == {}
 
 
-def test_two_that_are_paid_alike_are_named_where_they_are_opponents():
+def test_two_that_are_paid_alike_are_named_where_both_learn():
     rise = {"share": lambda step: 0.5, "bug": True}
-    said = named(job=PAST, **rise)
+    said = named(job=RIVALS, **rise)
     assert set(said) == {"opponents_paid_alike"}
     assert "black and white earn goes up and down together (correlation 1.00)" in said["opponents_paid_alike"]
-    assert named(job=RIVALS, **rise) == named(job=FRIENDS, **rise) == {}  # they may be partners
+    assert "if they are meant to be opponents" in said["opponents_paid_alike"]  # they may be partners
+    assert named(job=FRIENDS, **rise) == {}
 
 
 def test_one_that_always_wins_is_named_where_both_learn():
     def share(step: int) -> float:
         return 0.5 if step < 20 else 1.0
 
-    for job in (PAST, RIVALS):
-        said = named(share, job, drawn=0.0)
-        assert set(said) == {"opponents_collapse"}
-        assert said["opponents_collapse"].startswith("white has won nearly every game of the last 10 steps (mean")
+    said = named(share, RIVALS, drawn=0.0)
+    assert set(said) == {"opponents_collapse"}
+    assert said["opponents_collapse"].startswith("white has won nearly every game of the last 10 steps (mean")
     assert named(share, FRIENDS, drawn=0.0) == {}  # to beat a frozen opponent is what was wanted
-    assert "black has won" in named(lambda step: 1 - share(step), PAST, drawn=0.0)["opponents_collapse"]
+    assert "black has won" in named(lambda step: 1 - share(step), RIVALS, drawn=0.0)["opponents_collapse"]
 
 
 def test_draws_and_late_losses_are_no_collapse():
-    assert named(lambda step: 0.5, PAST, drawn=0.97) == {}
-    assert named(lambda step: 1.0 if step % 9 else 0.8, PAST, drawn=0.0) == {}
+    assert named(lambda step: 0.5, RIVALS, drawn=0.97) == {}
+    assert named(lambda step: 1.0 if step % 9 else 0.8, RIVALS, drawn=0.0) == {}
 
 
 @pytest.mark.parametrize("period", [6, 18])
@@ -139,9 +138,8 @@ def test_a_reward_without_a_trend_is_no_idle_learning_rate_between_opponents():
     noise = random.Random(0)
     rows = run_of(60, lambda step: flat(step) | game(0.5, noise))
     assert "learning_rate_idle" in {one.code for one in findings_of(rows, FRIENDS)}
-    for job in (PAST, RIVALS):
-        assert findings_of(rows, job) == []
-        assert findings_of(run_of(60, flat), job) == [], "of other games than those of two it is not known"
+    assert findings_of(rows, RIVALS) == []
+    assert findings_of(run_of(60, flat), RIVALS) == [], "of other games than those of two it is not known"
     stopped = run_of(
         60, lambda step: flat(step) | game(0.5, noise) | ({"train__learning_rate": 0.0} if step > 40 else {})
     )
@@ -167,10 +165,10 @@ def test_partners_whose_reward_collapses_are_named_where_both_are_trained():
         facts = game(0.5, noise, bug=True)
         return facts | ({"train__reward_mean": 0.05, "train__reward_std": 0.1} if step > 40 else {})
 
-    assert {one.code for one in findings_of(run_of(60, broken), RIVALS)} == {"reward_collapse"}
+    assert {one.code for one in findings_of(run_of(60, broken), RIVALS)} == {"reward_collapse", "opponents_paid_alike"}
 
 
-@pytest.mark.parametrize("job", [PAST, RIVALS, FRIENDS])
+@pytest.mark.parametrize("job", [RIVALS, FRIENDS])
 def test_partners_who_fail_at_first_and_then_succeed_are_no_opponents_that_rise(job):
     noise = random.Random(0)
 
@@ -189,7 +187,7 @@ def test_partners_who_fail_at_first_and_then_succeed_are_no_opponents_that_rise(
         return facts | ({"store__reward_correlation": 1.0} if spread else {})
 
     said = {one.code: one for one in findings_of(run_of(60, together), job)}
-    assert set(said) == ({"opponents_paid_alike"} if job is PAST else set())
+    assert set(said) == ({"opponents_paid_alike"} if job is RIVALS else set())
     assert all("if they play together, this is as it should be" in one.means for one in said.values())
 
 

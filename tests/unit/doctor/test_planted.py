@@ -71,6 +71,7 @@ PLANTED = {
     "updates_skipped": (after(40, train__updates_skipped=1.0), 40),
     "entropy_collapse": (lambda step: {"train__entropy": 0.01} if step == 5 else {}, 5),
     "truncated": (after(40, rollout__truncated_share=1.0), 42),
+    "context_full": (after(40, rollout__context_full_share=0.2), 42),
     "groups_dropped": (after(40, train__groups_dropped=16.0), 40),
     "episodes_discarded": (after(40, train__episodes_discarded=128.0), 40),
     "logprob_drift": (after(40, train__logprob_gap_mean=0.2), 40),

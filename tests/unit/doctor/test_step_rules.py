@@ -115,6 +115,12 @@ def test_replies_that_are_all_cut():
     assert codes(repeated(RECENT - 1, rollout__truncated_share=1.0)) == []
 
 
+def test_contexts_that_are_often_full_are_a_sign():
+    assert codes(repeated(RECENT, rollout__context_full_share=0.1)) == ["context_full"]
+    assert codes(repeated(RECENT, rollout__context_full_share=0.09)) == []
+    assert codes(repeated(RECENT)) == []  # as in rows of runs that did not count it
+
+
 async def test_a_warning_is_an_event_when_it_appears_and_stands_in_the_progress_while_it_holds(tmp_path):
     job = ScriptedJob(tmp_path, config(steps=5), equal_rewards=True)
     await job.run()

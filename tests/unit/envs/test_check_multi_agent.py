@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -132,6 +133,35 @@ def first_come(self, observation, action):
 def test_each_mistake_is_named(make, words):
     with pytest.raises(InvalidEnvironment, match=words):
         check_environment(make, TASKS, max_steps=50)
+
+
+async def never(*_):
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        ({"view": never}, "reset was not over after 0.2 s"),
+        ({"begin": never}, "reset was not over after 0.2 s"),
+        ({"setup": never}, "setup was not over after 0.2 s"),
+        ({"close": never}, "close was not over after 0.2 s"),
+        ({"apply": never}, "nothing was shown for 0.2 s, and the episode is not over"),
+    ],
+)
+def test_what_never_ends_is_given_up(methods, words):
+    with pytest.raises(InvalidEnvironment, match=words):
+        check_environment(change(**methods), TASKS, timeout_seconds=0.2)
+
+
+def test_an_environment_that_never_rewards_is_named():
+    def apply(rewards):
+        return lambda self, actions: Outcome(over=True, rewards=rewards)
+
+    with pytest.raises(InvalidEnvironment, match=re.escape("Outcome(rewards={'a': 0.0, 'b': 0.0}, over=True)")):
+        check_environment(change(apply=apply({})), TASKS)
+    check_environment(change(apply=apply({"a": 0.0})), TASKS)  # nobody has won
+    check_environment(change(apply=lambda self, actions: None, max_steps=3), TASKS)  # these actions reach no end
 
 
 def test_illegal_actions_that_were_asked_for_are_played():

@@ -78,7 +78,13 @@ async def test_an_illegal_move_costs_the_most_that_can_be_lost():
 
 
 @pytest.mark.parametrize(
-    ("game", "words"), [("no_such_game", "can't load 'no_such_game'"), ("mfg_crowd_modelling", "mean-field")]
+    ("game", "words"),
+    [
+        ("qqqqqqqqq", "has no game 'qqqqqqqqq'; there are "),
+        ("tic_tac_to", "has no game 'tic_tac_to'; did you mean 'tic_tac_toe'"),
+        ("goofspiel(num_cards=", "can't load 'goofspiel"),
+        ("mfg_crowd_modelling", "mean-field"),
+    ],
 )
 def test_what_can_not_be_played_is_refused(game, words):
     with pytest.raises(ConfigError, match=words):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.config import GRPOConfig
-from palestra.learner.batch import LEFT_OUT
+from palestra.config import GRPOConfig, Roles
+from palestra.learner.batch import LEFT_OUT, rollout_metrics
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.forks import Fork, ForkReason
 from palestra.types.records import Trajectory
@@ -183,6 +183,15 @@ def test_tokens_calls_and_staleness_are_measured():
     assert batch.metrics["rollout/completion_tokens"] == 4
     assert batch.metrics["rollout/truncated_share"] == pytest.approx(2 / 3)
     assert batch.metrics["rollout/staleness_max"] == 2
+
+
+def test_episodes_in_which_a_context_was_full_are_counted_for_the_policy_that_played_the_agent():
+    full = make_trajectory(0, 1, 1.0, [make_chat()])
+    full = replace(full, episode=replace(full.episode, metadata={"context_full": ["judge", "agent/search"]}))
+    assert batch_of(trajectory(0, 0, 0.0, 2), full).metrics["rollout/context_full_share"] == 0.5
+    full = replace(full, episode=replace(full.episode, metadata={"context_full": ["judge"]}))
+    roles = Roles(default="policy", named={"judge": "old"}, frozen=frozenset({"old"}))
+    assert rollout_metrics([full], "policy", roles, GRPOConfig())["rollout/context_full_share"] == 0.0
 
 
 # Credit

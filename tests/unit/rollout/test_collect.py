@@ -11,7 +11,7 @@ import pytest
 
 from palestra.agents import Agent, ModelAgent
 from palestra.config import GRPOConfig, Roles
-from palestra.envs import ConcurrentEnvironment, Environment
+from palestra.envs import ConcurrentEnvironment, Environment, Fault, MultiAgentEnvironment, Outcome
 from palestra.errors import ContextOverflow, RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
 from palestra.rollout.result import LONGEST_INFO
@@ -119,7 +119,66 @@ async def test_a_conversation_that_fills_the_context_ends_with_the_reward_so_far
     trajectory = await runner.play_episode({"n": 1})
     assert trajectory.episode.kind == "adhoc"
     assert trajectory.episode.metadata["termination"] == "context_full"
+    assert trajectory.episode.full_contexts == ("agent",)
     assert trajectory.episode.reward == len(trajectory.chats) == len(trajectory.episode.step_rewards) - 1 > 1
+    bench.store.close()
+
+
+async def test_a_full_context_without_any_reward_is_a_reward_of_zero_for_the_agent_that_filled_it(tmp_path):
+    class Endless(ConcurrentEnvironment):
+        async def start(self, task):
+            self.emit("solver", (text_message("user", "x" * 30),))
+
+        async def on_action(self, observation, action):
+            self.emit("solver", (text_message("user", "x" * 30),), parents=(observation.id,))
+
+    bench = Bench(tmp_path, FakeClock(), max_context=200)
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    trajectory = await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Endless)).play_episode({"n": 1})
+    assert trajectory.episode.rewards == {"solver": 0.0}
+    bench.store.close()
+
+
+class Duel(MultiAgentEnvironment):
+    """`loser` and `winner` act in turns and see more and more; `loser`, at whose turn it ends, has lost."""
+
+    roles = ("loser", "winner")
+    zero_sum = True
+
+    def begin(self, task):
+        self.actions = 0
+
+    def view(self, role):
+        return "x" * 50 if role == "loser" else "x"
+
+    def apply(self, actions):
+        self.actions += 1
+        return Outcome(rewards={"loser": -1.0, "winner": 1.0}, over=True) if self.actions == 40 else None
+
+
+async def test_a_full_context_in_a_game_fails_the_episode_and_does_not_save_the_loser(tmp_path):
+    bench = Bench(tmp_path, FakeClock(), max_context=400)
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Duel))
+    with pytest.raises(RolloutFailed, match=r"'loser' is full.*policies\.policy\.max_context is 400") as failed:
+        await runner.play_episode({"n": 1})
+    assert failed.value.termination == Termination.AGENT_FAILED
+    bench.store.close()
+
+
+async def test_a_full_context_in_a_game_is_a_forfeit_where_the_environment_says_so(tmp_path):
+    class Forfeits(Duel):
+        forfeits = frozenset({Fault.FAILED})
+
+        def forfeit(self, role, fault):
+            return Outcome(rewards={role: -1.0, "winner": 1.0}, over=True)
+
+    bench = Bench(tmp_path, FakeClock(), max_context=400)
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Forfeits))
+    episode = (await runner.play_episode({"n": 1})).episode
+    assert episode.rewards == {"loser": -1.0, "winner": 1.0}
+    assert (episode.metadata["termination"], episode.full_contexts) == ("done", ("loser",))
     bench.store.close()
 
 

@@ -247,13 +247,14 @@ def test_the_disk_that_past_versions_need_is_named(tmp_path, monkeypatch):
     assert "3 checkpoints take 33.5 GiB and the past versions of pools 14.9 GiB, and " in said
 
 
-def test_policies_that_play_nothing_and_roles_that_nobody_has_are_noted():
+def test_policies_that_play_nothing_are_noted_and_roles_that_the_environment_lacks_are_refused():
     policies = {"player": {}, "old": {"frozen": True}, "judge": {"frozen": True}}
     roles = {"opponent": "old", "oponent": "old", "agent/solver": "old"}
-    notes = noted(**FAKE, environment={"name": "gomoku-duel"}, policies=policies, roles=roles)
+    job = {**FAKE, "environment": {"name": "gomoku-duel"}, "policies": policies, "roles": roles}
+    notes, faults = noted(**job), found(**job)
     assert "no role has the policy 'judge'" in notes["policies.judge"]
-    assert "no agent 'oponent' (it has 'agent', 'opponent')" in notes["roles.oponent"]
-    assert set(notes) == {"policies.judge", "roles.oponent"}
+    assert "no agent 'oponent' (it has 'agent', 'opponent')" in faults["roles.oponent"]
+    assert (set(notes), set(faults)) == ({"policies.judge"}, {"roles.oponent"})
     assert noted(**FAKE, policies=policies, roles=roles) == {}  # workers may call them by name
     assert noted(**FAKE, environment={"name": "gomoku"}, policies={"player": {}}, roles={"helper": "player"}) == {}
 

@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from palestra.config import dump_config, parse_config
+from palestra.errors import NotFound
 from palestra.runtime.matrix.picture import draw_matrix
+from palestra.runtime.matrix.play import versions_of
 from palestra.runtime.matrix.ratings import DRAWN_MORE, NORMAL_95, SCALE, ratings_of
 from palestra.runtime.matrix.result import Game, Matrix
 
@@ -130,3 +133,22 @@ def test_the_picture_is_drawn(tmp_path):
     assert picture.shape[0] > 400
     assert picture.shape[1] > 600
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 20
+
+
+def test_the_versions_of_a_run_are_those_of_every_policy_that_it_trains(tmp_path):
+    policies = {"white": {}, "black": {}, "judge": {"frozen": True}}
+    config = parse_config({"policies": policies, "roles": {"second": "black"}, "name": "duel"})
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    (tmp_path / "run.db").touch()
+    with pytest.raises(NotFound, match="no version of 'white' and 'black' yet"):
+        versions_of(tmp_path)
+    kept = ["checkpoints/black/step-000002", "checkpoints/white/step-000010", "checkpoints/white/step-000002"]
+    for folder in (*kept, "pool/white@0"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert versions_of(tmp_path) == {
+        "white@0": str(tmp_path / "pool/white@0"),
+        "white@2": str(tmp_path / "checkpoints/white/step-000002"),
+        "white@10": str(tmp_path / "checkpoints/white/step-000010"),
+        "black@2": str(tmp_path / "checkpoints/black/step-000002"),
+    }
+    assert list(versions_of(tmp_path, "black")) == ["black@2"]

@@ -6,7 +6,7 @@ import pytest
 
 import palestra
 from palestra import JobConfig
-from palestra.envs import Gomoku
+from palestra.envs import Gomoku, KuhnPoker
 from palestra.errors import ConfigError
 from palestra.runtime import training
 
@@ -91,3 +91,29 @@ def test_tasks_that_are_given_beside_a_file_of_tasks_are_refused(tmp_path):
         palestra.train(
             lambda task, policy: 1.0, [{"a": 2}], JobConfig(tasks={"train": file}, run_dir=tmp_path / "run"), quiet=True
         )
+
+
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        (
+            {"first": "one", "secnod": "two"},
+            r"roles.secnod: the environment has no agent 'secnod' \(it has 'first', 'second'\)",
+        ),
+        (
+            {"first": "two", "second": "two"},
+            "policies.one: the policy 'one' is trained, and its newest weights play none",
+        ),
+    ],
+)
+@pytest.mark.parametrize("environment", [KuhnPoker, lambda: KuhnPoker(), "kuhn-poker"])
+def test_a_role_that_the_environment_lacks_and_a_policy_that_plays_nothing_are_refused(
+    environment, roles, said, tmp_path
+):
+    config = JobConfig(
+        engine={"kind": "fake"}, policies={"one": {}, "two": {}}, roles=roles, run_dir=tmp_path / "run", steps=1
+    )
+    tasks = [] if environment == "kuhn-poker" else [{"cards": [1, 2]}]
+    with pytest.raises(ConfigError, match=said):
+        palestra.train(environment=environment, tasks=tasks, config=config, quiet=True)
+    assert not (tmp_path / "run").exists()
