@@ -2,9 +2,8 @@
 
     python recipes/negotiation_seats.py [--steps 2] [--model tiny-random]
 
-A job is started, and two workers in processes of their own. Ada plays with Palestra's client and the OpenAI SDK, Bob
-with nothing but HTTP. Each has a key that claims its own seat, sees its own observations alone, and is answered by the
-policy of its role: that of the first side is trained, the other frozen. What it prints is in README.md.
+A job is started, and two workers: Ada plays with Palestra's client and the OpenAI SDK, Bob with nothing but HTTP. Each
+has a key of its own seat alone, and is answered by the policy of its role: that of the first is trained, the other not.
 """
 
 from __future__ import annotations
@@ -18,16 +17,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ENVIRONMENT, ROLES = "negotiation", ("first", "second")  # YOURS 1: the environment, and its two agents
-
-
-def held_to(choices: Sequence[str]) -> dict[str, Any]:
-    """Return what holds a reply to the legal moves of an observation."""
-    return {"structured_outputs": {"choice": list(choices)}}  # YOURS 2: what replies are held to; {}: nothing
 
 
 def ada(url: str, role: str) -> None:
@@ -45,13 +38,11 @@ def ada(url: str, role: str) -> None:
                 messages: list[Any] = []
                 for observation in seat:
                     messages += [{"role": message.role, "content": message.text} for message in observation.content]
-                    reply = ai.chat.completions.create(
-                        model="any name", messages=messages, extra_body=held_to(observation.choices)
-                    )
+                    held = {"structured_outputs": {"choice": observation.choices}}  # YOURS 2: here and below; {}: free
+                    reply = ai.chat.completions.create(model="any name", messages=messages, extra_body=held)
                     text = reply.choices[0].message.content or ""
                     messages.append({"role": "assistant", "content": text})
                     seat.act(text)
-            # A seat that is lost, because Bob is gone or this worker was too slow, ends the block; claim again.
 
 
 def bob(url: str, role: str) -> None:
@@ -62,11 +53,8 @@ def bob(url: str, role: str) -> None:
         with urllib.request.urlopen(asked, timeout=60) as answer:
             return dict(json.load(answer))
 
-    while True:
-        claim = {"worker_id": "bob", "request_id": os.urandom(8).hex(), "role": role, "wait_seconds": 20}
-        claimed = post("/claim_episode", os.environ["PALESTRA_API_KEY"], **claim)
-        if claimed["status"] == "finished":
-            return
+    mine, who = os.environ["PALESTRA_API_KEY"], {"worker_id": "bob", "role": role, "wait_seconds": 20}
+    while (claimed := post("/claim_episode", mine, request_id=os.urandom(8).hex(), **who))["status"] != "finished":
         if claimed["status"] == "waiting":
             continue
         episode, key = claimed["episode"]["episode_id"], claimed["episode"]["api_key"]
@@ -77,16 +65,15 @@ def bob(url: str, role: str) -> None:
                     for said in seen["observation"]["content"]:
                         text = "".join(part["text"] for part in said["content"])
                         messages.append({"role": said["role"], "content": text})
-                    held = held_to(seen["observation"]["choices"])
+                    held = {"structured_outputs": {"choice": seen["observation"]["choices"]}}
                     reply = post("/v1/chat/completions", key, model="any name", messages=messages, **held)
                     text = reply["choices"][0]["message"]["content"]
                     messages.append({"role": "assistant", "content": text})
-                    observation = seen["observation"]["observation_id"]
-                    post("/act_seat", key, episode_id=episode, observation_id=observation, content=text)
+                    act = {"episode_id": episode, "observation_id": seen["observation"]["observation_id"]}
+                    post("/act_seat", key, **act, content=text)
         except urllib.error.HTTPError as error:
             # The seat is lost, because Ada is gone or this worker was too slow, or its episode has ended; claim again.
-            code = json.load(error)["error"]["code"] if error.code == 409 else None
-            if code not in ("episode_lease_expired", "episode_ended"):
+            if error.code != 409 or json.load(error)["error"]["code"] not in ("episode_lease_expired", "episode_ended"):
                 raise
 
 

@@ -221,7 +221,7 @@ def _note(outcomes: Sequence[TaskOutcome], roles: Roles, random: Collection[str]
         return None
     rewarded = dict.fromkeys(agent for outcome in outcomes for agent in outcome.by_agent if not _is_of(agent, random))
     learned = roles.rewards_of(roles.default, dict.fromkeys(rewarded, 0.0))
-    own = [agent for agent in learned if "/" not in agent and agent not in roles.pools]
+    own = sorted(agent for agent in learned if "/" not in agent and agent not in roles.pools)
     if len(own) < 2:
         return None
     return (

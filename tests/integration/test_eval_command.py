@@ -83,7 +83,7 @@ def test_what_is_missing_is_said(folder):
 def test_an_environment_of_ones_own_is_scored_and_played_in_a_matrix(folder):
     (folder / "nim.py").write_text(NIM)
     (folder / "games.jsonl").write_text('{"id": "a", "pile": 3}\n{"id": "b", "pile": 4}\n')
-    small = ("--set", "model=tiny-random", "--set", "max_context=64", "--set", "engine.threads=1")
+    small = ("--set", "model=tiny-random", "--set", "policies.policy.max_context=64", "--set", "engine.threads=1")
     own = ("--environment", "nim.py:Nim")
     done = palestra("eval", "tiny-random", "games.jsonl", *own, "--random", "bob", *small[2:])
     assert (done.code, done.stdout.count("mean reward")) == (0, 1), done.stderr
