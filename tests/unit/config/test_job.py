@@ -103,6 +103,7 @@ OTHER: dict[str, Any] = {
     "trainer.threads": 1,
     "trainer.micro_batch_tokens": 99,
     "trainer.logit_chunk": 99,
+    "trainer.adapter_slots": 1,
     "store.synchronous": "NORMAL",
     "server.host": "0.0.0.0",
     "server.port": 1,
@@ -128,6 +129,7 @@ NOT_TRAINED = {
     "checkpoint",
     "store",
     "server",
+    "trainer.adapter_slots",
 }
 NOT_TRAINED |= {
     f"rollout.{leaf}"
