@@ -78,16 +78,15 @@ class MixedModel:
         rows = RowGroups(runs, device)
         if not any(rows.adapters):
             return None
-        dtype, alone = self.model.compute_dtype, len(rows.adapters) == 1
-        if self._exact and not alone:
+        if len(rows.adapters) == 1:  # the numbers of a policy that has a pass for itself never depend on passes before
+            return _One(rows)
+        if self._exact:
             return _Separate(rows, MIN_ROWS)
-        known = bool(self._now.readers)  # not in the first pass
-        few = known and not self._exact and not torch.is_grad_enabled() and len(rows) <= _FEW_ROWS
+        dtype, known = self.model.compute_dtype, bool(self._now.readers)  # not in the first pass
+        few = known and not torch.is_grad_enabled() and len(rows) <= _FEW_ROWS
         # A matrix that is not finite would spoil rows of other adapters where all are multiplied together.
         if few and self._stacks.hold(rows.adapters):
             return _Dense(rows, self._stacks, dtype, self._now)
-        if alone:
-            return _One(rows)
         grouped = self._aligned and (device.type == "cpu" or dtype == torch.bfloat16)
         return _Grouped(rows, dtype) if grouped else _Separate(rows, 1)
 
@@ -292,12 +291,10 @@ class _Dense:
     def __init__(self, rows: RowGroups, stacks: Stacks, dtype: torch.dtype, now: _Pass) -> None:
         """Keep the rows of a pass; `now` says which layers read the same input."""
         self._rows, self._stacks, self._dtype, self._now = rows, stacks, dtype, now
-        self._of_row: Tensor | None = None
-        if rows.adapters != stacks.adapters or len(stacks.adapters) > 1:
-            slots = {id(adapter): slot for slot, adapter in enumerate(stacks.adapters)}
-            numbers = [slots.get(id(adapter), -1) for adapter in rows.adapters]
-            of_row = [number for number, size in zip(numbers, rows.sizes, strict=True) for _ in range(size)]
-            self._of_row = rows.restored(torch.tensor(of_row, device=rows.device).unsqueeze(1))
+        slots = {id(adapter): slot for slot, adapter in enumerate(stacks.adapters)}
+        numbers = [slots.get(id(adapter), -1) for adapter in rows.adapters]
+        of_row = [number for number, size in zip(numbers, rows.sizes, strict=True) for _ in range(size)]
+        self._of_row = rows.restored(torch.tensor(of_row, device=rows.device).unsqueeze(1))
         self._masks: dict[tuple[int, ...], Tensor] = {}
         self._low: dict[str, Tensor] = {}
 
@@ -310,9 +307,7 @@ class _Dense:
             names = self._now.readers[self._now.leader]
             down, places = self._stacks.kept(("down", *names), lambda: self._down(names))
             ranks = [rank for _, rank in places.values()]
-            low = F.linear(x, down)
-            if self._of_row is not None:
-                low = low.masked_fill_(self._masked(tuple(ranks)), 0.0)
+            low = F.linear(x, down).masked_fill_(self._masked(tuple(ranks)), 0.0)
             widths = [rank * len(self._stacks.adapters) for rank in ranks]
             self._low = dict(zip(places, torch.split(low, widths, dim=1), strict=True))
         return out.addmm_(self._low[name], up)
@@ -342,7 +337,6 @@ class _Dense:
         """Return which numbers of low rank are none of a row's adapter, bool [N, sum of E r]."""
         found = self._masks.get(ranks)
         if found is None:
-            assert self._of_row is not None
             slots = torch.arange(len(self._stacks.adapters), device=self._rows.device)
             found = self._masks[ranks] = self._of_row != torch.cat([slots.repeat_interleave(rank) for rank in ranks])
         return found
