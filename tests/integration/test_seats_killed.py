@@ -98,7 +98,7 @@ def test_the_seat_of_a_killed_worker_is_played_on_by_another(tmp_path, undisturb
         job.start()
         other = next(name for name in ROLES if name != role)
         sit(job, other, other)
-        victim = sit(job, role, "victim", "--stop-after", after, "--stop-at", "12" if after == "claim" else "30")
+        victim = sit(job, role, "victim", "--stop-after", after, "--stop-at", "12" if after == "claim" else "29")
         until(lambda: job.worker_log("stops"), "the worker is in the middle of a game")
         victim.kill()
         job.workers.remove(victim)

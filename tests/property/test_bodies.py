@@ -197,7 +197,7 @@ def fine(path: str, answer: Any) -> None:
     body = answer.json()
     if path == "/v1/messages":
         assert body["type"] == "error"
-        assert body["error"].keys() == {"type", "message"}
+        assert body["error"].keys() == {"type", "message", "code"}
     else:
         assert body["error"].keys() == {"message", "type", "code", "param"}
     assert "internal" not in body["error"]["message"]
