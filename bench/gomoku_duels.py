@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 PAGE = ROOT / "docs" / "learning.md"
 CURVES, MATRIX = ROOT / "docs" / "learning-gomoku-duels.png", ROOT / "docs" / "learning-gomoku-duels-matrix.png"
-BEGIN, END = "<!-- gomoku duels -->\n", "<!-- end of gomoku duels -->\n"
 COLOURS = {"white": "#0072B2", "black": "#D55E00"}
 GROUPS, EVERY, GAMES = 12, 8, 20
 ABOUT = """## Gomoku of two policies: opposing curves, and a matrix of versions
@@ -181,7 +180,7 @@ def style(axes: Any) -> None:
 
 def write(found: dict[int, dict[str, Any]], steps: int, folder: Path) -> None:
     """Write the part of the page."""
-    from learning import machine
+    from learning import machine, written
 
     MATRIX.write_bytes((folder / f"matrix-{min(found)}.png").read_bytes())
     lines = [
@@ -208,13 +207,7 @@ def write(found: dict[int, dict[str, Any]], steps: int, folder: Path) -> None:
         f"seconds of the training, beside other work. Machine: {machine()}; {datetime.date.today()}.",
         "",
     ]
-    text, part = PAGE.read_text(), BEGIN + "\n".join(lines) + END
-    if BEGIN in text:
-        before, _, rest = text.partition(BEGIN)
-        text = before + part + rest.partition(END)[2]
-    else:
-        text = text.rstrip() + "\n\n" + part
-    PAGE.write_text(text)
+    PAGE.write_text(written(PAGE.read_text(), "gomoku duels", "\n".join(lines)))
 
 
 if __name__ == "__main__":

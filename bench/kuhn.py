@@ -18,7 +18,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning-kuhn.png"
-BEGIN, END = "<!-- kuhn -->\n", "<!-- end of kuhn -->\n"
 ABOUT = """## Kuhn poker: two policies, and the truth
 
 `recipes/kuhn_poker.py`: two models of 2 layers with random weights play against each other and are trained apart, each
@@ -109,7 +108,7 @@ def write(steps: int, found: dict[tuple[str, int], dict[str, Any]], seeds: list[
         cells = f"{average:.3f} | {last:.3f} | {mean:.3f} | {value:.3f} | {games:,.0f} | {one['seconds']:.0f}"
         lines.append(f"| {against} | {seed} | {cells} |")
     frozen, best = found["frozen", 0]["rows"][-1], found["frozen", 0]["best"]
-    from learning import machine
+    from learning import machine, written
 
     lines += [
         "",
@@ -121,13 +120,7 @@ def write(steps: int, found: dict[tuple[str, int], dict[str, Any]], seeds: list[
         f"beside other work. Machine: {machine()}; {datetime.date.today()}.",
         "",
     ]
-    text, part = PAGE.read_text(), BEGIN + "\n".join(lines) + END
-    if BEGIN in text:
-        before, _, rest = text.partition(BEGIN)
-        text = before + part + rest.partition(END)[2]
-    else:
-        text = text.rstrip() + "\n\n" + part
-    PAGE.write_text(text)
+    PAGE.write_text(written(PAGE.read_text(), "kuhn", "\n".join(lines)))
 
 
 if __name__ == "__main__":

@@ -265,9 +265,9 @@ def picture(recipe: Recipe) -> Path:
     return PAGE.with_name("learning.png" if recipe.script == "addition" else f"learning-{recipe.script}.png")
 
 
-def written(page: str, recipe: Recipe, text: str) -> str:
-    """The page with this part in place of the one before, or at the end."""
-    begin, end = f"<!-- {recipe.script} -->\n", f"<!-- end of {recipe.script} -->\n"
+def written(page: str, name: str, text: str) -> str:
+    """The page with the part of this name in place of the one before, or at the end."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     if begin not in page:
         return f"{page}\n{begin}{text}{end}"
     head, _, rest = page.partition(begin)
@@ -296,7 +296,7 @@ def main() -> None:
         outcomes.append(play(recipe, seed, steps))
         print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
     draw(recipe, outcomes, picture(recipe))
-    PAGE.write_text(written(PAGE.read_text(), recipe, part(recipe, outcomes, steps)))
+    PAGE.write_text(written(PAGE.read_text(), recipe.script, part(recipe, outcomes, steps)))
 
 
 if __name__ == "__main__":

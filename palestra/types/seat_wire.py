@@ -23,8 +23,8 @@ class ObserveSeat(Body):
     events_seen: int | None = Field(
         None,
         ge=0,
-        description="The number of the last event that the worker knows: newer ones are answered at once. Without it, "
-        "each event is given once, with the next answer.",
+        description="The number of the last event that the worker has read; the answer has all newer ones. If it is "
+        "left out, the answer has the events that no earlier answer had.",
     )
     wait_seconds: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="How long to wait, at most `server.max_wait_seconds`."
