@@ -142,7 +142,7 @@ class Training:
             found = await trainer.forward(name, batch.rows, ["old_logprobs"])
             logprobs = found["old_logprobs"]
             loss = await in_thread(partial(loss_without_gradient, batch, logprobs))
-            return Outcome(result=output_of(logprobs, loss))
+            return Outcome(result=output_of(batch, logprobs, loss))
         if self.gradients >= self._shop.limits.gradients:  # all of which have to be kept, to be done again
             raise InvalidRequest(f"{self.gradients} requests have added gradients, which is the most; call optim_step")
         try:
@@ -153,7 +153,7 @@ class Training:
         loss = report.metrics["loss"]
         self.run.add(loss, report.rows, report.trained_tokens, time.monotonic() - started)
         assert report.logprobs is not None
-        return Outcome(result=output_of(report.logprobs, loss), changes=True)
+        return Outcome(result=output_of(batch, report.logprobs, loss), changes=True)
 
     def _read(self, body: bytes) -> tuple[Batch, bool]:
         """Return the batch of a body, and whether only logprobs are wanted."""
