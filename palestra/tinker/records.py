@@ -9,10 +9,19 @@ from typing import Any, Literal
 
 from palestra.config import AdapterConfig
 
-Kind = Literal["create_model", "forward_backward", "optim_step", "save_weights", "save_for_sampler", "load_weights"]
+Kind = Literal[
+    "create_model",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_for_sampler",
+    "save_external",
+    "load_weights",
+]
 Category = Literal["user", "server"]
 SCHEME = "tinker://"
-TRAINING, SAMPLER = "weights", "sampler_weights"
+TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+_API_KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}  # what the API calls them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +84,7 @@ class Checkpoint:
     """Weights that were saved under a name.
 
     Attributes:
-        path: `tinker://MODEL/weights/NAME` or `tinker://MODEL/sampler_weights/NAME`.
+        path: `tinker://MODEL/KIND/NAME`, where KIND is `weights`, `sampler_weights` or `external_weights`.
         tenant: whose it is; "": everybody's.
         model_id: of which model.
         name: the path's last two parts, which a client calls the checkpoint's id.
@@ -104,8 +113,8 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """Return what the API calls this kind of checkpoint: `training` or `sampler`."""
-        return "training" if self.name.startswith(f"{TRAINING}/") else "sampler"
+        """Return what the API calls this kind of checkpoint: `training`, `sampler` or `external`."""
+        return _API_KINDS[self.name.partition("/")[0]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from palestra.http.errors import Failure
 from palestra.http.guard import bearer
 from palestra.threads import WorkPool
 from palestra.tinker import protobuf
+from palestra.tinker.downloads import FILES, Links, add_downloads
 from palestra.tinker.limits import Limits
 from palestra.tinker.listing import add_listing
 from palestra.tinker.service import TinkerService
@@ -49,14 +50,15 @@ def tinker_error(failure: Failure) -> dict[str, Any]:
 class Caller:
     """Finds out, by the key of a request, which tenant asks."""
 
-    def __init__(self, tenants: Tenants, limits: Limits) -> None:
+    def __init__(self, tenants: Tenants, limits: Limits, links: Links) -> None:
         """Keep the tenants.
 
         Args:
             tenants: by their keys.
             limits: of bodies.
+            links: open files without a key.
         """
-        self._tenants, self._limits = tenants, limits
+        self._tenants, self._limits, self.links = tenants, limits, links
 
     def tenant(self, request: Request) -> str:
         """Return whose key a request has.
@@ -67,8 +69,11 @@ class Caller:
         return self._tenants.of(bearer(request))
 
     async def authenticate(self, request: Request) -> int:
-        """Check the key of a request, and return how long its body may be; see `RequestGuard`."""
-        self.tenant(request)
+        """Check the key of a request, or its link, and return how long its body may be; see `RequestGuard`."""
+        if request.url.path.startswith(FILES):
+            self.links.tenant(request)
+        else:
+            self.tenant(request)
         limits = self._limits
         return limits.body_bytes if request.url.path == f"{API}/forward_backward" else limits.json_bytes
 
@@ -80,7 +85,7 @@ def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
         service: answers.
         tenants: by their keys.
     """
-    caller = Caller(tenants, service.limits)
+    caller = Caller(tenants, service.limits, Links(tenants, service.saved.clock))
     app = build_app(
         "Palestra, Tinker API",
         "Training and sampling of LoRA adapters, as the Tinker SDK asks for them.",
@@ -94,6 +99,7 @@ def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
     _add_info(app, service, caller)
     _add_sampling(app, service, caller)
     _add_futures(app, service, caller)
+    add_downloads(app, service.saved, caller.links, caller.tenant)  # before the routes of paths of any length
     add_listing(app, service, caller.tenant)
     _add_unknown(app)
     return app
@@ -196,6 +202,7 @@ def _add_training(app: FastAPI, service: TinkerService, caller: Caller) -> None:
     add_in_order("optim_step", "optim_step")
     add_in_order("save_weights", "save_weights")
     add_in_order("save_weights_for_sampler", "save_for_sampler")
+    add_in_order("save_weights_external", "save_external")
 
 
 def _add_info(app: FastAPI, service: TinkerService, caller: Caller) -> None:
@@ -226,7 +233,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: Caller) -> None:
             """Say that this is not supported."""
             raise UnsupportedField(f"{route} is not supported here", None)
 
-    for route in ("save_weights_external", "create_custom_loss", "copy_weights"):
+    for route in ("create_custom_loss", "copy_weights"):
         add_refused(route)
 
 

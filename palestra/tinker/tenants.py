@@ -38,18 +38,30 @@ class Tenants:
                 write_whole(folder / name, (PREFIX + secrets.token_hex(24)).encode(), 0o600)
         # Looked up by digest, so that the time of a comparison says nothing about a key.
         self._by_digest: dict[str, str] = {}
+        self._secrets: dict[str, bytes] = {}
         for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
             key = path.read_text().strip()
             if not key.startswith(PREFIX) or len(key) < _LEAST:
                 raise ConfigError(f"{path} holds no key: those of the Tinker API begin with {PREFIX}, and are long")
             if self._by_digest.setdefault(_digest(key), path.name) != path.name:
                 raise ConfigError(f"{path} has the key of another tenant")
+            self._secrets[path.name] = hashlib.sha256(b"links of " + key.encode()).digest()
         self._folder = folder
 
     @property
     def files(self) -> list[Path]:
         """Return the files with the keys."""
         return [self._folder / name for name in sorted(self._by_digest.values())]
+
+    def secret(self, tenant: str) -> bytes:
+        """Return what signs in a tenant's name; it is another one when the key is.
+
+        Raises:
+            Unauthorized: there is no such tenant.
+        """
+        if tenant not in self._secrets:
+            raise Unauthorized("this server has no such tenant")
+        return self._secrets[tenant]
 
     def of(self, key: str | None) -> str:
         """Return the tenant of a key.

@@ -21,7 +21,7 @@ from palestra.tinker.bases import Base, Bases
 from palestra.tinker.datums import Batch, loss_without_gradient, output_of, read_batch
 from palestra.tinker.journal import Operation
 from palestra.tinker.limits import Limits
-from palestra.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint, ModelRecord, Request, Sampler
+from palestra.tinker.records import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint, ModelRecord, Request, Sampler
 from palestra.tinker.run_record import RunRecord
 from palestra.tinker.saved import Saved
 from palestra.tinker.wire import AdamParams, LoadWeights, OptimStep, SaveWeights
@@ -126,6 +126,7 @@ class Training:
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_for_sampler": self._save_for_sampler,
+            "save_external": self._save_external,
             "load_weights": self._load,
         }[request.kind]
         return await work(request, request.body, again)
@@ -197,19 +198,11 @@ class Training:
 
     async def _save_for_sampler(self, request: Request, body: bytes, again: bool) -> Outcome:
         asked = parse_body(SaveWeights, body)
-        named = asked.path is not None
-        path = self._path(asked, SAMPLER)
-        if named:
-            before = await self._replaced(path, overwrite=False)  # an expired one
-        else:
-            await self._check_number(asked.sampling_session_seq_id)
+        if asked.path is not None:
+            return await self._save_weights(request, asked, SAMPLER, "save_weights_for_sampler")
+        await self._check_number(asked.sampling_session_seq_id)
         folder = self._shop.folder / SAMPLER / request.request_id
         await self._shop.trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
-        if named:
-            saved = await self._checkpoint(path, folder, asked)
-            result = self._answer("save_weights_for_sampler", path=path)
-            removed = None if before is None else files_of(before)
-            return Outcome(result=result, record=self._shop.saved.insert_checkpoint(saved), removed=removed)
         sampler = Sampler(
             sampler_id=sampler_id(self._record.session_id, asked.sampling_session_seq_id or 0),
             tenant=self._record.tenant,
@@ -221,6 +214,32 @@ class Training:
         )
         result = self._answer("save_weights_for_sampler", path=None, sampling_session_id=sampler.sampler_id)
         return Outcome(result=result, record=self._shop.saved.insert_sampler(sampler))
+
+    async def _save_external(self, request: Request, body: bytes, again: bool) -> Outcome:
+        asked = parse_body(SaveWeights, body)
+        if asked.age_encryption_recipients:
+            raise InvalidRequest("files are not encrypted here; leave it out", "age_encryption_recipients")
+        return await self._save_weights(request, asked, EXTERNAL, "save_weights_external")
+
+    async def _save_weights(self, request: Request, asked: SaveWeights, kind: str, answer: str) -> Outcome:
+        """Write the adapter alone, in PEFT's format, under a name.
+
+        Args:
+            request: to save.
+            asked: its body.
+            kind: the second part of the checkpoint's path.
+            answer: type of the answer.
+        """
+        path = self._path(asked, kind)
+        before = await self._replaced(path, overwrite=False)  # an expired one
+        folder = self._shop.folder / kind / request.request_id
+        await self._shop.trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
+        saved = await self._checkpoint(path, folder, asked)
+        return Outcome(
+            result=self._answer(answer, path=path),
+            record=self._shop.saved.insert_checkpoint(saved),
+            removed=None if before is None else files_of(before),
+        )
 
     async def _load(self, request: Request, body: bytes, again: bool) -> Outcome:
         asked = parse_body(LoadWeights, body)

@@ -110,12 +110,13 @@ class OptimStep(InOrder):
 
 
 class SaveWeights(InOrder, Described):
-    """Save a model, or its weights for a sampler, under the name `path`."""
+    """Save a model, or its weights for a sampler or for others, under the name `path`."""
 
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
     sampling_session_seq_id: Number | None = None
+    age_encryption_recipients: list[str] | None = None
     kind: str = "snapshot"
 
 

@@ -87,6 +87,21 @@ def test_a_loop_of_reinforcement_learning_is_on_policy(service):
         client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
 
 
+def test_weights_are_downloaded_by_the_sdks_own_command(server, service, tmp_path, monkeypatch):
+    commands = pytest.importorskip("tinker.cli.commands.checkpoint")
+    client = service.create_lora_training_client(base_model=TINY, rank=4, seed=3).result()
+    client.forward_backward([ONES], "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    path = client.save_state("kept").result().path
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setenv("TINKER_API_KEY", server.key("ada"))
+    rest = service.create_rest_client()
+    size = commands._download_checkpoint(rest, path, tmp_path, show_progress=False, format="json")
+    assert size == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    peft = pytest.importorskip("peft")
+    assert peft.PeftConfig.from_pretrained(str(tmp_path)).r == 4
+
+
 @pytest.mark.parametrize("few", [False, True], ids=["dense", "sparse"])
 def test_several_targets_of_a_position(service, few):
     """As the cookbook's distillation has them: the likeliest tokens of a teacher, most of which weigh nothing."""

@@ -17,10 +17,10 @@ OF_NOBODY = {  # routes that show and change nothing of a tenant
     ("POST", "telemetry"),
     ("GET", "get_server_capabilities"),
     ("POST", "create_session"),
-    ("POST", "save_weights_external"),
     ("POST", "create_custom_loss"),
     ("POST", "copy_weights"),
 }
+BY_LINK = {("GET", "external_weights/{model_id}/{name}/{file:path}")}  # see test_downloads.py
 LISTS = {
     ("GET", "training_runs"): "training_runs",
     ("GET", "checkpoints"): "checkpoints",
@@ -65,6 +65,7 @@ class Owned:
             ("POST", "optim_step", in_order | {"adam_params": {}}),
             ("POST", "save_weights", in_order | {"path": "x"}),
             ("POST", "save_weights_for_sampler", in_order | {"path": "x"}),
+            ("POST", "save_weights_external", in_order | {"path": "x"}),
             ("POST", "get_info", {"model_id": model}),
             ("POST", "create_sampling_session", sampler | {"session_id": session_id}),
             ("POST", "create_sampling_session", sampler | {"session_id": self.client.session_id}),
@@ -76,6 +77,7 @@ class Owned:
             ("GET", "training_runs/{model_id}/checkpoints", None),
             ("PUT", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/ttl", {"ttl_seconds": 3600}),
             ("DELETE", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}", None),
+            ("GET", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls", None),
             ("POST", "weights_info", {"tinker_path": self.path}),
         ]
 
@@ -126,7 +128,7 @@ def test_every_route_is_looked_at_here(server, owned):
         for method in route.methods - {"HEAD"}
     }
     looked_at = {(method, route) for method, route, _ in owned.calls("s")}
-    assert known == looked_at | OF_NOBODY | LISTS.keys()
+    assert known == looked_at | OF_NOBODY | LISTS.keys() | BY_LINK
 
 
 @pytest.mark.parametrize("key", [None, "tml-wrong", "", "tml-" + "0" * 48])
