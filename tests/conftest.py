@@ -11,6 +11,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from palestra.models.device import reproducible_products
+
 # Helpers of several folders, whose assertions are to say what differs; it has to be said before one imports them.
 pytest.register_assert_rewrite("outcome", "servers")
 
@@ -18,6 +20,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order, and no quarrel about the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# Before the first product of this process, as a deterministic job does it in its own. Processes that tests start do it
+# themselves (`environment` of integration/servers.py does not pass the variable on).
+reproducible_products()
 
 settings.register_profile(
     "quick",

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from palestra.errors import ConfigError
@@ -36,6 +37,25 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
     if name == "cuda" and not there:
         raise ConfigError(f"{setting} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
     return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def reproducible_products() -> None:
+    """Let float32 products of Intel's library give a row the same bits whatever the number of rows beside it.
+
+    On Intel's processors MKL chooses its kernels by the shape of a product, unless it is in the strict mode of its
+    conditional numerical reproducibility. It reads the variable before its first product in the process, and never
+    again. On other processors it has no such mode; what it does there, `check_determinism` finds out.
+    """
+    if "GenuineIntel" in _processor():
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def _processor() -> str:
+    """Return what the system says of the processor; empty where it does not."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def tune_malloc() -> bool:

@@ -69,9 +69,11 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
     import torch
 
     from palestra.engine.embedded.engine import EmbeddedEngine
+    from palestra.models.device import reproducible_products
     from palestra.models.loading import LoadedModels
 
     if config.deterministic:
+        reproducible_products()
         torch.use_deterministic_algorithms(True)
     models = LoadedModels()
     loaded = {

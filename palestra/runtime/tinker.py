@@ -117,12 +117,13 @@ def _load(options: TinkerOptions) -> tuple[EmbeddedEngine, LoadedModels, Bases]:
 
     from palestra.engine.embedded.engine import EmbeddedEngine
     from palestra.engine.embedded.model_runner import PolicyModel
-    from palestra.models.device import device_of
+    from palestra.models.device import device_of, reproducible_products
     from palestra.models.loading import LoadedModels
 
     if len(set(options.models)) != len(options.models):
         raise ConfigError("a base model is named twice")
     if options.deterministic:
+        reproducible_products()
         torch.use_deterministic_algorithms(True)
     models, dtype = LoadedModels(), getattr(torch, options.engine.dtype)
     device = device_of(options.engine.device, "engine.device")

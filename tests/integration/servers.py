@@ -73,7 +73,7 @@ def free_port() -> int:
 def environment(fault: str | None = None, key: str = KEY) -> dict[str, str]:
     """One thread for arithmetic, no network, and the job's key known to all."""
     quiet = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PALESTRA_API_KEY": key}
-    kept = {name: value for name, value in os.environ.items() if name != "PALESTRA_FAULT"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("PALESTRA_FAULT", "MKL_CBWR")}
     return kept | quiet | ({"PALESTRA_FAULT": fault} if fault else {})
 
 

@@ -236,7 +236,8 @@ def check_determinism(model: CausalLM, max_batch: int) -> None:
             if not torch.equal(product(rows[:count]), whole[:count]):
                 raise ModelError(
                     f"deterministic = true is not possible here: {name} gives other bits for {count} rows than "
-                    f"for {max_batch}; set engine.dtype = 'float32', or engine.threads = 1"
+                    f"for {max_batch}; set engine.dtype = 'float32', or engine.threads = 1, and let nothing be "
+                    "computed in this process before the job is started"
                 )
 
 
