@@ -66,6 +66,7 @@ def _empty(folder: Path, run_dir: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_pair_plays_in_both_seatings_and_the_same_again(run_dir, other_model):  # noqa: F811
     players = versions_of(run_dir) | {"other": other_model}
     played = []

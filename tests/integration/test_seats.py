@@ -500,6 +500,7 @@ async def test_the_clients_give_a_seat_back_and_raise_what_is_wrong(tmp_path):
                     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takeover", ["replay", "worker"])
 async def test_whoever_has_the_key_of_one_seat_can_not_end_the_job_by_leaving(tmp_path, takeover):
     seats = {"roles": ["white", "black"], "takeover": takeover}
