@@ -166,6 +166,7 @@ async def test_the_newest_weights_learn_in_the_groups_in_which_they_play_the_rol
         assert row["train/calls_frozen"] == sum(chat.policy != "white" for t in episodes for chat in t.chats)
 
 
+@pytest.mark.slow
 async def test_a_second_trained_policy_learns_where_its_newest_weights_play_and_not_where_its_past_does(tmp_path):
     pool = {"every_steps": 1, "size": 2, "latest_share": 0.5}
     roles = {"opponent": {"policy": "black", "versions": "pool", "pool": pool}}
