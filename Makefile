@@ -73,7 +73,7 @@ frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three framewor
 	$(BIN)/pytest tests/frameworks tests/documents -m frameworks
 	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
 
-libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry, PettingZoo, TextArena
+libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry, PettingZoo, TextArena, Tinker's cookbook
 	$(BIN)/pytest tests/libraries -m libraries
 
 prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
@@ -107,9 +107,10 @@ $(FRAMEWORKS)/installed.txt: tests/frameworks/requirements.txt
 	cp $< $@
 
 # Libraries that are optional, in a folder that only the tests of them look into.
-$(LIBRARIES)/installed.txt: tests/libraries/requirements.txt
+$(LIBRARIES)/installed.txt: tests/libraries/requirements.txt tests/libraries/cookbook.txt
 	rm -rf $(LIBRARIES)
 	$(PIP) install --quiet --target $(LIBRARIES) -r $<
+	$(PIP) install --quiet --target $(LIBRARIES) --no-deps -r tests/libraries/cookbook.txt
 	cp $< $@
 
 # What makes the site, in an environment of its own, which has neither torch nor Palestra.

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the machine is shared: threads that wait don't spin
 PAGE = ROOT / "docs" / "learning.md"
-RUN = "import sys; sys.path.insert(0, {root!r}); from recipes.{recipe} import demonstrate; demonstrate({steps}, {seed})"
+RUN = "import sys; sys.path.insert(0, {root!r}); from recipes.{recipe} import demonstrate; demonstrate({arguments})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class Recipe:
     """A script, and what is to be said about it."""
 
     script: str  # in recipes/, without .py
+    variant: str = ""  # names this part where a script has several
+    options: str = ""  # further arguments of its function
     run: str  # folder below runs/
     steps: int
     heading: str
@@ -41,9 +43,14 @@ class Recipe:
     below: float = 0.0  # the axis begins here
     tree: bool = False  # whether an episode is drawn, too
 
+    @property
+    def name(self) -> str:
+        """Of the part of docs/learning.md."""
+        return f"{self.script}-{self.variant}" if self.variant else self.script
+
 
 RECIPES = {
-    recipe.script: recipe
+    recipe.name: recipe
     for recipe in (
         Recipe(
             script="addition",
@@ -55,6 +62,19 @@ RECIPES = {
 with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as unordered pairs and never
 trained on; they are answered greedily, and one counts if the last number of the answer is right. The control is
 the untrained model on the same sums.
+""",
+            measure="held-out sums answered right",
+        ),
+        Recipe(
+            script="addition",
+            variant="lora",
+            options="lora=True",
+            run="addition",
+            steps=30,
+            heading="Addition with an adapter",
+            about="""
+`recipes/addition.py --lora`: as above, but what is trained is an adapter (LoRA) of rank 16 on all linear layers,
+with a learning rate that falls from 3e-4 to 0. The same sums are held out, and the control is the same.
 """,
             measure="held-out sums answered right",
         ),
@@ -153,7 +173,8 @@ def play(recipe: Recipe, seed: int, steps: int) -> Outcome:
     """Run the recipe once; its time includes loading, evaluation and checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        code = RUN.format(root=str(ROOT), recipe=recipe.script, steps=steps, seed=seed)
+        arguments = ", ".join(filter(None, (str(steps), str(seed), recipe.options)))
+        code = RUN.format(root=str(ROOT), recipe=recipe.script, arguments=arguments)
         process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=folder, env=os.environ | PATIENT, stdout=subprocess.DEVNULL
         )
@@ -226,7 +247,7 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
     """What docs/learning.md says of a recipe."""
     ends = [o.validation()[-1][1] for o in outcomes]
     seeds = " ".join(str(o.seed) for o in outcomes)
-    command = f"python bench/learning.py {recipe.script} --seeds {seeds}"
+    command = f"python bench/learning.py {recipe.name} --seeds {seeds}"
     lines = [
         f"## {recipe.heading}",
         "",
@@ -262,7 +283,7 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
 
 def picture(recipe: Recipe) -> Path:
     """Where the curves are drawn."""
-    return PAGE.with_name("learning.png" if recipe.script == "addition" else f"learning-{recipe.script}.png")
+    return PAGE.with_name("learning.png" if recipe.name == "addition" else f"learning-{recipe.name}.png")
 
 
 def written(page: str, name: str, text: str) -> str:
@@ -296,7 +317,7 @@ def main() -> None:
         outcomes.append(play(recipe, seed, steps))
         print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
     draw(recipe, outcomes, picture(recipe))
-    PAGE.write_text(written(PAGE.read_text(), recipe.script, part(recipe, outcomes, steps)))
+    PAGE.write_text(written(PAGE.read_text(), recipe.name, part(recipe, outcomes, steps)))
 
 
 if __name__ == "__main__":

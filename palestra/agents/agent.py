@@ -66,9 +66,11 @@ class Agent(ABC):
 
     Attributes:
         may_choose: whether replies may be held to finitely many choices, as some algorithms need; False: never.
+        asks_policy: whether it asks its policy for anything; False: what it earns is not of the policy.
     """
 
     may_choose: bool = True
+    asks_policy: bool = True
 
     @abstractmethod
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:

@@ -17,6 +17,7 @@ class RandomAgent(Agent):
     """An opponent to compare with. The job's seed, the episode, the agent and the TimeStep decide what it plays."""
 
     may_choose = False
+    asks_policy = False
 
     def __init__(self, moves: Moves | None = None) -> None:
         """Create the agent.

@@ -14,6 +14,7 @@ from palestra.terminal import say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from palestra.runtime.comparison.kept import KeptResults
     from palestra.runtime.comparison.plan import PlannedRun
     from palestra.types.control_wire import ResourcesBody
 
@@ -28,6 +29,7 @@ def add(commands: Any) -> None:
         "  palestra compare compare.toml\n"
         "  palestra compare compare.toml --only gomoku/grpo --only frozen-lake\n"
         "  palestra compare compare.toml --page docs/comparison.md   # the page there; finished runs stay\n"
+        "  palestra compare compare.toml --results results.json      # so that another machine can continue it\n"
         "  palestra compare compare.toml --control http://10.0.0.5:7400 --gpus 0.5   # every run a job of a service\n\n"
         "the same command continues a comparison that was stopped or killed\n"
         "exit code: 0 all runs are finished, 1 some failed, 2 an error, 130 stopped",
@@ -38,6 +40,13 @@ def add(commands: Any) -> None:
         metavar="FILE",
         type=Path,
         help="the page, in Markdown; without it, comparison.md in the output's folder",
+    )
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        type=Path,
+        help="a JSON file to which the results of finished runs are written; runs that it has count as finished, so "
+        "that a comparison can be continued on another machine, where their folders are not",
     )
     parser.add_argument(
         "--only",
@@ -72,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.client.control import ControlClient
     from palestra.config.comparison import load_comparison
     from palestra.runtime.comparison.execution import GridRunner, GridStopped, check_records, child_command, locked
+    from palestra.runtime.comparison.kept import KeptResults
     from palestra.runtime.comparison.one_run import AGAIN, cause_of
     from palestra.runtime.comparison.page import write_page
     from palestra.runtime.comparison.plan import plan_runs
@@ -83,10 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
     comparison = load_comparison(arguments.config)
     runs = plan_runs(comparison, load_function)
     check_records(runs)
+    kept = KeptResults(arguments.results, arguments.config.parent) if arguments.results is not None else None
     chosen = _chosen(arguments.only, runs)
     if arguments.list:
-        _list(chosen)
+        _list(chosen, kept)
         return 0
+    if kept is not None:
+        chosen = [each for each in chosen if kept.rows(each) is None]
     page = arguments.page or comparison.folder / "comparison.md"
 
     if page.exists() and (page.is_dir() or page.samefile(arguments.config)):
@@ -95,7 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     def write() -> None:
-        results = read_results(runs)
+        results = read_results(runs, kept)
+        if kept is not None:
+            kept.write()
         try:
             write_page(comparison, runs, results, page)
         except (OSError, StoreError) as error:
@@ -167,10 +182,11 @@ def _chosen(only: Sequence[str], runs: Sequence[PlannedRun]) -> list[PlannedRun]
     return [each for each in runs if not only or {each.scenario, f"{each.scenario}/{each.algorithm}"} & set(only)]
 
 
-def _list(runs: Sequence[PlannedRun]) -> None:
+def _list(runs: Sequence[PlannedRun], kept: KeptResults | None) -> None:
     """Print a line for each run: its state, scenario, algorithm and seed, and its folder."""
-    from palestra.runtime.comparison.one_run import read_record
+    from palestra.runtime.comparison.one_run import FINISHED, read_record
 
     for each in runs:
-        state = (read_record(each.record) or {}).get("state", "not started")
+        known = FINISHED if kept is not None and kept.rows(each) is not None else "not started"
+        state = (read_record(each.record) or {}).get("state", known)
         say(f"{state:<12} {each.label}   {each.folder}")

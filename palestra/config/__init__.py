@@ -29,6 +29,7 @@ from palestra.config.policy import (
     PolicyConfig,
     SamplingConfig,
     UpdatesConfig,
+    not_frozen,
     with_model,
 )
 from palestra.config.policy_gradient import (
@@ -115,6 +116,7 @@ __all__ = [
     "is_agent_name",
     "load_config",
     "name_differences",
+    "not_frozen",
     "parse_config",
     "past_name",
     "past_of",

@@ -253,6 +253,8 @@ class Episode:
             observing.cancel()
 
     def _act(self, observation: Observation) -> None:
+        if self._environment.is_withdrawn(observation.id):  # an action of another agent has ended the episode
+            return
         agent = observation.agent
         action = self._script(self.acted[agent], observation.tools, observation.choices)
         self.acted[agent] += 1

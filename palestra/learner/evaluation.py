@@ -49,12 +49,9 @@ async def evaluate(
 
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Return the means of rewards where one policy at most is trained; the arguments are those of `evaluate`."""
-    named = [e.named_rewards for e in episodes if e.rewards is not None]
-    rewards = [
-        float(sum(roles.of_episode(e.players).trained_rewards(e.rewards).values()))
-        for e in episodes
-        if e.rewards is not None
-    ]
+    scored = [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
+    named = [e.named_rewards for e, _ in scored]
+    rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]
     rewards = [reward + more for reward, more in zip(rewards, missing_rewards(named, algorithm), strict=True)]
     row = {f"validation/rewards/{name}": mean for name, mean in reward_means(named).items()}
     return row | ({"validation/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
@@ -64,8 +61,9 @@ def _means_of_rivals(episodes: Sequence[EpisodeRecord], roles: Roles) -> dict[st
     """Return for each of several trained policies the mean of its own rewards over the episodes in which it has any."""
     row = {}
     for policy in roles.rivals:
-        own = [roles.of_episode(e.players).rewards_of(policy, e.rewards) for e in episodes if e.rewards is not None]
-        rewards = [float(sum(found.values())) for found in own if found]
+        scored = [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None]
+        found = [roles.of_episode(e.players).rewards_of(policy, own) for e, own in scored]
+        rewards = [float(sum(one.values())) for one in found if one]
         if rewards:
             row[of_policy("validation/reward_mean", policy)] = sum(rewards) / len(rewards)
     return row

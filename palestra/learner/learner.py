@@ -28,6 +28,7 @@ from palestra.learner.reporting import RunFolder, StepLog, checkpoints_of
 from palestra.learner.roles import role_metrics
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.updates import PolicyUpdates
+from palestra.models.weights import WeightSource
 from palestra.rollout import RolloutSyncLock
 from palestra.session import PolicySet
 from palestra.store import RunStore
@@ -37,7 +38,7 @@ from palestra.types.metrics import of_policy
 from palestra.types.progress import JobProgress, Phase
 from palestra.types.records import BatchManifest, Task
 from palestra.types.states import JobState
-from palestra.waiting import race
+from palestra.waiting import race, together
 
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -317,13 +318,17 @@ class Learner:
             return
         async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
             fault_point("before_publish")
-            for number, policy in enumerate(policies):
-                if number:
-                    fault_point("between_publications")
-                weights = await self._trainer.weights(policy)
-                await self._engine.sync_weights(policy, self._trainer.version(policy), weights)
+            sources = [(policy, await self._trainer.weights(policy)) for policy in policies]
+            # All at the same time: an engine takes over what waits between two of its turns, and turns are long.
+            await together(*(self._hand_over(*each, number) for number, each in enumerate(sources)))
             fault_point("after_publish")
         self._progress.version = str(max(self._versions().values()))
+
+    async def _hand_over(self, policy: str, source: WeightSource, number: int) -> None:
+        """Give the engine the weights of one policy, which is the `number`-th of those that are published, from 0."""
+        if number:
+            fault_point("between_publications")
+        await self._engine.sync_weights(policy, self._trainer.version(policy), source)
 
     # After a step
 

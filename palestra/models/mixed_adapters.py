@@ -6,13 +6,13 @@ of all adapters in the pass are stacked, padded with zeros to the largest rank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.models.adapter_stacks import ALIGNED, Stacks, stacked
 from palestra.models.adapters import Adapter, LoraLinear, linear_layers
 from palestra.models.causal_lm import AttentionBackend, CausalLM
 
@@ -21,8 +21,7 @@ Runs = Sequence[tuple[Adapter | None, int]]
 
 # A product of few rows with the matrices of all adapters costs less than a call for each of them (docs/adapters.md).
 _FEW_ROWS = 128
-_KEPT_PASSES = 32  # for so many passes the matrices of an adapter without rows stay with the others
-_ALIGNED = 8  # numbers: rows of stacked matrices begin at multiples of 16 bytes, which a grouped product needs
+_PADDED = 2  # a product of equally many rows of each adapter may have so many times as many as there are
 
 
 class MixedModel:
@@ -45,7 +44,7 @@ class MixedModel:
         self.model = base.on_same_weights()
         self._now = _Pass()
         linear = linear_layers(self.model.model)
-        self._aligned = all(size % _ALIGNED == 0 for layer in linear.values() for size in layer.weight.shape)
+        self._aligned = all(size % ALIGNED == 0 for layer in linear.values() for size in layer.weight.shape)
         for name, layer in linear.items():
             self.model.model.set_submodule(name, _MixedLinear(name, layer, self._now))
         self._stacks = Stacks()
@@ -83,11 +82,14 @@ class MixedModel:
         if self._exact:
             return _Separate(rows, MIN_ROWS)
         dtype, known = self.model.compute_dtype, bool(self._now.readers)  # not in the first pass
-        few = known and not torch.is_grad_enabled() and len(rows) <= _FEW_ROWS
-        # A matrix that is not finite would spoil rows of other adapters where all are multiplied together.
-        if few and self._stacks.hold(rows.adapters):
-            return _Dense(rows, self._stacks, dtype, self._now)
         grouped = self._aligned and (device.type == "cpu" or dtype == torch.bfloat16)
+        if known and not torch.is_grad_enabled():
+            finite = self._stacks.hold(rows.adapters)
+            # A matrix that is not finite would spoil rows of other adapters where all are multiplied together.
+            if finite and len(rows) <= _FEW_ROWS:
+                return _Dense(rows, self._stacks, dtype, self._now)
+            if grouped:
+                return _KeptGroups(RowGroups(runs, device, self._stacks.adapters), self._stacks, dtype, self._now)
         return _Grouped(rows, dtype) if grouped else _Separate(rows, 1)
 
 
@@ -95,21 +97,22 @@ class RowGroups:
     """The rows of a pass by their adapters.
 
     Attributes:
-        adapters: those in the pass, each once; None: the base alone.
+        adapters: those in the pass, each once, behind those that were to come first; None: the base alone.
         sizes: how many rows each has.
         order: int64 [N], which puts the rows of an adapter one after another; None: they lie so.
         back: int64 [N], the inverse of `order`.
     """
 
-    def __init__(self, runs: Runs, device: torch.device) -> None:
+    def __init__(self, runs: Runs, device: torch.device, first: Sequence[Adapter] = ()) -> None:
         """Sort rows.
 
         Args:
             runs: how many of the rows, in order, have which adapter.
             device: of `order` and `back`.
+            first: adapters whose rows come first, in this order, also those that have none.
         """
-        places: dict[int, list[int]] = {}
-        by_id: dict[int, Adapter | None] = {}
+        places: dict[int, list[int]] = {id(adapter): [] for adapter in first}
+        by_id: dict[int, Adapter | None] = {id(adapter): adapter for adapter in first}
         start = 0
         for adapter, count in runs:
             by_id[id(adapter)] = adapter
@@ -138,91 +141,6 @@ class RowGroups:
     def restored(self, rows: Tensor) -> Tensor:
         """Return rows [N, d] that lie by adapter in the order of the pass."""
         return rows if self.order is None else rows.index_select(0, self.back)
-
-
-class Stacks:
-    """The matrices of several adapters, layer by layer, one behind another.
-
-    They are kept between passes without gradient, also while some of their adapters have no rows: a batch of replies
-    changes by one row at a time, and stacking takes as long as a pass.
-    """
-
-    def __init__(self) -> None:
-        self.adapters: list[Adapter] = []
-        self._used: dict[int, int] = {}  # by id of an adapter, the newest pass that had rows of it
-        self._passes = 0
-        self._finite: dict[int, bool] = {}  # by id of an adapter, whether all its numbers are
-        self._kept: dict[tuple[Any, ...], Any] = {}
-
-    def hold(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Make room for the adapters of a pass; returns whether all numbers that are kept are finite."""
-        self._passes += 1
-        wanted = [adapter for adapter in adapters if adapter is not None]
-        missing = [adapter for adapter in wanted if id(adapter) not in self._used]
-        self._used |= {id(adapter): self._passes for adapter in wanted}
-        recent = [one for one in self.adapters if self._passes - self._used[id(one)] < _KEPT_PASSES]
-        if missing or 2 * len(recent) <= len(self.adapters):
-            self.adapters, self._kept = [*recent, *missing], {}
-            self._used = {id(one): self._used[id(one)] for one in self.adapters}
-            self._finite = {}
-        for adapter in self.adapters:
-            if id(adapter) not in self._finite:
-                sums = [parameter.detach().sum(dtype=torch.float32) for _, parameter in adapter.named_parameters()]
-                self._finite[id(adapter)] = bool(torch.stack(sums).isfinite().all())
-        return all(self._finite[id(adapter)] for adapter in self.adapters)
-
-    def forget(self, adapter: Adapter) -> None:
-        """Drop everything if an adapter is in it."""
-        if any(adapter is one for one in self.adapters):
-            self.adapters, self._used, self._finite, self._kept = [], {}, {}, {}
-
-    def refresh(self, adapter: Adapter) -> None:
-        """Write an adapter's new matrices over its old ones."""
-        if id(adapter) not in self._used:
-            return
-        slot = next(number for number, one in enumerate(self.adapters) if one is adapter)
-        self._finite.pop(id(adapter), None)
-        for (kind, *names), found in self._kept.items():
-            layers = [layer for name in names if (layer := adapter.layers.get(name)) is not None]
-            if kind == "up" and layers:
-                start = slot * (len(found) // len(self.adapters))
-                up = layers[0].lora_B.weight.t() * layers[0].scale
-                found[start : start + len(up)] = up
-            elif kind == "down":
-                down, places = found
-                for name, (first, rank) in places.items():
-                    if (layer := adapter.layers.get(name)) is not None:
-                        start = first + slot * rank
-                        down[start : start + len(layer.lora_A.weight)] = layer.lora_A.weight
-
-    def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what was made under a key, and make it the first time."""
-        found = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = make()
-        return found
-
-
-def stacked(layers: Sequence[LoraLinear | None], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the matrices A of layers, [E, r, in], and their matrices B with their scales, [E, out, r].
-
-    Args:
-        layers: E of one name, at least one of which is there; zeros stand for the others.
-        dtype: of the result; matrices of a trainer are float32, and are scaled before they are rounded.
-    """
-    first = next(layer for layer in layers if layer is not None)
-    ranks = [0 if layer is None else len(layer.lora_A.weight) for layer in layers]
-    rank = -(-max(ranks) // _ALIGNED) * _ALIGNED
-    (out, width), own = first.weight.shape, first.lora_A.weight
-    down, up, scales = list[Tensor](), list[Tensor](), list[float]()
-    for layer, r in zip(layers, ranks, strict=True):
-        a = own.new_zeros((0, width)) if layer is None else layer.lora_A.weight
-        b = own.new_zeros((out, 0)) if layer is None else layer.lora_B.weight
-        down.append(F.pad(a, (0, 0, 0, rank - r)) if r < rank else a)
-        up.append(F.pad(b, (0, rank - r)) if r < rank else b)
-        scales.append(0.0 if layer is None else layer.scale)
-    factors = torch.tensor(scales, dtype=torch.float32, device=own.device).view(-1, 1, 1)
-    return torch.stack(down).to(dtype), (torch.stack(up) * factors).to(dtype)
 
 
 class _One:
@@ -282,6 +200,56 @@ class _Grouped:
         return out + self._rows.restored(F.grouped_mm(low, up.transpose(1, 2), offs=self._ends))
 
 
+class _KeptGroups:
+    """The products of `_Grouped` with matrices that are kept between passes, also of adapters without rows.
+
+    Where the adapters have about as many rows each, their rows are padded to equally many, and multiplied in one batch:
+    a grouped product takes some time for every group.
+    """
+
+    def __init__(self, rows: RowGroups, stacks: Stacks, dtype: torch.dtype, now: _Pass) -> None:
+        """Keep rows, which lie by the adapters of the stacks; `now` says which layers read the same input."""
+        self._stacks, self._dtype, self._now = stacks, dtype, now
+        self._number = len(stacks.adapters)
+        sizes = rows.sizes[: self._number]
+        count, most = sum(sizes), max(sizes)  # rows of the base alone are the last
+        order = torch.arange(len(rows), device=rows.device) if rows.order is None else rows.order
+        self._own = order[:count]
+        self._ends: Tensor | None = None
+        if self._number * most > _PADDED * count:
+            self._ends = torch.tensor(sizes, dtype=torch.int32, device=rows.device).cumsum(0, dtype=torch.int32)
+            self._read, places = self._own, torch.arange(count, device=rows.device)
+        else:
+            padded = [slot * most + number for slot, size in enumerate(sizes) for number in range(size)]
+            places = torch.tensor(padded, device=rows.device)
+            self._read = self._own.new_zeros(self._number * most)  # any row may stand where there is none
+            self._read[places] = self._own
+        self._all = count == len(rows)
+        # Which product belongs to each row: of those with an adapter, or of all in the order of the pass.
+        self._places = places[order.argsort()] if self._all else places
+        self._leader, self._x = "", torch.empty(0)
+
+    def __call__(self, name: str, out: Tensor, x: Tensor) -> Tensor:
+        """Return `out` [N, out], changed in place, plus the products with `x` [N, in]; see `_Add`."""
+        up = self._stacks.up(name, self._dtype)
+        if up is None:
+            return out
+        if self._leader != self._now.leader:
+            self._leader, self._x = self._now.leader, x.index_select(0, self._read)
+        down, places = self._stacks.down(self._now.readers[self._leader], self._dtype)
+        (start, rank), number = places[name], self._number
+        first = down[start : start + number * rank].view(number, rank, -1).transpose(1, 2)
+        second = up.view(number, rank, -1)
+        if self._ends is not None:
+            low = F.grouped_mm(self._x, first, offs=self._ends)
+            added = F.grouped_mm(low, second, offs=self._ends)
+        else:
+            low = torch.bmm(self._x.view(number, -1, x.shape[1]), first)
+            added = torch.bmm(low, second).flatten(0, 1)
+        added = added.index_select(0, self._places)
+        return out.add_(added) if self._all else out.index_add_(0, self._own, added)
+
+
 class _Dense:
     """One product with all matrices A, of which each row keeps those of its adapter, and one with all matrices B.
 
@@ -300,38 +268,16 @@ class _Dense:
 
     def __call__(self, name: str, out: Tensor, x: Tensor) -> Tensor:
         """Return `out` [N, out], changed in place, plus the products with `x` [N, in]; see `_Add`."""
-        up = self._stacks.kept(("up", name), lambda: self._up(name))
-        if up is False:
+        up = self._stacks.up(name, self._dtype)
+        if up is None:
             return out
         if name not in self._low:
-            names = self._now.readers[self._now.leader]
-            down, places = self._stacks.kept(("down", *names), lambda: self._down(names))
+            down, places = self._stacks.down(self._now.readers[self._now.leader], self._dtype)
             ranks = [rank for _, rank in places.values()]
             low = F.linear(x, down).masked_fill_(self._masked(tuple(ranks)), 0.0)
             widths = [rank * len(self._stacks.adapters) for rank in ranks]
             self._low = dict(zip(places, torch.split(low, widths, dim=1), strict=True))
         return out.addmm_(self._low[name], up)
-
-    def _layers(self, name: str) -> list[LoraLinear | None]:
-        return [adapter.layers.get(name) for adapter in self._stacks.adapters]
-
-    def _up(self, name: str) -> Tensor | bool:
-        """Return the matrices B of a layer, [E r, out]; False: no adapter has this layer."""
-        layers = self._layers(name)
-        if not any(layers):
-            return False
-        return stacked(layers, self._dtype)[1].transpose(1, 2).flatten(0, 1).contiguous()
-
-    def _down(self, names: Sequence[str]) -> tuple[Tensor, dict[str, tuple[int, int]]]:
-        """Return the matrices A of layers that adapters have, [sum of E r, in], and for each its first row and r."""
-        pieces, places, start = list[Tensor](), dict[str, tuple[int, int]](), 0
-        for name in names:
-            if any(layers := self._layers(name)):
-                down = stacked(layers, self._dtype)[0]
-                places[name] = (start, down.shape[1])
-                pieces.append(down.flatten(0, 1))
-                start += len(pieces[-1])
-        return torch.cat(pieces), places
 
     def _masked(self, ranks: tuple[int, ...]) -> Tensor:
         """Return which numbers of low rank are none of a row's adapter, bool [N, sum of E r]."""
@@ -342,7 +288,7 @@ class _Dense:
         return found
 
 
-_Add = _One | _Separate | _Grouped | _Dense
+_Add = _One | _Separate | _Grouped | _KeptGroups | _Dense
 
 
 class _Pass:

@@ -76,6 +76,7 @@ class TrajectoryCollectEngine:
         await self._play(task)
         with classify_errors(Termination.ENVIRONMENT_FAILED):
             self._check_named()
+        self._result.without_policy = sorted(name for name in self._result.rewards if not self._asks_policy(name))
         if self._seats is not None:
             self._result.unused_calls = self._seats.unused_calls
         return self._result
@@ -292,6 +293,13 @@ class TrajectoryCollectEngine:
             text = f"{name}, which a frozen policy plays: {said(error)}"
             raise RolloutFailed(Termination.AGENT_FAILED, text) from error
         raise error
+
+    def _asks_policy(self, name: str) -> bool:
+        """Return whether a policy plays an agent, which may have had no turn."""
+        try:
+            return self._agent(name).asks_policy
+        except RolloutFailed:  # the environment has rewarded someone whom it never asked
+            return True
 
     def _agent(self, name: str) -> Agent:
         nearest = name

@@ -11,7 +11,7 @@ from typing import Any
 
 from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED
 from palestra.types.messages import Observation, StepReward
-from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, AgentStepReward, StepTimes
+from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY, AgentStepReward, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
@@ -57,6 +57,7 @@ class EpisodeResult:
     by_agent: list[AgentStepReward] = field(default_factory=list)  # what each has earned by an action, in order
     full_contexts: list[str] = field(default_factory=list)  # agents whose context had no room for a reply
     info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `note`
+    without_policy: list[str] = field(default_factory=list)  # agents that were played by no policy
     unused_calls: list[int] = field(default_factory=list)  # see `SeatTable.unused_calls`
     last_seen: str = ""  # text of last observations, which no model call contains
 
@@ -106,6 +107,8 @@ class EpisodeResult:
             found[CONTEXT_FULL] = self.full_contexts
         if self.info:
             found["info"] = self.info
+        if self.without_policy:
+            found[WITHOUT_POLICY] = self.without_policy
         if self.unused_calls:
             found[UNUSED_CALLS] = self.unused_calls
         if self.last_seen:

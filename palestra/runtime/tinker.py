@@ -177,6 +177,7 @@ async def _service(
 
     trainer = TorchTrainer(options.trainer, KEPT, models)
     service = TinkerService(trainer, engine, load, bases, db, options.folder, options.limits)
+    await service.saved.forget_brought()
     for name, folder in options.adapters.items():
         await _bring(service, name, folder)
     await service.start()

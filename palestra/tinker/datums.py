@@ -1,8 +1,9 @@
 """Datums of `forward_backward`: from the wire to rows of a trainer, and a trainer's results back to the wire.
 
 Position i of a datum's input predicts its target i, which may be any token. A row of a trainer predicts its own tokens
-from those before, so a datum of N tokens becomes a row of N + 1, with explicit targets. Nothing is normalised: the
-weight of each position is 1, or the datum's own.
+from those before, so a datum of N tokens becomes a row of N + 1, with explicit targets. A datum whose positions have K
+targets each, as a student has that learns a teacher's K likeliest tokens, becomes K rows of the same tokens, which the
+trainer merges into one. Nothing is normalised: the weight of each position is 1, or the datum's own.
 """
 
 from __future__ import annotations
@@ -37,10 +38,17 @@ _NUMBERS = {"target_tokens": "int64"}  # all other inputs are float32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one request asks to be computed: S rows, and the loss."""
+    """What one request asks to be computed.
+
+    Attributes:
+        rows: S x K rows: those of the first datum, then those of the second.
+        loss: of each target.
+        several: K, the targets of each position, where targets are [N, K]; None: they are [N], and K is 1.
+    """
 
     rows: tuple[TrainSample, ...]
     loss: LossSpec
+    several: int | None = None
 
 
 def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: Limits) -> Batch:
@@ -61,12 +69,30 @@ def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: Limits) -
     if not 0 < len(request.data) <= limits.datums:
         raise InvalidRequest(f"a request has 1 to {limits.datums} datums, and this one {len(request.data)}", "data")
     loss = _loss_of(name, _config_of(request))
-    return Batch(
-        rows=tuple(
-            _row(datum, f"data.{number}", name, vocab_size, max_tokens) for number, datum in enumerate(request.data)
-        ),
-        loss=loss,
-    )
+    rows, several, left = list[TrainSample](), None, limits.targets
+    for number, datum in enumerate(request.data):
+        place = f"data.{number}"
+        tokens = _checked_tokens(datum, place, vocab_size, max_tokens)
+        inputs = _inputs(datum, place, name, len(tokens), left)
+        targets = inputs["target_tokens"]
+        _check_tokens(targets, f"{place}.loss_fn_inputs.target_tokens", vocab_size)
+        mine = targets.shape[1] if targets.ndim == 2 else None
+        if number == 0:
+            several = mine
+        elif mine != several:
+            raise InvalidRequest(
+                f"{place}.loss_fn_inputs.target_tokens has the shape {list(targets.shape)}, and data.0 has "
+                f"{several or 1} for each token; all datums of a request have equally many",
+                place,
+            )
+        if mine is None:
+            rows.append(_row(place, name, tokens, inputs))
+        else:
+            left -= targets.size
+            for column in range(mine):
+                of_column = {key: np.ascontiguousarray(value[:, column]) for key, value in inputs.items()}
+                rows.append(_row(place, name, tokens, of_column))
+    return Batch(rows=tuple(rows), loss=loss, several=several)
 
 
 def _config_of(request: Any) -> dict[str, float]:
@@ -100,27 +126,35 @@ def _loss_of(name: str, parameters: Mapping[str, float]) -> LossSpec:
     return spec
 
 
-def _row(datum: Any, place: str, loss: str, vocab_size: int, max_tokens: int) -> TrainSample:
-    """Return the row of one datum.
+def _checked_tokens(datum: Any, place: str, vocab_size: int, max_tokens: int) -> Ids:
+    """Return the tokens of a datum's input, int32 [N].
 
     Args:
         datum: the message.
         place: of the datum in the request, for messages.
-        loss: its name.
         vocab_size: of the model.
         max_tokens: longest input.
 
     Raises:
-        InvalidRequest: the datum does not fit the loss or the model.
+        InvalidRequest: there is none, there are too many, or one is none of the model's.
     """
     tokens = _tokens(datum, place)
-    length = len(tokens)
-    if not 0 < length <= max_tokens:
-        raise InvalidRequest(f"{place}.model_input has {length} tokens, and a datum has 1 to {max_tokens}", place)
-    inputs = _inputs(datum, place, loss, length)
-    targets = inputs["target_tokens"]
+    if not 0 < len(tokens) <= max_tokens:
+        raise InvalidRequest(f"{place}.model_input has {len(tokens)} tokens, and a datum has 1 to {max_tokens}", place)
     _check_tokens(tokens, f"{place}.model_input", vocab_size)
-    _check_tokens(targets, f"{place}.loss_fn_inputs.target_tokens", vocab_size)
+    return tokens
+
+
+def _row(place: str, loss: str, tokens: Ids, inputs: Mapping[str, NDArray[Any]]) -> TrainSample:
+    """Return a row of one datum.
+
+    Args:
+        place: of the datum in the request.
+        loss: its name.
+        tokens: int32 [N], of the datum.
+        inputs: of the loss, [N] each, by name.
+    """
+    length, targets = len(tokens), inputs["target_tokens"]
     ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
     advantages = inputs.get("advantages", zeros)
     logprobs = inputs.get("logprobs", np.full(length, np.nan, np.float32))
@@ -157,8 +191,15 @@ def _tokens(datum: Any, place: str) -> Ids:
     return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
 
 
-def _inputs(datum: Any, place: str, loss: str, length: int) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a loss, [N] each, by name.
+def _inputs(datum: Any, place: str, loss: str, length: int, most: int) -> dict[str, NDArray[Any]]:
+    """Return the inputs of a loss by name, [N] each; those of `cross_entropy` may be [N, K].
+
+    Args:
+        datum: the message.
+        place: of the datum in the request, for messages.
+        loss: its name.
+        length: N, tokens of the datum.
+        most: most targets, where positions have several each.
 
     Raises:
         InvalidRequest: one is missing, unknown, of another shape or type, or not finite.
@@ -170,24 +211,34 @@ def _inputs(datum: Any, place: str, loss: str, length: int) -> dict[str, NDArray
             f"{place}.loss_fn_inputs of {loss} are {', '.join(wanted)}, and not {', '.join(sorted(given)) or 'none'}",
             f"{place}.loss_fn_inputs",
         )
+    wide = tuple(given["target_tokens"].shape) if loss == "cross_entropy" else ()
+    if len(wide) == 2 and not 0 < wide[0] * wide[1] <= most:
+        raise InvalidRequest(
+            f"{place}.loss_fn_inputs.target_tokens has the shape {list(wide)}, and this request may have {most:,} more "
+            "targets; send fewer datums at a time",
+            place,
+        )
+    shape = (length, wide[1]) if len(wide) == 2 else (length,)
     for name, tensor in given.items():
         where = f"{place}.loss_fn_inputs.{name}"
-        array, dtype = array_of(tensor, where), _NUMBERS.get(name, "float32")
-        if DTYPE_NAMES[tensor.dtype] != dtype or array.shape != (length,):
+        array, dtype = array_of(tensor, where, most), _NUMBERS.get(name, "float32")
+        if DTYPE_NAMES[tensor.dtype] != dtype or array.shape != shape:
+            each = "one" if len(shape) == 1 else f"{shape[1]}"
             raise InvalidRequest(
                 f"{where} has the dtype {DTYPE_NAMES[tensor.dtype]} and the shape {list(array.shape)}; {loss} takes "
-                f"{dtype} [{length}], one for each token of model_input",
+                f"{dtype} {list(shape)}, {each} for each token of model_input",
                 where,
             )
         if dtype == "float32" and not np.isfinite(array).all():
-            first = int(np.flatnonzero(~np.isfinite(array))[0])
-            raise InvalidRequest(f"{where} is {array[first]} at position {first}, and has to be finite", where)
+            first = tuple(int(place[0]) for place in np.nonzero(~np.isfinite(array)))
+            at = first[0] if len(first) == 1 else list(first)
+            raise InvalidRequest(f"{where} is {array[first]} at position {at}, and has to be finite", where)
         found[name] = array
     return found
 
 
 def _check_tokens(tokens: NDArray[Any], place: str, vocab_size: int) -> None:
-    """Raise InvalidRequest unless all ids, [N], are tokens of the model."""
+    """Raise InvalidRequest unless all ids, [N] or [N, K], are tokens of the model."""
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
         raise InvalidRequest(f"{place} has the token {int(outside[0])}; the model's are 0 to {vocab_size - 1}", place)
@@ -229,14 +280,17 @@ def loss_without_gradient(batch: Batch, logprobs: Sequence[Floats]) -> float:
     return float((losses * column([row.loss_weights for row in rows])).sum())
 
 
-def output_of(logprobs: Sequence[Floats], loss: float) -> bytes:
+def output_of(batch: Batch, logprobs: Sequence[Floats], loss: float) -> bytes:
     """Return the message `ForwardBackwardOutput` of a batch.
 
     Args:
+        batch: S x K rows.
         logprobs: float32 [N + 1] of each row, of which the first is not one.
-        loss: the sum over all positions.
+        loss: the sum over all targets.
     """
     arrays = [row[1:] for row in logprobs]
+    if (several := batch.several) is not None:
+        arrays = [np.stack(arrays[first : first + several], axis=1) for first in range(0, len(arrays), several)]
     record = new("ArrayRecord", num_datums=len(arrays), fields={"logprobs": batched(arrays)})
     # A client refuses a metric whose name does not end with how those of several requests are added up.
     metrics = {"loss:sum": loss, "tokens:sum": float(sum(map(len, arrays)))}

@@ -234,10 +234,6 @@ class Journal:
         await self.db.write(forget)
 
 
-def _execute(connection: Connection, statement: sa.Executable) -> None:
-    connection.execute(statement)
-
-
 def _request(row: Any) -> Request:
     values = row._mapping
     return Request(

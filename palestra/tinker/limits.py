@@ -16,6 +16,7 @@ class Limits:
         samplers: most samplers of a session.
         gradients: most requests whose gradients one step applies.
         datums: most datums of one request.
+        targets: most targets of one request whose positions have several each.
         models: most models of a tenant whose session is not over.
         loaded_models: most models of all tenants that are in memory; others come back from the disk when they are used.
         loaded_samplers: most adapters of all tenants that the engine has; others are loaded again when they are used.
@@ -36,6 +37,7 @@ class Limits:
     samplers: int = 10_000
     gradients: int = 4096
     datums: int = 4096
+    targets: int = 2**20
     models: int = 16
     loaded_models: int = 8
     loaded_samplers: int = 16

@@ -127,21 +127,22 @@ def parse(name: str, body: bytes) -> Any:
         raise InvalidRequest(f"the body is no protobuf message {name}: {error}") from None
 
 
-def array_of(tensor: Any, name: str) -> NDArray[Any]:
-    """Return a dense tensor of a request, float32 or int64 in its shape; one without a shape is [N].
+def array_of(tensor: Any, name: str, most: int) -> NDArray[Any]:
+    """Return a tensor of a request, float32 or int64 in its shape; one without a shape is [N].
 
     Args:
-        tensor: a message `Tensor`.
+        tensor: a message `Tensor`; what a sparse one (compressed rows, [N, K]) does not list is 0.
         name: what it is called, for messages.
+        most: most numbers of a sparse tensor, whose shape can be larger than its message.
 
     Raises:
-        InvalidRequest: it is sparse, has another type, or has more or fewer numbers than its shape says.
+        InvalidRequest: it has another type, or other numbers than its shape says.
     """
-    if tensor.WhichOneof("values") == "sparse_csr":
-        raise InvalidRequest(f"{name} is sparse, and only dense tensors are supported", name)
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{name} has the dtype number {tensor.dtype}, which is neither float32 nor int64", name)
+    if tensor.WhichOneof("values") == "sparse_csr":
+        return _densified(tensor, dtype, name, most)
     shape = tuple(tensor.shape) or (len(tensor.dense) // dtype.itemsize,)
     wanted = dtype.itemsize
     for size in shape:
@@ -156,12 +157,46 @@ def array_of(tensor: Any, name: str) -> NDArray[Any]:
     return found
 
 
+def _densified(tensor: Any, dtype: np.dtype[Any], name: str, most: int) -> NDArray[Any]:
+    """Return a sparse tensor of compressed rows as a dense one, [N, K].
+
+    Args:
+        tensor: a message `Tensor` with `sparse_csr`.
+        dtype: of its values.
+        name: what it is called, for messages.
+        most: most numbers of the dense one.
+
+    Raises:
+        InvalidRequest: its indices do not fit its shape, or it is too large.
+    """
+    shape, sparse = list(tensor.shape), tensor.sparse_csr
+    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > most:
+        raise InvalidRequest(
+            f"{name} is sparse and has the shape {shape}; a sparse tensor has two dimensions and at most {most:,} "
+            "numbers",
+            name,
+        )
+    try:
+        values = np.frombuffer(sparse.values, dtype)
+        ends, columns = np.frombuffer(sparse.crow_indices, "<i8"), np.frombuffer(sparse.col_indices, "<i8")
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is sparse, and its values or indices are cut: {error}", name) from None
+    # The largest end is the last one, and is checked, before anything of that size is made.
+    fits = len(ends) == shape[0] + 1 and ends[0] == 0 and ends[-1] == len(columns) == len(values)
+    if not fits or (np.diff(ends) < 0).any() or ((columns < 0) | (columns >= shape[1])).any():
+        raise InvalidRequest(f"{name} is sparse, and its indices do not fit its shape {shape}", name)
+    found: NDArray[Any] = np.zeros(shape, dtype)
+    found[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
+    return found
+
+
 def batched(arrays: Sequence[NDArray[np.float32]]) -> Any:
-    """Return a `BatchedTensor` of one float32 [N] for each datum."""
+    """Return a `BatchedTensor` of one float32 [N] or [N, K] for each datum, of which all have the same K."""
     ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
     return new(
         "BatchedTensor",
         data=b"".join(array.astype("<f4").tobytes() for array in arrays),
         offsets=ends.tobytes(),
         dtype=FLOAT32,
+        trailing_shape=arrays[0].shape[1:] if arrays else (),
     )

@@ -67,6 +67,8 @@ class Samples:
 
         Raises:
             NotFound: no such session, base model or checkpoint.
+            InvalidRequest: the session has a sampler of other weights with this number.
+            TooManyRequests: the session has too many samplers.
         """
         asked = parse_body(CreateSamplingSession, body)
         await self._sessions.session(tenant, asked.session_id)
@@ -91,7 +93,13 @@ class Samples:
             model_path=asked.model_path,
             folder=folder,
         )
-        if len(await self._saved.samplers(asked.session_id)) >= self._limits.samplers:
+        there = await self._saved.samplers(asked.session_id)
+        known = next((one for one in there if one.sampler_id == sampler.sampler_id), None)
+        if known is not None and known != sampler:
+            raise InvalidRequest(
+                f"{known.sampler_id} is a sampler of {known.model_path or 'other weights'}", "sampling_session_seq_id"
+            )
+        if known is None and len(there) >= self._limits.samplers:
             raise TooManyRequests(
                 f"the session has {self._limits.samplers} samplers, which is the most; another ServiceClient has others"
             )

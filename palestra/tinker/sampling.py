@@ -85,8 +85,9 @@ class Samplers:
             await self.remove(path)
 
     async def remove(self, folder: Path) -> None:
-        """Free the memory of an adapter if the engine has it; requests that sample from it fail."""
-        if self._loaded.pop(folder, None) is not None:
+        """Free the memory of an adapter if the engine has it, or is getting it; requests that sample from it fail."""
+        if (known := self._loaded.pop(folder, None)) is not None:
+            await asyncio.wait((known.ready,))  # else the engine would get the adapter after it was removed, for good
             await self._engine.remove_policy(policy_name(folder))
 
 

@@ -73,13 +73,19 @@ class Saved:
     async def remove_checkpoint(self, path: str) -> None:
         """Forget a checkpoint; its files are the caller's to remove."""
         await self.db.write(
-            lambda c: _execute(c, sa.delete(tables.checkpoints).where(tables.checkpoints.c.path == path))
+            lambda c: tables.execute(c, sa.delete(tables.checkpoints).where(tables.checkpoints.c.path == path))
+        )
+
+    async def forget_brought(self) -> None:
+        """Forget the checkpoints that are everybody's; the operator says at each start which there are."""
+        await self.db.write(
+            lambda c: tables.execute(c, sa.delete(tables.checkpoints).where(tables.checkpoints.c.tenant == ""))
         )
 
     async def set_expiry(self, path: str, expires_at: float | None) -> None:
         """Set when a checkpoint expires; None: never."""
         here = sa.update(tables.checkpoints).where(tables.checkpoints.c.path == path)
-        await self.db.write(lambda c: _execute(c, here.values(expires_at=expires_at)))
+        await self.db.write(lambda c: tables.execute(c, here.values(expires_at=expires_at)))
 
     async def write(self, operation: Operation) -> None:
         """Do one of the operations that other methods return."""
@@ -127,11 +133,7 @@ class Saved:
     async def remove_sampler(self, sampler_id: str) -> None:
         """Forget a sampler; its files are the caller's to remove."""
         here = sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler_id)
-        await self.db.write(lambda c: _execute(c, here))
-
-
-def _execute(connection: Connection, statement: sa.Executable) -> None:
-    connection.execute(statement)
+        await self.db.write(lambda c: tables.execute(c, here))
 
 
 def _checkpoint(row: Any) -> Checkpoint:

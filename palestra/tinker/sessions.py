@@ -79,12 +79,12 @@ class Sessions:
         now = self.clock.now()
         values = {"seen_at": now} | ({"finished_at": now} if finished else {})
         here = sa.update(tables.sessions).where(tables.sessions.c.session_id == session_id)
-        await self.db.write(lambda c: _execute(c, here.values(values)))
+        await self.db.write(lambda c: tables.execute(c, here.values(values)))
 
     async def restarted(self) -> None:
         """Count the time in which the server was away for no session that is not finished."""
         here = sa.update(tables.sessions).where(tables.sessions.c.finished_at.is_(None))
-        await self.db.write(lambda c: _execute(c, here.values(seen_at=self.clock.now())))
+        await self.db.write(lambda c: tables.execute(c, here.values(seen_at=self.clock.now())))
 
     # Models.
 
@@ -167,10 +167,6 @@ class Sessions:
             .distinct()
         )
         return await self.db.read(lambda c: [(row.tenant, row.session_id) for row in c.execute(query)])
-
-
-def _execute(connection: Connection, statement: sa.Executable) -> None:
-    connection.execute(statement)
 
 
 def _model(row: Any) -> ModelRecord:

@@ -101,6 +101,11 @@ samplers = Table(
 PENDING, DONE, FAILED, FORGOTTEN = "pending", "done", "failed", "forgotten"
 
 
+def execute(connection: sa.Connection, statement: sa.Executable) -> None:
+    """Execute a statement that returns nothing."""
+    connection.execute(statement)
+
+
 def _read_version(connection: sa.Connection) -> int:
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 

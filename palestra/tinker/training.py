@@ -142,7 +142,7 @@ class Training:
             found = await trainer.forward(name, batch.rows, ["old_logprobs"])
             logprobs = found["old_logprobs"]
             loss = await in_thread(partial(loss_without_gradient, batch, logprobs))
-            return Outcome(result=output_of(logprobs, loss))
+            return Outcome(result=output_of(batch, logprobs, loss))
         if self.gradients >= self._shop.limits.gradients:  # all of which have to be kept, to be done again
             raise InvalidRequest(f"{self.gradients} requests have added gradients, which is the most; call optim_step")
         try:
@@ -153,7 +153,7 @@ class Training:
         loss = report.metrics["loss"]
         self.run.add(loss, report.rows, report.trained_tokens, time.monotonic() - started)
         assert report.logprobs is not None
-        return Outcome(result=output_of(report.logprobs, loss), changes=True)
+        return Outcome(result=output_of(batch, report.logprobs, loss), changes=True)
 
     def _read(self, body: bytes) -> tuple[Batch, bool]:
         """Return the batch of a body, and whether only logprobs are wanted."""
@@ -200,15 +200,16 @@ class Training:
         named = asked.path is not None
         path = self._path(asked, SAMPLER)
         if named:
-            await self._replaced(path, overwrite=False)
-        elif asked.sampling_session_seq_id is None:
-            raise InvalidRequest("either path or sampling_session_seq_id has to be given", "path")
+            before = await self._replaced(path, overwrite=False)  # an expired one
+        else:
+            await self._check_number(asked.sampling_session_seq_id)
         folder = self._shop.folder / SAMPLER / request.request_id
         await self._shop.trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
         if named:
             saved = await self._checkpoint(path, folder, asked)
             result = self._answer("save_weights_for_sampler", path=path)
-            return Outcome(result=result, record=self._shop.saved.insert_checkpoint(saved))
+            removed = None if before is None else files_of(before)
+            return Outcome(result=result, record=self._shop.saved.insert_checkpoint(saved), removed=removed)
         sampler = Sampler(
             sampler_id=sampler_id(self._record.session_id, asked.sampling_session_seq_id or 0),
             tenant=self._record.tenant,
@@ -276,6 +277,27 @@ class Training:
         if before is None and len(await saved.checkpoints(tenant)) >= most:
             raise TooManyRequests(f"this key has {most} checkpoints, which is the most; deleting one frees its place")
         return before
+
+    async def _check_number(self, number: int | None) -> None:
+        """Raise unless the session may have a sampler of this number, whose weights have no name.
+
+        Args:
+            number: of the sampling session, as the client counts; None: it has not said.
+
+        Raises:
+            InvalidRequest: there is no number, or another sampler has it, whose weights would be lost.
+            TooManyRequests: the session has too many samplers.
+        """
+        if number is None:
+            raise InvalidRequest("either path or sampling_session_seq_id has to be given", "path")
+        session_id, most = self._record.session_id, self._shop.limits.samplers
+        there = await self._shop.saved.samplers(session_id)
+        if any(one.sampler_id == sampler_id(session_id, number) for one in there):
+            raise InvalidRequest(f"the session has a sampler with the number {number}", "sampling_session_seq_id")
+        if len(there) >= most:
+            raise TooManyRequests(
+                f"the session has {most} samplers, which is the most; another ServiceClient has others"
+            )
 
     async def _checkpoint(self, path: str, folder: Path, asked: SaveWeights) -> Checkpoint:
         """Return what is recorded of a checkpoint.

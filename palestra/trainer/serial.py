@@ -52,15 +52,17 @@ class Serial:
         Returns:
             The result of each request, or its error; one that failed may be repeated under its id.
         """
-        new = list[int]()
-        for place, request in enumerate(requests):
-            if self._is_new(*request) and request not in requests[:place]:
-                new.append(place)
+        # Kept here as well: of more requests than are remembered, the first are forgotten before the last has begun.
+        tasks: dict[tuple[str, str], asyncio.Task[T]] = {
+            request: self._known[request] for request in requests if not self._is_new(*request)
+        }
+        new = [n for n, request in enumerate(requests) if request not in tasks and request not in requests[:n]]
         if new:
             whole = asyncio.ensure_future(self._locked(lambda: work(new)))
             for number, place in enumerate(new):
-                self._remember(*requests[place], asyncio.ensure_future(_part(whole, number)))
-        known = [asyncio.shield(self._known[request]) for request in requests]
+                tasks[requests[place]] = asyncio.ensure_future(_part(whole, number))
+                self._remember(*requests[place], tasks[requests[place]])
+        known = [asyncio.shield(tasks[request]) for request in requests]
         found = list[T | Exception]()
         for one in await asyncio.gather(*known, return_exceptions=True):
             if isinstance(one, BaseException) and not isinstance(one, Exception):

@@ -21,6 +21,7 @@ from palestra.types.states import EpisodeState
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
 CONTEXT_FULL = "context_full"  # why an episode ended; in its metadata also the agents whose context was full
+WITHOUT_POLICY = "without_policy"  # `metadata[...]` of an episode: agents that were played by no policy
 UNUSED_CALLS = "unused_calls"  # `metadata[...]` of an episode: calls that are not trained, by index
 MAX_STEPS = "max_steps"  # `metadata["termination"]` of an episode that the environment has cut off
 
@@ -99,6 +100,14 @@ class EpisodeRecord:
         """Return the agents whose context had no room for a reply, so that their part ended there."""
         found = self.metadata.get(CONTEXT_FULL)
         return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
+
+    @property
+    def rewards_by_policies(self) -> dict[str, float] | None:
+        """Return the rewards without those of agents that were played by no policy, but drew their moves, say."""
+        found = self.metadata.get(WITHOUT_POLICY)
+        if self.rewards is None or not isinstance(found, list):
+            return self.rewards
+        return {agent: reward for agent, reward in self.rewards.items() if agent not in found}
 
     @property
     def unused_calls(self) -> frozenset[int]:

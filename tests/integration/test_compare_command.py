@@ -125,6 +125,21 @@ def test_a_grid_is_run_at_equal_tokens_and_its_page_is_written(folder):
 
 
 @pytest.mark.slow
+def test_results_are_continued_without_the_folders_of_the_runs(folder, tmp_path_factory):
+    assert compare(folder, "--only", "sums/grpo", "--results", "results.json").returncode == 0
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    write(elsewhere, delay=0.0)
+    (elsewhere / "results.json").write_bytes((folder / "results.json").read_bytes())
+    listed = compare(elsewhere, "--list", "--results", "results.json").stdout.splitlines()
+    assert [line.startswith("finished") for line in listed] == ["/grpo/" in line for line in listed]
+    done = compare(elsewhere, "--results", "results.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[2/2] sums  dr_grpo  seed 1" in done.stdout
+    assert not (elsewhere / "runs/grid/sums/grpo").exists()
+    assert "4 of 4 runs are finished" in (elsewhere / "runs/grid/comparison.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_grid_that_is_killed_goes_on_where_it_was_and_ends_alike(folder, tmp_path_factory):
     """SIGKILL reaches the command, then a run, then both; each run of the grid is still trained once and to its end."""
     whole = tmp_path_factory.mktemp("whole")

@@ -87,6 +87,29 @@ def test_a_loop_of_reinforcement_learning_is_on_policy(service):
         client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
 
 
+@pytest.mark.parametrize("few", [False, True], ids=["dense", "sparse"])
+def test_several_targets_of_a_position(service, few):
+    """As the cookbook's distillation has them: the likeliest tokens of a teacher, most of which weigh nothing."""
+    torch = pytest.importorskip("torch")
+    client = service.create_lora_training_client(base_model=TINY, rank=4, seed=2).result()
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(1, 50, (9, 6), generator=generator)
+    weights = torch.rand((9, 6), generator=generator)
+    if few:
+        keep = torch.rand((9, 6), generator=generator) < 0.2
+        targets, weights = targets * keep, weights * keep
+    given = {"target_tokens": targets, "weights": weights.to(torch.float32)}
+    made = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=given)
+    assert (made.loss_fn_inputs["weights"].sparse_crow_indices is not None) == few
+    output = client.forward_backward([made], "cross_entropy").result()
+    told = output.loss_fn_outputs[0]["logprobs"]
+    assert told.shape == [9, 6]
+    wanted = -(np.array(told.data).reshape(9, 6) * weights.numpy()).sum()
+    assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-4)
+    plain = client.forward([datum(weights=[1.0] * 9)], "cross_entropy").result()
+    assert logprobs(plain).shape == (9,)
+
+
 @pytest.mark.parametrize(
     ("loss", "config", "formula"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import AlgorithmConfig, JobConfig, parse_config
+from palestra.config import AlgorithmConfig, JobConfig, not_frozen, parse_config
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
 from palestra.control.jobs.rules import Rules
@@ -34,14 +34,13 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     """
     if body.from_step is not None and body.from_job is None:
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
-    source, step = None, None
-    if body.from_job is not None:
-        source = await plane.job(by, body.from_job, Action.JOB_READ)
-        await plane.pool.run(_check_source, source)
-        run = plane.scheduler.folder_of(source.job_id) / RUN
-        step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
+    source = None if body.from_job is None else await plane.job(by, body.from_job, Action.JOB_READ)
     # A configuration may be as long as a body, and is read several times.
     kind, given = await plane.pool.run(_completed, body, source, by, plane.rules)
+    step = None
+    if source is not None:
+        run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])
+        step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step, trained)
     recorded = await recorded_source(plane, by, kind, given)
     return JobRequest(
         name=body.name or ("job" if source is None else source.name),
@@ -57,22 +56,6 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         from_step=step,
         from_newest=body.from_step is None and source is not None,
     )
-
-
-def _check_source(source: JobRecord) -> None:
-    """Refuse a job that has trained several policies, whose checkpoints have no common weights to start from.
-
-    Raises:
-        InvalidRequest: it has; the message names the policies.
-    """
-    config = parse_config(source.config)
-    if config.trains_several:
-        names = " and ".join(map(repr, config.trained_policies))
-        raise InvalidRequest(
-            f"from_job is {source.job_id}, which trains {names}; it is not known whose weights are meant: fetch a "
-            "policy's checkpoint with `palestra export JOB DIR --policy NAME`",
-            "from_job",
-        )
 
 
 def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules) -> tuple[JobKind, dict[str, Any]]:
@@ -239,7 +222,7 @@ def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None
 
 
 def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:
-    """Return the configuration with the model from which the checkpoint of `source` was made.
+    """Return the configuration with the models from which the checkpoint of `source` was made.
 
     Args:
         source: the job of `from_job`.
@@ -247,19 +230,43 @@ def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) 
         config: the same, parsed.
 
     Raises:
-        ConfigError: the configuration names another model, or several policies could start from the checkpoint.
+        ConfigError: the configuration names another model, or it is not known which weights of the checkpoint a policy
+            starts from.
     """
-    if len(config.trained_policies) != 1:
+    before = parse_config(source.config)
+    policies = dict(given.get("policies", {}))
+    for name, trained in _starting_points(config.trained_policies, before).items():
+        own, model = config.policies[name], before.policies[trained].model
+        if "model" in own.model_fields_set and own.model != model:
+            raise ConfigError(
+                f"policies.{name}.model is {own.model!r}, and from_job trains {model!r}; leave one of them out"
+            )
+        policies[name] = policies.get(name, {}) | {"model": model}
+    rest = {key: value for key, value in given.items() if key != "model"}  # else it would replace the checkpoint
+    return rest | {"policies": policies}
+
+
+def _starting_points(names: Sequence[str], before: JobConfig) -> dict[str, str]:
+    """Return for each policy that is not frozen the policy of another job from whose weights it starts.
+
+    Args:
+        names: of these policies.
+        before: the other job; where it trains several, each policy starts from the one of its name.
+
+    Raises:
+        ConfigError: it has none of a name, or one for several policies.
+    """
+    if before.trains_several:
+        if unknown := [name for name in names if name not in before.trained_policies]:
+            raise ConfigError(
+                f"from_job trains {' and '.join(map(repr, before.trained_policies))}, and a policy starts from the "
+                f"weights of its name: rename {unknown[0]!r}, or set `frozen` for it"
+            )
+        return {name: name for name in names}
+    if not before.trained_policies:
+        raise ConfigError("from_job is a job that trains nothing, and so has no weights of its own")
+    if len(names) != 1:
         raise ConfigError(
             "from_job gives its weights to one policy; set `frozen` for the others, which are served as they are"
         )
-    before = parse_config(source.config)
-    (name,), (trained,) = config.trained_policies, before.trained_policies
-    own, model = config.policies[name], before.policies[trained].model
-    if "model" in own.model_fields_set and own.model != model:
-        raise ConfigError(
-            f"policies.{name}.model is {own.model!r}, and from_job trains {model!r}; leave one of them out"
-        )
-    policies = given.get("policies", {})
-    rest = {key: value for key, value in given.items() if key != "model"}  # else it would replace the checkpoint
-    return rest | {"policies": policies | {name: policies.get(name, {}) | {"model": model}}}
+    return {names[0]: before.trained_policies[0]}

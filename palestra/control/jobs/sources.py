@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.config import SAVED_CONFIG, dump_config, load_config, with_model
+from palestra.config import SAVED_CONFIG, dump_config, load_config, not_frozen
 from palestra.disk import write_whole
 from palestra.errors import NotFound
 from palestra.store.copying import completed_until, copy_completed
@@ -18,18 +18,32 @@ CHECKPOINTS = "checkpoints"  # in a job's run
 JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 
-def step_meant(run: Path, job_id: str, wanted: int | None) -> int:
+def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
+    """Return where the checkpoints of policies are in a run, by policy: those of several are apart.
+
+    Args:
+        run: of another job.
+        policies: names of the policies that start from its checkpoints; of a run with one policy, any name.
+    """
+    together = run / CHECKPOINTS
+    apart = any((together / name).is_dir() for name in policies)
+    return {name: together / name if apart else together for name in policies}
+
+
+def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[str]) -> int:
     """Return the step of a checkpoint of another job.
 
     Args:
         run: the other job's run folder.
         job_id: of the other job, for the error.
-        wanted: the step; None: the newest.
+        wanted: the step; None: the newest that all of the policies have.
+        policies: names of those that start from it.
 
     Raises:
         NotFound: there is no checkpoint, or none of that step; the message lists those that there are.
     """
-    steps = [checkpoint.step_of(path) for path in checkpoint.found(run / CHECKPOINTS)]
+    folders = set(checkpoint_folders(run, policies).values())
+    steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.found(f)} for f in folders)))
     if not steps:
         raise NotFound(f"job {job_id} has no checkpoint to start from; it writes one every checkpoint.every_steps")
     if wanted is None:
@@ -41,9 +55,9 @@ def step_meant(run: Path, job_id: str, wanted: int | None) -> int:
 
 
 def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str, Any]:
-    """Return the configuration of a job with `from_job`, whose model is a folder of the job's own.
+    """Return the configuration of a job with `from_job`, whose models are folders of the job's own.
 
-    At the first start the folder is filled with hard links to the checkpoint, so that the job does not depend on what
+    At the first start the folders are filled with hard links to the checkpoint, so that the job does not depend on what
     the other job does with its checkpoints.
 
     Args:
@@ -55,10 +69,14 @@ def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str
         CheckpointError: the checkpoint is gone or damaged.
     """
     assert job.from_step is not None
-    own = folder / f"{job.from_job}-step-{job.from_step}"
-    if not own.exists():
-        checkpoint.link_model(source_run / CHECKPOINTS, job.from_step, own)
-    return {**job.config, "policies": with_model(job.config["policies"], str(own))}
+    policies = dict(job.config["policies"])
+    names = not_frozen(policies)
+    for name, checkpoints in checkpoint_folders(source_run, names).items():
+        own = folder / "-".join((f"{job.from_job}-step-{job.from_step}", *([name] if len(names) > 1 else [])))
+        if not own.exists():
+            checkpoint.link_model(checkpoints, job.from_step, own)
+        policies[name] = {**policies[name], "model": str(own)}
+    return {**job.config, "policies": policies}
 
 
 def recorded_job(config: Mapping[str, Any]) -> str | None:

@@ -45,11 +45,13 @@ class Bucket:
         self.storage = torch.zeros((layers, 2, 4, heads, capacity, dim), dtype=dtype, device=device)
 
     def add(self, row: Row) -> None:
-        """Give a row a place; the caller fills its storage."""
+        """Give a row a place of zeros, the beginning of which the caller fills."""
         if len(self.rows) == self.storage.shape[2]:
             self.storage = torch.cat((self.storage, torch.zeros_like(self.storage)), dim=2)
         row.bucket, row.index = self, len(self.rows)
         self.rows.append(row)
+        # What an earlier row has left is masked; but a weight of 0 times a number that is not finite is none.
+        self.storage[:, :, row.index] = 0.0
 
     def remove(self, row: Row) -> None:
         """Free a row's place; the last row takes it."""

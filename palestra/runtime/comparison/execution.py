@@ -160,7 +160,7 @@ def check_records(runs: Sequence[PlannedRun]) -> None:
         with contextlib.suppress(ValidationError):
             # Keys that this version has and the version of the run had not get their defaults, as a resumed run's do.
             known["config"] = settings_of(JobConfig.model_validate(record["config"]))
-        key = _first_difference(with_resolved_paths(known), with_resolved_paths(run.settings))
+        key = first_difference(with_resolved_paths(known), with_resolved_paths(run.settings))
         if key is not None:
             raise ConfigError(
                 f"{run.folder} was run with another {key}; choose another `output` (or name), or remove that folder "
@@ -197,7 +197,7 @@ def child_command(record: Path) -> Sequence[str]:
     return sys.executable, "-m", "palestra.cli.main", "compare", str(record), "--child"
 
 
-def _first_difference(known: Any, wanted: Any, place: str = "") -> str | None:
+def first_difference(known: Any, wanted: Any, place: str = "") -> str | None:
     """Return the dotted key of the first value that differs between two trees of JSON; None: they are equal."""
     if not (isinstance(known, dict) and isinstance(wanted, dict)):
         return None if known == wanted else place
@@ -205,7 +205,7 @@ def _first_difference(known: Any, wanted: Any, place: str = "") -> str | None:
         inner = f"{place}.{key}" if place else str(key)
         if (key in known) != (key in wanted):
             return inner
-        if (found := _first_difference(known[key], wanted[key], inner)) is not None:
+        if (found := first_difference(known[key], wanted[key], inner)) is not None:
             return found
     return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from palestra.config.comparison import ComparisonConfig, ScenarioEntry
 from palestra.disk import write_whole
 from palestra.runtime.comparison.picture import Curve, curve_of, draw_curves
 from palestra.runtime.comparison.plan import PlannedRun
-from palestra.runtime.comparison.results import Result, Results
+from palestra.runtime.comparison.results import Result, Results, machine
 from palestra.runtime.comparison.statistics import MOST_EXACT, Difference, Estimate, estimate, holm, paired_difference
 from palestra.terminal import one_line
 
@@ -50,7 +49,7 @@ def write_page(comparison: ComparisonConfig, runs: Sequence[PlannedRun], results
     parts += [text.strip() for text in (comparison.about,) if text]
     total, done = len(runs), results.done
     state = f"{done} of {total} runs are finished" + (f", {len(results.failures)} failed" if results.failures else "")
-    parts.append(f"{state}. Palestra {__version__}, {machine()}.")
+    parts.append(f"{state}. Palestra {__version__}, {'; '.join(results.machines) or machine()}.")
     if comparison.findings:
         parts += ["## What was found", comparison.findings.strip()]
     parts += ["## How it was measured", HOW.strip()]
@@ -249,15 +248,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) ->
     """
     rule = ["---" if number < left else "--:" for number in range(len(head))]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, rule, *rows))
-
-
-def machine() -> str:
-    """Return the processor and the number of cores of this machine."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    name = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
-    )
-    return f"{name}, {os.cpu_count()} cores"

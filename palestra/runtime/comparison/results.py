@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from palestra.errors import ConfigError
 from palestra.runtime.comparison.one_run import FAILED, FINISHED, read_record
 from palestra.runtime.comparison.plan import PlannedRun
 from palestra.types.metrics import of_policy
 
+if TYPE_CHECKING:
+    from palestra.runtime.comparison.kept import KeptResults
+
 Row = Mapping[str, float]
+TOKENS, SECONDS, TOTAL = "rollout/sampled_tokens", "time/step_seconds", "validation/total"  # metrics that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +96,13 @@ class Results:
         finished: by (scenario, algorithm, policy), in order of the seeds; the policy is "" where one is trained.
         failures: runs that have ended with an error.
         open: number of runs that are not finished and have not failed.
+        machines: those that the finished runs ran on.
     """
 
     finished: Mapping[tuple[str, str, str], Sequence[Result]]
     failures: Sequence[Failure]
     open: int
+    machines: Sequence[str] = ()
 
     @property
     def done(self) -> int:
@@ -154,8 +162,8 @@ def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> Result:
     tokens = seconds = 0.0
     points = []
     for row in rows:
-        tokens = row.get("rollout/sampled_tokens", tokens)
-        seconds += row.get("time/step_seconds", 0.0)
+        tokens = row.get(TOKENS, tokens)
+        seconds += row.get(SECONDS, 0.0)
         if name in row:
             points.append(Point(tokens, seconds, row[name]))
     return Result(seed=seed, points=tuple(points), tokens=tokens, seconds=seconds)
@@ -167,7 +175,7 @@ def _unscored(rows: Sequence[Row], policy: str) -> str | None:
     Without the last one an earlier one would pass for the final reward, and without the first one a trained model for
     the untrained one.
     """
-    scored = [reward_name(policy) in row for row in rows if "validation/total" in row]
+    scored = [reward_name(policy) in row for row in rows if TOTAL in row]
     whose = f" for {policy!r}" if policy else ""
     if not any(scored):
         return f"none of its validation episodes was scored{whose}"
@@ -175,18 +183,23 @@ def _unscored(rows: Sequence[Row], policy: str) -> str | None:
     return f"none of the episodes of its {ends[0]} validation was scored{whose}" if ends else None
 
 
-def read_results(runs: Sequence[PlannedRun]) -> Results:
+def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) -> Results:
     """Read what the runs of a plan have reached.
 
     Args:
         runs: all runs of the plan.
+        kept: results of runs whose folders are elsewhere; a run that is finished here is added. None: there are none.
+
+    Raises:
+        ConfigError: files of a run are damaged, or `kept` has a run with other settings.
     """
     finished: dict[tuple[str, str, str], list[Result]] = {}
-    failures, left = [], 0
+    failures, left, machines = [], 0, dict[str, None]()
     for run in runs:
         record = read_record(run.record) or {}
-        rows = read_rows(run.folder) if record.get("state") == FINISHED else []
-        if record.get("state") == FINISHED:
+        here = record.get("state") == FINISHED
+        rows = read_rows(run.folder) if here else kept.rows(run) if kept is not None else None
+        if rows is not None:
             reasons = [reason for policy in run.policies if (reason := _unscored(rows, policy)) is not None]
             if reasons:
                 failures.append(Failure(run=run, reason=reasons[0]))
@@ -194,10 +207,25 @@ def read_results(runs: Sequence[PlannedRun]) -> Results:
             for policy in run.policies:
                 of_run = result_of(run.seed, rows, policy)
                 finished.setdefault((run.scenario, run.algorithm, policy), []).append(of_run)
+            if here and kept is not None:
+                kept.add(run, rows)
+            machines[machine() if here or kept is None else kept.machine(run)] = None
         elif record.get("state") == FAILED:
             failures.append(Failure(run=run, reason=str(record.get("reason", ""))))
         else:
             left += 1
     for results in finished.values():
         results.sort(key=lambda result: result.seed)
-    return Results(finished=finished, failures=failures, open=left)
+    return Results(finished=finished, failures=failures, open=left, machines=tuple(machines))
+
+
+def machine() -> str:
+    """Return the processor and the number of cores of this machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )
+    return f"{name}, {os.cpu_count()} cores"

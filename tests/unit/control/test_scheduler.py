@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -136,10 +137,27 @@ async def test_of_several_policies_the_one_that_is_not_frozen_starts_from_the_ch
         assert order.weights == {"old": "/srv/house"}
 
 
+async def test_each_of_several_policies_has_the_weights_of_its_name(store, tmp_path):
+    launcher = FakeLauncher()
+    roles = {"a": "white", "b": "black", "c": "old"}
+    config = {"policies": {"old": {"frozen": True, "model": "tiny-random"}, "white": {}, "black": {}}, "roles": roles}
+    checkpoints = tmp_path / "jobs" / "job-of-before" / "run" / "checkpoints"
+    for name in ("white", "black"):
+        fill = lambda path, name=name: (path / "w").write_text(name)  # noqa: E731
+        checkpoint.write(checkpoints / name, 3, fill, {"step": 3}, keep=9)
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, config=config, from_job="job-of-before", from_step=3)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        policies = launcher.servers[job.job_id].order.config["policies"]
+        assert policies["old"] == config["policies"]["old"]
+        for name in ("white", "black"):
+            assert (Path(policies[name]["model"]) / "w").read_text() == name
+
+
 async def test_a_job_whose_checkpoint_went_while_it_waited_fails_and_says_so(store, tmp_path):
     launcher = FakeLauncher()
     async with scheduling(store, tmp_path, launcher):
-        job = await submit(store, config={"policies": {}}, from_job="job-of-before", from_step=1)
+        job = await submit(store, config={"policies": {"p": {}}}, from_job="job-of-before", from_step=1)
         await until(in_state(store, job.job_id, JobState.FAILED))
     assert (await store.job("a", job.job_id)).reason == "the checkpoint of step 1 is gone; start from a newer one"
     assert launcher.started == []

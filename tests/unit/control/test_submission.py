@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -347,7 +348,33 @@ async def test_the_algorithm_of_one_policy_is_held_to_the_rules_of_the_jobs(http
     assert said in answer.json()["error"]["message"]
 
 
-async def test_a_job_with_several_policies_has_no_checkpoint_to_start_from(http, plane):
+def saved(plane, job_id: str, **steps: Sequence[int]) -> None:
+    """Checkpoints of these steps, by policy."""
+    for policy, numbers in steps.items():
+        for step in numbers:
+            fill = lambda path, policy=policy: (path / "weights.txt").write_text(policy)  # noqa: E731
+            folder = plane.scheduler.folder_of(job_id) / RUN / "checkpoints" / policy
+            checkpoint.write(folder, step, fill, {"step": step}, keep=9)
+
+
+async def test_each_of_several_policies_starts_from_the_one_of_its_name(http, plane):
     job = await submit(plane.store, "default", "ann", name="duel", config=TWO)
-    message = await refused(http, 422, kind="training", from_job=job.job_id)
-    assert "which trains 'white' and 'black'; it is not known whose weights are meant" in message
+    saved(plane, job.job_id, white=[2, 4, 6], black=[2, 4])
+    served = await made(http, from_job=job.job_id)
+    assert (served["kind"], served["from_step"]) == ("inference", 4), "the newest that both have"
+    assert served["config"]["policies"].keys() == {"white", "black"}
+    again = await made(http, from_job=job.job_id, from_step=2, kind="training")
+    assert (again["kind"], again["from_step"]) == ("training", 2)
+    assert "it has those of 2, 4" in await refused(http, 404, from_job=job.job_id, from_step=6)
+    alone = await made(http, from_job=job.job_id, config={"policies": {"white": {}}})
+    assert alone["from_step"] == 6, "its own newest"
+    told = await refused(http, 400, from_job=job.job_id, config={"policies": {"green": {}}})
+    assert "from_job trains 'white' and 'black'" in told
+    assert "rename 'green'" in told
+
+
+async def test_a_job_that_trains_nothing_has_no_weights_to_start_from(http, plane):
+    config = {"kind": "inference", "policies": {"a": {"model": "tiny-random", "frozen": True}}}
+    job = await submit(plane.store, "default", "ann", name="serve", config=config)
+    told = await refused(http, 400, from_job=job.job_id, config={"policies": {"white": {}}})
+    assert "trains nothing" in told

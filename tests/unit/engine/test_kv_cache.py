@@ -130,3 +130,20 @@ def test_a_decoding_step_sees_its_own_row_and_nothing_else():
             wanted = attention(query[0, head, place], keys, values, 0.5)
             assert torch.allclose(out[place, head].double(), wanted, atol=1e-5)
     assert (out[5] == 0).all()
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_nothing_is_left_of_a_row_that_was_not_finite(grown):
+    """A weight of 0 times a number that is none is none: what another policy has computed would spoil the next row."""
+    kv = cache()
+    stays = kv.insert(prefix(9, 2.0))  # its bucket lives on
+    gone = kv.insert(prefix(63, float("nan")))
+    if grown:  # it leaves for the next bucket, and ends there
+        other = kv.insert(prefix(100, 3.0))
+        gone.length = 64
+        kv.make_room(gone)
+        assert gone.bucket is other.bucket
+    kv.remove(gone)
+    rows = [stays, kv.insert(prefix(5, 4.0)), *([other, kv.insert(prefix(70, 5.0))] if grown else [])]
+    ones = torch.ones((1, HEADS, len(rows), DIM))
+    assert DecodeAttention(kv.in_order())(0, ones, ones, ones, 0.5).isfinite().all()

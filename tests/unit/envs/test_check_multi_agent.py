@@ -66,6 +66,7 @@ TASKS = [{"n": 3}, {"n": 2}]
         change(**protocol(free), begin=lambda self, task: setattr(self, "left", 7)),
         change(**protocol(lambda: phases([simultaneous(rounds=1), turns(("c", "a"))]))),
         change(reusable=False),
+        change(max_steps=4, zero_sum=False),  # the second barrier is cut: what two roles were asked is withdrawn
     ],
 )
 def test_nothing_is_said_of_good_ones(make):

@@ -103,3 +103,21 @@ async def test_rewards_by_name_have_means_of_their_own_over_the_tasks_in_which_t
     assert (found["validation/rewards/right"], found["validation/rewards/style"]) == (0.75, 6.0)
     # What was not scored is no 0: it is as good as the others.
     assert found["validation/reward_mean"] == 0.75 + 0.5 * 6.0
+
+
+@pytest.mark.parametrize("rivals", [("policy",), ("policy", "black")], ids=["one", "two"])
+async def test_what_agents_earn_that_draw_their_moves_is_of_no_policy(store, rivals):
+    """Also not of the policy that would play them."""
+    several = rivals if len(rivals) > 1 else ()
+    roles = Roles(default="policy", named={"agent": "policy", "other": rivals[-1]}, rivals=several)
+    drawn = {"without_policy": ["other"]}
+
+    async def win() -> None:
+        for number, _ in enumerate(TASKS):
+            while (episode := await store.episodes.claim("w", f"l{number}", None)) is None:
+                await asyncio.sleep(0)
+            await store.episodes.end(episode.episode_id, episode.fence, {"agent": 0.5, "other": 7.0}, None, drawn)
+
+    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, roles, PLAIN), win()), 10)
+    means = {name: value for name, value in found.items() if "reward_mean" in name}
+    assert means == {"policy/validation/reward_mean" if several else "validation/reward_mean": 0.5}

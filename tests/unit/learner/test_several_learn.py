@@ -219,6 +219,19 @@ async def test_weights_are_handed_over_together_under_the_lock(tmp_path):
     assert inside == [[("publish", "white"), ("publish", "black")]] * 4
 
 
+async def test_the_engine_has_all_new_weights_at_the_same_time(tmp_path):
+    """One that takes weights over between two of its turns would need a turn for each policy otherwise."""
+    job = ScriptedJob(tmp_path, two(steps=1))
+    both, sync = asyncio.Barrier(2), job.engine.sync_weights
+
+    async def waits_for_the_other(*arguments):
+        await asyncio.wait_for(both.wait(), 5)
+        await sync(*arguments)
+
+    job.engine.sync_weights = waits_for_the_other
+    await job.run()
+
+
 SAMPLING = {"algorithm": {"name": "grpo", "dynamic_sampling": 2}}
 MOST = 2 * 2  # groups that are replaced in a step: twice those of a step
 

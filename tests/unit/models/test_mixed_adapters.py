@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from palestra.config import AdapterConfig
 from palestra.models import mixed_adapters
+from palestra.models.adapter_stacks import KEPT_PASSES
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.loading import LoadedModels
@@ -125,17 +126,20 @@ def test_gradients_of_a_mixed_batch_are_those_of_peft_on_transformers_own_model(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("few", [True, False], ids=["dense", "grouped"])
-def test_rows_of_a_mixed_pass_are_those_of_passes_of_their_own(monkeypatch, dtype, few):
-    if not few:
+@pytest.mark.parametrize("way", ["dense", "padded", "grouped"])
+@pytest.mark.parametrize("order", [[0, 1, None, 2, 0, 3, None, 1], [3, 1, 2, 0, 1]], ids=str)
+def test_rows_of_a_mixed_pass_are_those_of_passes_of_their_own(monkeypatch, dtype, way, order):
+    """Also where some rows have the base alone, and where none has."""
+    if way != "dense":
         monkeypatch.setattr(mixed_adapters, "_FEW_ROWS", 0)
+        monkeypatch.setattr(mixed_adapters, "_PADDED", 100 if way == "padded" else 0)
     bench = Bench(dtype)
     bench.freeze()
-    sequences = [(which, bench.ids(n, 1 + n % 5)) for n, which in enumerate([0, 1, None, 2, 0, 3, None, 1])]
+    sequences = [(which, bench.ids(n, 1 + n % 5)) for n, which in enumerate(order)]
     with torch.inference_mode():
         bench.hidden(*sequences)  # in the first pass it finds out which layers read the same
         mixed = bench.hidden(*sequences)
-        assert bool(bench.mixed._stacks.adapters) == few
+        assert len(bench.mixed._stacks.adapters) == 4
         close = 1e-5 if dtype == torch.float32 else 0.03
         for (which, ids), found in zip(sequences, mixed, strict=True):
             wanted = bench.alone(which, ids)
@@ -164,7 +168,10 @@ async def test_in_the_exact_mode_no_bit_depends_on_what_is_beside_a_row():
                 assert torch.equal(bench.hidden(*batch)[place], padded)
 
 
-def test_an_adapter_that_is_not_finite_spoils_its_own_rows_alone():
+@pytest.mark.parametrize(("few", "padded"), [(128, 2), (0, 100), (0, 0)], ids=["dense", "padded", "grouped"])
+def test_an_adapter_that_is_not_finite_spoils_its_own_rows_alone(monkeypatch, few, padded):
+    monkeypatch.setattr(mixed_adapters, "_FEW_ROWS", few)
+    monkeypatch.setattr(mixed_adapters, "_PADDED", padded)
     bench = Bench()
     bench.freeze()
     ids = bench.ids(0, 6)
@@ -181,7 +188,10 @@ def test_an_adapter_that_is_not_finite_spoils_its_own_rows_alone():
                 assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
-def test_what_is_kept_of_adapters_follows_their_weights_and_the_batch():
+@pytest.mark.parametrize(("few", "padded"), [(128, 2), (0, 100), (0, 0)], ids=["dense", "padded", "grouped"])
+def test_what_is_kept_of_adapters_follows_their_weights_and_the_batch(monkeypatch, few, padded):
+    monkeypatch.setattr(mixed_adapters, "_FEW_ROWS", few)
+    monkeypatch.setattr(mixed_adapters, "_PADDED", padded)
     bench = Bench()
     bench.freeze()
     ids = bench.ids(0, 3)
@@ -198,7 +208,7 @@ def test_what_is_kept_of_adapters_follows_their_weights_and_the_batch():
         right(1, None)  # one of them has left: its matrices are still there
         right(0, 1, 2, 3)
         right(3, 2)
-        for _ in range(mixed_adapters._KEPT_PASSES + 1):  # the others are dropped
+        for _ in range(KEPT_PASSES + 1):  # the others are dropped
             right(2, 3)
         assert len(bench.mixed._stacks.adapters) == 2
         before = bench.hidden((0, ids), (1, ids))

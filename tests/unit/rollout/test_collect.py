@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from palestra.agents import Agent, ModelAgent
+from palestra.agents import Agent, ModelAgent, RandomAgent
 from palestra.config import GRPOConfig, Roles
 from palestra.envs import ConcurrentEnvironment, Environment, Fault, MultiAgentEnvironment, Outcome
 from palestra.errors import ContextOverflow, RolloutFailed
@@ -467,3 +467,31 @@ async def test_rewards_of_an_environment_that_have_no_finite_sum_are_its_failure
     with pytest.raises(RolloutFailed, match="and a reward is a finite number") as caught:
         await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Odd)).play_episode()
     assert caught.value.termination == "environment_failed"
+
+
+class Pair(MultiAgentEnvironment):
+    """Both choose once, and are paid."""
+
+    roles = ("first", "second")
+
+    def begin(self, task):
+        pass
+
+    def view(self, role):
+        return "choose"
+
+    def legal(self, role):
+        return ("go", "stay")
+
+    def apply(self, actions):
+        return Outcome(rewards={"first": 1.0, "second": 2.0}, over="second" in actions)
+
+
+@pytest.mark.parametrize("drawn", [(), ("second",)])
+async def test_it_is_recorded_which_agents_no_policy_has_played(bench, drawn):
+    agents = {"": ModelAgent(), **{name: RandomAgent() for name in drawn}}
+    trajectory = await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Pair, agents=agents)).play_episode()
+    episode = trajectory.episode
+    assert episode.metadata.get("without_policy") == (list(drawn) or None)
+    assert episode.rewards == {"first": 2.0, "second": 4.0}
+    assert episode.rewards_by_policies == ({"first": 2.0} if drawn else episode.rewards)

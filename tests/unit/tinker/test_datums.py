@@ -23,8 +23,24 @@ def with_tensor(name: str, made):
     return found
 
 
-def sparse():
-    return new("Tensor", dtype=1, shape=[2], sparse_csr=new("Sparse", values=b"", crow_indices=b"", col_indices=b""))
+def sparse(values=(), ends=(0, 0, 0), columns=(), shape=(2, 3), kind="float32"):
+    dtype, code = ("<f4", 1) if kind == "float32" else ("<i8", 2)
+    parts = {"values": np.asarray(values, dtype), "crow_indices": np.asarray(ends, "<i8")}
+    parts["col_indices"] = np.asarray(columns, "<i8")
+    made = {name: part.tobytes() for name, part in parts.items()}
+    return new("Tensor", dtype=code, shape=shape, sparse_csr=new("Sparse", **made))
+
+
+def wide(targets, weights=None):
+    """A datum of two tokens with several targets each."""
+    found = datum([1, 2], [2, 3])
+    found.loss_fn_inputs["target_tokens"].CopyFrom(targets)
+    if weights is not None:
+        found.loss_fn_inputs["weights"].CopyFrom(weights)
+    return found
+
+
+WIDE = tensor([[2, 3, 4], [5, 6, 7]], "int64")
 
 
 def with_chunk(chunk):
@@ -69,7 +85,20 @@ def with_chunk(chunk):
         ),
         ([with_tensor("logprobs", tensor([1.0], shape=[-1]))], "ppo", None, "shape [-1]"),
         ([with_tensor("logprobs", tensor([], shape=[2**40, 2**40]))], "ppo", None, "and there are 0"),
-        ([with_tensor("logprobs", sparse())], "ppo", None, "is sparse"),
+        ([with_tensor("logprobs", sparse())], "ppo", None, "shape [2, 3]; ppo takes float32 [2]"),
+        ([with_tensor("logprobs", sparse(shape=[2]))], "ppo", None, "is sparse and has the shape [2]"),
+        ([wide(WIDE, sparse(shape=[2**40, 2**40]))], "cross_entropy", None, "and at most 12 numbers"),
+        ([wide(WIDE, sparse(ends=[0, 1]))], "cross_entropy", None, "indices do not fit its shape [2, 3]"),
+        ([wide(WIDE, sparse([1.0], [0, 1, 1], [3]))], "cross_entropy", None, "indices do not fit its shape [2, 3]"),
+        ([wide(WIDE, sparse([1.0], [0, 2, 1], [0]))], "cross_entropy", None, "indices do not fit its shape [2, 3]"),
+        ([wide(WIDE, sparse([1.0], [1, 1, 1], [0]))], "cross_entropy", None, "indices do not fit its shape [2, 3]"),
+        ([wide(WIDE, tensor([1.0, 1.0]))], "cross_entropy", None, "float32 [2, 3], 3 for each token of model_input"),
+        ([wide(WIDE, tensor([[1.0, 1.0, np.nan]] * 2))], "cross_entropy", None, "weights is nan at position [0, 2]"),
+        ([wide(WIDE)] * 3, "cross_entropy", None, "may have 0 more targets"),
+        ([wide(tensor([[], []], "int64"))], "cross_entropy", None, "shape [2, 0], and this request may have 12"),
+        ([wide(tensor([[99], [1]], "int64"))], "cross_entropy", None, "target_tokens has the token 99"),
+        ([wide(WIDE), datum([1, 2], [2, 3])], "cross_entropy", None, "equally many"),
+        ([with_tensor("target_tokens", WIDE)], "ppo", None, "shape [2, 3]; ppo takes int64 [2]"),
         (
             [with_tensor("logprobs", new("Tensor", dense=b"12345678", dtype=4, shape=[2]))],
             "ppo",
@@ -87,10 +116,19 @@ def with_chunk(chunk):
 )
 def test_what_does_not_fit_is_refused(data, loss, config, said):
     with pytest.raises(InvalidRequest) as error:
-        read_batch(batch_message(data, loss, config), 50, 6, Limits(datums=3))
+        read_batch(batch_message(data, loss, config), 50, 6, Limits(datums=3, targets=12))
     assert said in str(error.value)
     if "datum" not in said and "loss" not in said:
-        assert str(error.value).startswith("data.0.")
+        assert str(error.value).startswith("data.")
+
+
+def test_a_sparse_tensor_is_zero_where_it_lists_nothing():
+    targets = sparse([4, 5, 6], [0, 2, 3], [0, 2, 1], kind="int64")
+    batch = read_batch(batch_message([wide(targets, sparse([0.5], [0, 0, 1], [1]))]), 50, 6, Limits())
+    assert batch.several == 3
+    assert [row.targets[1:].tolist() for row in batch.rows] == [[4, 0], [0, 6], [5, 0]]
+    assert [row.loss_weights[1:].tolist() for row in batch.rows] == [[0.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
+    assert all(row.ids.tolist() == [1, 2, 2] for row in batch.rows)
 
 
 def test_a_text_in_the_place_of_a_number_is_refused():

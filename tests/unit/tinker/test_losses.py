@@ -94,7 +94,7 @@ async def test_a_loss_is_the_sum_of_its_formula_and_so_is_its_gradient(reference
         before = await trainer.forward("policy", batch.rows, ["old_logprobs"])
         report = await trainer.forward_backward("policy", batch.rows, batch.loss, "1", logprobs=True)
         close(gradients(trainer), wanted, 1e-5)
-    output = protobuf.parse("ForwardBackwardOutput", output_of(report.logprobs, report.metrics["loss"]))
+    output = protobuf.parse("ForwardBackwardOutput", output_of(batch, report.logprobs, report.metrics["loss"]))
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
     assert output.loss_fn_outputs[0].num_datums == len(data)
     for found, expected in zip(logprobs_of(output), logprobs, strict=True):
@@ -134,3 +134,28 @@ async def test_cross_entropy_without_weights_counts_every_position(reference):
         batch = read_batch(batch_message([datum(tokens, targets)]), VOCABULARY, 100, Limits())
         report = await trainer.forward_backward("policy", batch.rows, batch.loss, "1")
     assert report.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+async def test_several_targets_of_a_position_are_each_weighed(reference):
+    """As a student has that learns a teacher's likeliest tokens: -sum of w p over all targets, and its gradient."""
+    draw = np.random.default_rng(3)
+    wide = [(tokens, draw.integers(0, VOCABULARY, (len(tokens), 3))) for tokens, _, _ in some_data("cross_entropy")]
+    weights = [draw.normal(0, 1, targets.shape) for _, targets in wide]
+    columns = [
+        (tokens, targets[:, k].tolist(), {"weights": w[:, k]})
+        for (tokens, targets), w in zip(wide, weights, strict=True)
+        for k in range(3)
+    ]
+    logprobs, loss, wanted = computed(reference, columns, FORMULAS["cross_entropy"])
+    data = [datum(tokens, targets, weights=w) for (tokens, targets), w in zip(wide, weights, strict=True)]
+    batch = read_batch(batch_message(data), VOCABULARY, 100, Limits())
+    async with networks() as trainer:
+        report = await trainer.forward_backward("policy", batch.rows, batch.loss, "1", logprobs=True)
+        close(gradients(trainer), wanted, 1e-5)
+    assert report.forward_tokens == len({tuple(t[: i + 1]) for t, _ in wide for i in range(len(t))}) + 3  # once each
+    assert report.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    record = protobuf.parse("ForwardBackwardOutput", output_of(batch, report.logprobs, loss)).loss_fn_outputs[0]
+    assert (record.num_datums, list(record.fields["logprobs"].trailing_shape)) == (3, [3])
+    found = np.frombuffer(record.fields["logprobs"].data, "<f4")
+    expected = [np.stack(logprobs[first : first + 3], axis=1).ravel() for first in (0, 3, 6)]
+    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-5, atol=1e-5)

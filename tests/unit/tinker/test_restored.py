@@ -161,6 +161,10 @@ def test_checkpoints_go_both_ways(tmp_path):
             refused = client.http.delete("training_runs/imported:train:0/checkpoints/weights/theirs")
             assert refused.status_code == 403
     assert folder.is_dir()
+    with running(tmp_path / "other") as server:  # the operator brings it no more
+        client = Client(server.url, server.key())
+        body = {"session_id": client.session(), "model_seq_id": 0, "path": path, "optimizer": False}
+        assert client.post("load_weights", body).status_code == 404
 
 
 def test_results_are_forgotten_and_requests_are_not_done_again(tmp_path):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from palestra.models.causal_lm import load_tokenizer
 from palestra.tinker.limits import Limits
+from palestra.tinker.records import Sampler
+from palestra.tinker.sampling import Samplers
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, running
 
@@ -223,3 +227,59 @@ def test_a_sampler_is_of_something_that_is_served(ada):
     ):  # fmt: skip
         answer = ada.post("create_sampling_session", body)
         assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
+
+
+def test_weights_without_a_name_replace_no_other_sampler(server, ada):
+    """Their folder would stay on the disk for ever."""
+    model = ada.model()
+    model.train()
+    first = ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=7))["sampling_session_id"]
+    folder = server.do(lambda: server.server.service.saved.sampler("ada", first)).folder
+    with pytest.raises(Failed, match="has a sampler with the number 7"):
+        ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=7))
+    body = {"session_id": ada.session_id, "sampling_session_seq_id": 7, "base_model": TINY}
+    assert ada.post("create_sampling_session", body).status_code == 422
+    assert server.do(lambda: server.server.service.saved.sampler("ada", first)).folder == folder
+    body["sampling_session_seq_id"] = 8
+    assert [ada.good("create_sampling_session", body)["sampling_session_id"] for _ in range(2)] == [
+        f"{ada.session_id}:sample:8"
+    ] * 2, "a request that is sent again is the same"
+
+
+def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
+    with running(tmp_path, Limits(poll_seconds=5.0, samplers=2)) as server:
+        ada = Client(server.url, server.key("ada"))
+        model = ada.model()
+        for number in range(2):
+            ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=number))
+        with pytest.raises(Failed, match="has 2 samplers, which is the most"):
+            ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=2))
+
+
+async def test_an_adapter_that_is_removed_while_it_is_loaded_does_not_stay_in_the_engine(tmp_path):
+    gate, there = asyncio.Event(), set()
+
+    class Engine:
+        async def remove_policy(self, name):
+            there.discard(name)
+
+    async def load(name, folder):
+        await gate.wait()
+        there.add(name)
+
+    samplers = Samplers(Engine(), load, 4)
+    sampler = Sampler(
+        sampler_id="s", tenant="ada", session_id="x", base=TINY, model_path=None, folder=tmp_path, is_private=True
+    )
+
+    async def use():
+        async with samplers.policy_of(sampler):
+            pass
+
+    using = asyncio.ensure_future(use())
+    await asyncio.sleep(0)
+    removing = asyncio.ensure_future(samplers.remove(tmp_path))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(using, removing)
+    assert there == set()

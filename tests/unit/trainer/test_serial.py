@@ -121,3 +121,13 @@ async def test_work_without_an_id_waits_its_turn_and_goes_on_without_its_caller(
     work.go.set()
     assert await second == 20
     assert (work.runs, work.most_at_once) == (2, 1)
+
+
+async def test_more_requests_than_are_remembered_may_run_together():
+    """Also of one policy, whose first ones are forgotten while the last ones are noted."""
+
+    async def work(places: list[int]) -> list[int | Exception]:
+        return list(places)
+
+    requests = [("p", str(n)) for n in range(REMEMBERED + 6)]
+    assert await Serial().run_together(requests, work) == list(range(REMEMBERED + 6))

@@ -1,0 +1,194 @@
+"""Sums by a loop of the Tinker SDK over several seeds: `python bench/tinker_addition.py --seeds 0 1 2 3 4`.
+
+The same tasks, prompts, group sizes, adapter and learning rate as `recipes/addition.py --lora`, with advantages and
+weights computed in the loop as `grpo` computes them. The server is a process of its own, `palestra tinker`. The part
+`addition-tinker` of docs/learning.md is replaced, with its picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import tinker
+from learning import PAGE, PATIENT, ROOT, Outcome, Recipe, draw, part, picture, written
+from tinker import types
+
+sys.path.insert(0, str(ROOT))
+from recipes.addition import SYSTEM, score, sums
+
+STEPS, GROUPS, SAMPLES, RATE, EVERY = 30, 16, 6, 3e-4, 5
+RECIPE = Recipe(
+    script="addition",
+    variant="tinker",
+    run="",
+    steps=STEPS,
+    heading="Addition by a loop of the Tinker SDK",
+    about="""
+`bench/tinker_addition.py`: {steps} steps of 16 sums x 6 answers by the unmodified SDK against `palestra tinker`, with
+`importance_sampling`, an adapter of rank 16, and a learning rate that falls from 3e-4 to 0. Tasks, prompts and held-out
+sums are those above; seconds and memory are the server's.
+""",
+    measure="held-out sums answered right",
+)
+
+
+@contextlib.contextmanager
+def server(folder: Path) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
+    """A Tinker server: its URL, its key, its process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["-m", "palestra.cli.main", "tinker", "SmolLM2-135M-Instruct", "--dir", str(folder), "--port", str(port)]
+    process = subprocess.Popen([sys.executable, *words], env=os.environ | PATIENT, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(urllib.error.URLError):
+                urllib.request.urlopen(f"{url}/api/v1/healthz")
+                break
+            time.sleep(0.2)
+        yield url, (folder / "keys" / "default").read_text(), process
+    finally:
+        process.terminate()
+
+
+class Loop:
+    """One run of the loop, with one seed."""
+
+    def __init__(self, service: Any, seed: int) -> None:
+        """Make a model with an adapter; nothing is trained yet.
+
+        Args:
+            service: a `tinker.ServiceClient`.
+            seed: of the adapter and of the order of tasks.
+        """
+        self.model = service.create_lora_training_client(
+            base_model="SmolLM2-135M-Instruct", rank=16, seed=seed
+        ).result()
+        self.tokenizer = self.model.get_tokenizer()
+        self.training, self.validation = sums()
+        self.order = random.Random(seed)
+        self.seed = seed
+
+    def prompt(self, task: dict[str, Any]) -> list[int]:
+        """The ids of the question."""
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{task['a']} + {task['b']} ="}]
+        found: list[int] = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return found
+
+    def answers(self, tasks: list[dict[str, Any]], samples: int, params: Any) -> list[tuple[list[Any], list[float]]]:
+        """Sample answers under the present weights: for each task the sequences and their rewards."""
+        sampler = self.model.save_weights_and_get_sampling_client().result()
+        asked = [sampler.sample(types.ModelInput.from_ints(self.prompt(task)), samples, params) for task in tasks]
+        found = []
+        for task, future in zip(tasks, asked, strict=True):
+            sequences = future.result().sequences
+            texts = [self.tokenizer.decode(one.tokens, skip_special_tokens=True) for one in sequences]
+            found.append((sequences, [score(text, task) for text in texts]))
+        return found
+
+    def validate(self) -> list[float]:
+        """The rewards of the held-out sums, answered greedily."""
+        greedy = types.SamplingParams(max_tokens=12, temperature=0.0)
+        return [rewards[0] for _, rewards in self.answers(self.validation, 1, greedy)]
+
+    def step(self, number: int, batch: list[dict[str, Any]]) -> float:
+        """Train one step, and return the mean reward of the sampled answers."""
+        params = types.SamplingParams(max_tokens=12, seed=self.seed * 1000 + number)
+        played = self.answers(batch, SAMPLES, params)
+        data = []
+        for task, (sequences, rewards) in zip(batch, played, strict=True):
+            if (deviation := pstdev(rewards)) == 0:
+                continue
+            for one, reward in zip(sequences, rewards, strict=True):
+                # An answer's weight is the same whatever its length, as with `seq-mean-token-mean`.
+                weight = (reward - fmean(rewards)) / deviation / len(one.tokens) / (GROUPS * SAMPLES)
+                data.append(datum(self.prompt(task), one, weight))
+        if data:
+            rate = RATE * (1 - (number - 1) / STEPS)
+            self.model.forward_backward(data, "importance_sampling")
+            # As AdamW of a job: the same decay rates, and the same bound of the gradient.
+            self.model.optim_step(
+                types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.999, eps=1e-8, grad_clip_norm=1.0)
+            ).result()
+        return fmean(reward for _, rewards in played for reward in rewards)
+
+
+def datum(prompt: list[int], sample: Any, advantage: float) -> Any:
+    """What one answer teaches: nothing at the prompt, `advantage` at each of its tokens."""
+    ids = prompt + list(sample.tokens)
+    before = [0.0] * (len(prompt) - 1)
+    columns = {
+        "logprobs": ("float32", before + list(sample.logprobs)),
+        "advantages": ("float32", before + [advantage] * len(sample.tokens)),
+        "target_tokens": ("int64", ids[1:]),
+    }
+    inputs = {
+        name: types.TensorData(data=data, dtype=kind, shape=[len(data)]) for name, (kind, data) in columns.items()
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+def play(seed: int, steps: int) -> Outcome:
+    """Run the loop once, against a server of its own."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        with server(Path(folder)) as (url, key, process), tinker.ServiceClient(base_url=url, api_key=key) as service:
+            loop = Loop(service, seed)
+            queue: list[dict[str, Any]] = []
+            scored = [loop.validate()]
+            rows = [{"step": 0, "validation/reward_mean": fmean(scored[0])}]
+            for number in range(1, steps + 1):
+                if len(queue) < GROUPS:
+                    queue = loop.order.sample(loop.training, len(loop.training))
+                batch, queue = queue[:GROUPS], queue[GROUPS:]
+                row = {"step": number, "train/reward_mean": loop.step(number, batch)}
+                if number % EVERY == 0 or number == steps:
+                    scored.append(loop.validate())
+                    row["validation/reward_mean"] = fmean(scored[-1])
+                rows.append(row)
+        _, _, usage = os.wait4(process.pid, 0)
+    right = [(float(fmean(each == 1.0 for each in rewards)), 0.0) for rewards in (scored[0], scored[-1])]
+    return Outcome(
+        seed=seed,
+        rows=rows,
+        wall_seconds=time.monotonic() - started,
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        peak_mib=usage.ru_maxrss / 1024,
+        load=os.getloadavg()[0],
+        shares=(right[0], right[1]),
+    )
+
+
+def main() -> None:
+    """Run all seeds, one after another."""
+    parser = argparse.ArgumentParser(description="Sums by a loop of the Tinker SDK.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    arguments = parser.parse_args()
+    outcomes = []
+    for seed in arguments.seeds:
+        outcomes.append(play(seed, arguments.steps))
+        print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
+    draw(RECIPE, outcomes, picture(RECIPE))
+    text = part(RECIPE, outcomes, arguments.steps).replace(
+        f"bench/learning.py {RECIPE.name}", "bench/tinker_addition.py"
+    )
+    PAGE.write_text(written(PAGE.read_text(), RECIPE.name, text))
+
+
+if __name__ == "__main__":
+    main()
