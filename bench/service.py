@@ -30,7 +30,8 @@ from processes import HERE, ROOT, BenchError
 
 from palestra import AsyncClient, ModelEndpoint
 from palestra.client import Worker
-from palestra.client.control import OVER, ControlClient, Job
+from palestra.client.control import ControlClient
+from palestra.client.job import OVER, Job
 from palestra.config.job import RolloutConfig, StoreConfig
 from palestra.runtime.ray.cluster import stop_local
 from palestra.store import RunStore, open_run_store

@@ -13,10 +13,10 @@ from pydantic import BaseModel
 
 import palestra
 from palestra import errors
-from palestra.client import control, exchange
+from palestra.client import exchange, job
 from palestra.client.worker import Worker
 
-FURTHER: tuple[Any, ...] = (Worker, control.Job, control.JobEvent)  # what the exported names give back, or are made for
+FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
 ATTRIBUTES = "Attributes:"
 SECTIONS = ("Args:", ATTRIBUTES, "Raises:", "Returns:", "Yields:")
 _INTRODUCTION = """# Python API

@@ -38,7 +38,7 @@ ENTRIES = (
     "TorchPolicy.optim_step",
     "Learner._publish",
 )
-GOAL_FUNCTIONS, GOAL_FILES = 120, 35
+GOAL_FUNCTIONS, GOAL_FILES = 120, 47  # docs/architecture.md says why it is not 35 files
 seen: dict[CodeType, None] = {}
 calling = threading.Event()
 

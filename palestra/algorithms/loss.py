@@ -7,14 +7,13 @@ another process. This module loads no torch: a learner names a loss without havi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from palestra.algorithms.kl import KLEstimator
-from palestra.config import LossAggMode
 from palestra.types.metrics import Metric
 
 if TYPE_CHECKING:  # a job with a fake trainer loads no torch
@@ -224,40 +223,3 @@ def register_loss(name: str) -> Callable[[LossType], LossType]:
         return loss
 
     return enter
-
-
-def token_weights(tokens_R: Sequence[int], mode: LossAggMode, max_tokens: int) -> list[float]:
-    """Return the loss weight of each trained token of each rollout, by which the losses of tokens become one number.
-
-    Only a rollout's number of trained tokens counts, not how the rollout is cut into calls or rows. The modes have
-    verl's names (`loss_agg_mode`); a sequence is a rollout.
-
-    Args:
-        tokens_R: trained tokens of each of R rollouts (episodes) of the batch, also of those whose advantage is 0.
-        mode: `seq-mean-token-mean`: rollouts have equal weights, which their tokens share (GRPO, DeepSeekMath equation
-            3); `token-mean`: tokens have equal weights (DAPO, Yu et al. 2025, equation 8); `seq-mean-token-sum-norm`:
-            each token weighs 1 / (rollouts with trained tokens x max_tokens) (Dr. GRPO, Liu et al. 2025).
-        max_tokens: the divisor of `seq-mean-token-sum-norm`.
-
-    Returns:
-        One weight per rollout, for each of its tokens; 0 for a rollout without tokens.
-    """
-    rollouts = sum(1 for tokens in tokens_R if tokens)
-    total = sum(tokens_R)
-    if mode == "seq-mean-token-mean":
-        return [1.0 / (rollouts * tokens) if tokens else 0.0 for tokens in tokens_R]
-    each = (1.0 / total if total else 0.0) if mode == "token-mean" else 1.0 / (max(rollouts, 1) * max_tokens)
-    return [each if tokens else 0.0 for tokens in tokens_R]
-
-
-def part_scale(tokens_part: Sequence[int], tokens_R: Sequence[int], mode: LossAggMode) -> float:
-    """Return the factor by which loss weights of a batch become those of a part of it that is a batch of its own.
-
-    Args:
-        tokens_part: trained tokens of each rollout of the part, at least one of which has some.
-        tokens_R: those of each rollout of the whole batch.
-        mode: how the weights of the batch were made; see `token_weights`.
-    """
-    if mode == "token-mean":
-        return sum(tokens_R) / sum(tokens_part)
-    return sum(1 for tokens in tokens_R if tokens) / sum(1 for tokens in tokens_part if tokens)

@@ -11,7 +11,7 @@ from palestra.cli.options import add_control, command
 from palestra.terminal import say
 
 if TYPE_CHECKING:
-    from palestra.client.control import Job
+    from palestra.client.job import Job
 
 
 def add(commands: Any) -> None:

@@ -14,7 +14,7 @@ from palestra.errors import ConfigError, JobOver
 from palestra.terminal import say
 
 if TYPE_CHECKING:
-    from palestra.client.client import Find
+    from palestra.client.async_client import Find
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
 

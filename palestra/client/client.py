@@ -1,22 +1,25 @@
-"""The client of a data plane, for scripts (`Client`) and for event loops (`AsyncClient`).
-
-The data plane is the HTTP server of one job. Both clients have the same methods.
-"""
+"""The client of a data plane, the HTTP server of one job, for scripts; `async_client` has the one for event loops."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx2
 
-from palestra.client.episode import Episode, Heartbeats, renewed
+from palestra.client.episode import (
+    GIVE_BACK_SECONDS,
+    Episode,
+    Heartbeats,
+    Reward,
+    not_given_back,
+    reason_of,
+    reward_of,
+)
 from palestra.client.exchange import Action, Reply, Settings, send_call
 from palestra.client.protocol import (
     Call,
@@ -27,209 +30,12 @@ from palestra.client.protocol import (
     push_calls,
     read_claim,
 )
-from palestra.client.seat import AsyncSeat, Seat, seat_of
+from palestra.client.seat import Seat, seat_of
 from palestra.client.task_files import task_rows
-from palestra.errors import ClaimOver, Conflict, InvalidRequest, JobOver, PalestraError
-from palestra.threads import in_thread
+from palestra.errors import ClaimOver, PalestraError
 
-log = logging.getLogger("palestra.client")
 T = TypeVar("T")
-Reward = float | Mapping[str, float]
-# Returns the present URL and key of a data plane. May block; raises JobOver if the job is over.
-Find = Callable[[], tuple[str, str]]
-_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-GIVE_BACK_SECONDS = 5.0  # limit for giving an episode back after an error; later, its lease runs out
-
-
-class AsyncClient:
-    """The asynchronous client of a data plane; see `Client` for leases.
-
-    Every call is safe to send again, and is sent again for up to `retry_seconds` while the server can't be reached.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        *,
-        worker_id: str | None = None,
-        retry_seconds: float = 300.0,
-        find: Find | None = None,
-    ) -> None:
-        """Create a client of the data plane at `url`.
-
-        Args:
-            url: URL of the server, as `palestra run` prints it, e.g. `http://127.0.0.1:7411`.
-            api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
-            worker_id: a name to be recorded with each episode.
-            retry_seconds: how long a call is sent again while the server can't be reached.
-            find: returns the server's present URL and key. Called whenever the server can't be reached, because a job
-                that was started again may have another address.
-
-        Raises:
-            ConfigError: there is no key, or `url` can't be the URL of a data plane.
-        """
-        self._settings = Settings(url, api_key, worker_id, retry_seconds)
-        self._http = httpx2.AsyncClient(limits=_LIMITS)
-        self._find, self._finding = find, asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections. `async with` does it at the end of its block."""
-        await self._http.aclose()
-
-    async def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
-        """Claim the next episode, waiting for one; None when the job is over. See `Client.begin_episode`.
-
-        Args:
-            allow_discard_timeout: lease of the episode in seconds; None: the job's setting.
-        """
-        while True:
-            try:
-                answer = await self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
-            except JobOver:
-                return None
-            except ClaimOver:
-                continue
-            episode, finished = read_claim(answer)
-            if episode is not None or finished:
-                return episode
-
-    async def end_episode(
-        self,
-        episode: Episode,
-        reward: Reward | None = None,
-        *,
-        step_rewards: Sequence[float] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        named_rewards: Mapping[str, float | None] | None = None,
-    ) -> None:
-        """Hand in the reward of an episode. See `Client.end_episode`, also for errors.
-
-        Args:
-            episode: the claimed episode.
-            reward: a finite number, or one for each agent by name; None: there are named rewards.
-            step_rewards: a reward for each TimeStep, in order; None: none.
-            metadata: JSON to record with the episode.
-            named_rewards: several rewards of the episode, by name.
-        """
-        await self._send(end_call(episode, reward, step_rewards, metadata, named_rewards))
-
-    async def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
-        """Give an episode back without a reward, because of a failure that is not the policy's doing.
-
-        Args:
-            episode: the claimed episode.
-            reason: text to record with the attempt.
-            discard: whether to drop the episode instead of having it played again.
-        """
-        await self._send(abort_call(episode, reason, discard))
-
-    async def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease of an episode outside of `async with client.episode()`. See `Client.heartbeat`."""
-        await self._send(heartbeat_call(episode))
-
-    async def push_tasks(
-        self, train: Sequence[Mapping[str, Any]] | str | Path, validation: Sequence[Mapping[str, Any]] | str | Path = ()
-    ) -> None:
-        """Give the job all of its tasks in one push. See `Client.push_tasks`.
-
-        Args:
-            train: tasks to train on; JSON objects, or the path of a JSONL file.
-            validation: tasks to evaluate on, in the same forms.
-        """
-        for call in push_calls({"validation": task_rows(validation), "train": task_rows(train)}):
-            await self._send(call)
-
-    @asynccontextmanager
-    async def episode(self) -> AsyncIterator[Episode | None]:
-        """Claim an episode for an `async with` block, in which `episode.reward` is set. See `Client.episode`."""
-        episode = await self.begin_episode()
-        if episode is None:
-            yield None
-            return
-        try:
-            async with renewed(self.heartbeat, episode):
-                yield episode
-                await self.end_episode(
-                    episode, _reward_of(episode), metadata=episode.metadata, named_rewards=episode.named_rewards
-                )
-        except BaseException as error:
-            try:
-                await self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
-            except PalestraError as problem:
-                _not_given_back(episode, problem)
-            raise
-
-    @asynccontextmanager
-    async def seat(self, role: str, *, episode_id: str | None = None) -> AsyncIterator[AsyncSeat | None]:
-        """Claim a seat of an episode for an `async with` block. See `Client.seat`.
-
-        Args:
-            role: name of the seat.
-            episode_id: of the only episode to play in; None: any.
-        """
-        claimed: Episode | None = None
-        while claimed is None:
-            call = claim_call(self._settings.worker_id, None, role=role, episode_id=episode_id)
-            try:
-                claimed, finished = seat_of(await self._send(call))
-            except JobOver:
-                finished = True
-            except ClaimOver:
-                continue
-            if finished:
-                yield None
-                return
-        seat = AsyncSeat(self._send, claimed, role)
-        try:
-            async with renewed(self.heartbeat, claimed):
-                yield seat
-                await seat.leave()
-        except BaseException as error:
-            if await seat.ends_with(error):
-                return
-            try:
-                await self._send(abort_call(claimed, _reason(error), discard=False), GIVE_BACK_SECONDS)
-            except PalestraError as problem:
-                _not_given_back(claimed, problem)
-            raise
-
-    async def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
-        steps = send_call(self._settings, call, retry_seconds)
-        reply: Reply = None
-        try:
-            while True:
-                action = steps.send(reply)
-                if isinstance(action, float):
-                    await asyncio.sleep(action)
-                    reply = None
-                    continue
-                url = self._settings.url
-                try:
-                    reply = await self._http.request(**action)
-                except httpx2.RequestError as error:
-                    reply = error
-                    # A server at a new address gets the whole `retry_seconds` again.
-                    if await self._has_moved(url):
-                        steps, reply = send_call(self._settings, call, retry_seconds), None
-        except StopIteration as end:
-            return end.value
-
-    async def _has_moved(self, url: str) -> bool:
-        """Return whether the server's address differs from `url` now. Of several concurrent calls, one looks it up."""
-        if self._find is None:
-            return False
-        async with self._finding:
-            if self._settings.url == url:
-                found, key = await in_thread(self._find)
-                self._settings.move(found, key)
-        return self._settings.url != url
+LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
 class Client:
@@ -262,7 +68,7 @@ class Client:
             ConfigError: there is no key, or `url` can't be the URL of a data plane.
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
-        self._http = httpx2.Client(limits=_LIMITS)
+        self._http = httpx2.Client(limits=LIMITS)
         self._heartbeats = Heartbeats(lambda episode: self._send(heartbeat_call(episode), retry_seconds=0.0))
 
     def __enter__(self) -> Self:
@@ -381,13 +187,13 @@ class Client:
             with self._heartbeats.of(episode):
                 yield episode
                 self.end_episode(
-                    episode, _reward_of(episode), metadata=episode.metadata, named_rewards=episode.named_rewards
+                    episode, reward_of(episode), metadata=episode.metadata, named_rewards=episode.named_rewards
                 )
         except BaseException as error:
             try:
-                self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
+                self._send(abort_call(episode, reason_of(error), discard=False), GIVE_BACK_SECONDS)
             except PalestraError as problem:
-                _not_given_back(episode, problem)
+                not_given_back(episode, problem)
             raise
 
     @contextmanager
@@ -426,9 +232,9 @@ class Client:
             if seat.ends_with(error):
                 return
             try:
-                self._send(abort_call(claimed, _reason(error), discard=False), GIVE_BACK_SECONDS)
+                self._send(abort_call(claimed, reason_of(error), discard=False), GIVE_BACK_SECONDS)
             except PalestraError as problem:
-                _not_given_back(claimed, problem)
+                not_given_back(claimed, problem)
             raise
 
     def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
@@ -457,24 +263,3 @@ def drive(http: httpx2.Client, steps: Generator[Action, Reply, T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _not_given_back(episode: Episode, problem: PalestraError) -> None:
-    """Log that an episode could not be given back.
-
-    The block's own exception is the one that the user has to see, and the lease ends by itself.
-    """
-    if isinstance(problem, Conflict):
-        log.info("episode %s is not this client's any more: %s", episode.episode_id, problem)
-    else:
-        log.warning("episode %s was not given back, its lease runs out instead: %s", episode.episode_id, problem)
-
-
-def _reward_of(episode: Episode) -> Reward | None:
-    if episode.reward is None and episode.named_rewards is None:
-        raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
-    return episode.reward

@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.errors import NotFound, PalestraError
+from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
 
 log = logging.getLogger("palestra.client")
 SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode
+GIVE_BACK_SECONDS = 5.0  # limit for giving an episode back after an error; later, its lease runs out
+Reward = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,3 +229,30 @@ class Heartbeats:
                     return first[1]
                 self._changed.wait(None if first is None else first[0] - now)
             return None
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason with which an episode is given back because of an error in its block."""
+    return f"{type(error).__name__}: {error}"
+
+
+def not_given_back(episode: Episode, problem: PalestraError) -> None:
+    """Log that an episode could not be given back.
+
+    The block's own exception is the one that the user has to see, and the lease ends by itself.
+    """
+    if isinstance(problem, Conflict):
+        log.info("episode %s is not this client's any more: %s", episode.episode_id, problem)
+    else:
+        log.warning("episode %s was not given back, its lease runs out instead: %s", episode.episode_id, problem)
+
+
+def reward_of(episode: Episode) -> Reward | None:
+    """Return the reward of an episode whose block ends; None: it has named rewards.
+
+    Raises:
+        InvalidRequest: the block has set neither.
+    """
+    if episode.reward is None and episode.named_rewards is None:
+        raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
+    return episode.reward

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.client.arguments import checked_count
-from palestra.client.client import AsyncClient
+from palestra.client.async_client import AsyncClient
 from palestra.client.episode import Episode, ModelEndpoint, RolloutResult, renewed
 from palestra.client.protocol import is_scored
 from palestra.errors import Conflict, InvalidRequest, WorkerCrashLoop, place_of

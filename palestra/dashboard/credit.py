@@ -14,13 +14,13 @@ import orjson
 from sqlalchemy import Connection, select
 
 from palestra.algorithms.base import Algorithm
-from palestra.algorithms.loss import token_weights
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import GroupConfig, JobConfig, OwnAlgorithmConfig
 from palestra.database.sqlite import MOST_VALUES
 from palestra.learner.batch import make_batch
 from palestra.store.calls import read_trajectory
 from palestra.store.tables import chats, episodes
+from palestra.tokens import token_weights
 from palestra.types.calls import Floats
 from palestra.types.records import BatchManifest, Trajectory
 

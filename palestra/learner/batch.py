@@ -11,12 +11,11 @@ from itertools import groupby
 import numpy as np
 
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdvantages
-from palestra.algorithms.loss import part_scale, token_weights
 from palestra.algorithms.named_rewards import missing_rewards, reward_means
 from palestra.config import AlgorithmConfig, LossAggMode, Roles, past_of
 from palestra.errors import InvalidAlgorithm
 from palestra.learner.shares import shares_of, without_unused
-from palestra.tokens import TokenTrie, calls_of_final_answers, choice_rows, rows_of
+from palestra.tokens import TokenTrie, calls_of_final_answers, choice_rows, part_scale, rows_of, token_weights
 from palestra.trainer.untrainable import not_finite
 from palestra.types.calls import Chat, Floats, PolicyVersion
 from palestra.types.forks import ForkReason

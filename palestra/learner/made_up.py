@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from palestra.algorithms.base import Group
-from palestra.algorithms.loss import token_weights
+from palestra.tokens import token_weights
 from palestra.types.calls import Chat, Floats, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import text_message
 from palestra.types.records import EpisodeRecord, Task, TimeStep, TrainSample, Trajectory

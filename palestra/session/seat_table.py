@@ -3,80 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from palestra.config import SeatsConfig
 from palestra.database import Notifier
 from palestra.errors import Conflict, EpisodeLeaseExpired, InvalidRequest, PalestraError, RolloutFailed
+from palestra.session.seat import AskedObservation, Seat, action_digest
 from palestra.session.seat_calls import ENVIRONMENT, POLICY, SeatCalls
 from palestra.session.seat_world import UNTIMED, SeatWorld
 from palestra.store.leases import LeaseBook
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation
 from palestra.types.records import EpisodeRecord
-from palestra.types.seat_wire import SeatAnswer, SeatEvent, SeatObservation
-from palestra.types.states import SeatState, check_transition
+from palestra.types.seat_wire import SeatAnswer, SeatEvent
+from palestra.types.states import SeatState
 
 SEAT_LOST, SEAT_UNCLAIMED = "seat_lost", "seat_unclaimed"  # why an episode is given back; see `rollout.Termination`
-
-
-@dataclass(kw_only=True, slots=True)
-class _Asked:
-    """An observation that waits for an action. `since` is in monotonic seconds; None as answer: the policy plays."""
-
-    observation: Observation
-    number: int
-    since: float
-    answer: asyncio.Future[ChatMessage | None]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Seat:
-    """One seat. Times are monotonic seconds.
-
-    Attributes:
-        role: its name, which is the agent's.
-        free_since: when the last worker left it, or when the episode began.
-        state: whether a worker holds it.
-        fence: grows with every claim, so that requests of an earlier worker are refused.
-        worker_id: of the last worker.
-        left: how many workers have left it, or have died.
-        asked: its observations that wait for an action, oldest first, by id.
-        acted: a digest of each action, by the id of the observation that it answered.
-        history: observations and actions, by the name of the agent (the seat, or a subagent of it).
-        last: what it was shown when its part ended.
-        calls: model calls in flight of the worker that holds it.
-        held_since: when its worker took it.
-        told: how many events of the episode its worker was given.
-        missed: observations for whose action the time was over.
-        finished: whether its part is over, so that nothing will be asked of it.
-        kept: whether its last worker held it until the episode ended.
-    """
-
-    role: str
-    free_since: float
-    state: SeatState = SeatState.FREE
-    fence: int = 0
-    worker_id: str = ""
-    left: int = 0
-    asked: dict[str, _Asked] = field(default_factory=dict)
-    acted: dict[str, bytes] = field(default_factory=dict)
-    history: defaultdict[str, tuple[ChatMessage, ...]] = field(default_factory=lambda: defaultdict(tuple))
-    last: tuple[ChatMessage, ...] = ()
-    calls: set[asyncio.Task[object]] = field(default_factory=set)
-    held_since: float = 0.0
-    missed: set[str] = field(default_factory=set)
-    told: int = 0
-    finished: bool = False
-    kept: bool = False
-
-    def move(self, following: SeatState) -> None:
-        check_transition(f"the seat {self.role}", self.state, following)
-        self.state = following
 
 
 class SeatTable:
@@ -106,7 +49,7 @@ class SeatTable:
         """
         self.episode, self.calls, self.changed = episode, SeatCalls(), Notifier()
         self._config, self._leases, self._max_workers, self._clock = config, leases, max_workers, clock
-        self._seats = {role: _Seat(role=role, free_since=clock.monotonic()) for role in config.roles}
+        self._seats = {role: Seat(role=role, free_since=clock.monotonic()) for role in config.roles}
         self._numbers: dict[str, int] = {}  # observation -> its TimeStep
         self._events: list[SeatEvent] = []
         self._failure: PalestraError | None = None
@@ -155,7 +98,7 @@ class SeatTable:
         if seat.state is SeatState.LOST:
             self._forfeit(seat, observation, number)
         answer: asyncio.Future[ChatMessage | None] = asyncio.get_running_loop().create_future()
-        asked = _Asked(observation=observation, number=number, since=self._clock.monotonic(), answer=answer)
+        asked = AskedObservation(observation=observation, number=number, since=self._clock.monotonic(), answer=answer)
         if seat.state is not SeatState.LOST:
             seat.asked[observation.id] = asked
         self.changed.notify()
@@ -321,7 +264,7 @@ class SeatTable:
             Conflict: another action was given before, or the observation does not wait for one of this seat.
             InvalidRequest: the action is none of the observation's choices, and the environment would not score that.
         """
-        seat, digest = self._seats[role], _digest(action)
+        seat, digest = self._seats[role], action_digest(action)
         known = seat.acted.get(observation_id)
         if known == digest and seat.fence == fence:  # also where the worker has left the seat since
             return True
@@ -357,7 +300,7 @@ class SeatTable:
             action: the worker's message.
         """
         seat = self._seats[role]
-        return seat.fence == fence and seat.acted.get(observation_id) == _digest(action)
+        return seat.fence == fence and seat.acted.get(observation_id) == action_digest(action)
 
     def was_missed(self, role: str, fence: int, observation_id: str) -> bool:
         """Return whether the time for an action was over, of an episode that may be over.
@@ -398,7 +341,7 @@ class SeatTable:
             self.world.run_clock(asked.observation.id)
         return SeatAnswer(
             status="waiting" if asked is None else "act",
-            observation=None if asked is None else _shown(asked),
+            observation=None if asked is None else asked.shown(),
             to_act=self.to_act,
             events=tuple(event for event in self._events[seen:] if event.role != role),
         )
@@ -521,7 +464,7 @@ class SeatTable:
                     asked.answer.set_exception(error)
                     asked.answer.exception()  # counts as read, also where the turn was cancelled meanwhile
 
-    def _lose(self, seat: _Seat, reason: str) -> None:
+    def _lose(self, seat: Seat, reason: str) -> None:
         """Give up on a seat that has lost its worker: a forfeit, if the environment scores that, else the episode.
 
         Args:
@@ -537,13 +480,13 @@ class SeatTable:
             self._forfeit(seat, asked.observation, asked.number)
         seat.asked.clear()
 
-    def _forfeit(self, seat: _Seat, observation: Observation, number: int) -> None:
+    def _forfeit(self, seat: Seat, observation: Observation, number: int) -> None:
         """Have the environment score a turn of a lost seat. What waits for the action is cancelled by the runner."""
         self.calls.note_action(number, ENVIRONMENT)
         seat.history[observation.agent] += observation.content
         self.world.lose_turn(observation.id)
 
-    def _play(self, seat: _Seat) -> None:
+    def _play(self, seat: Seat) -> None:
         """Let the policy of a seat's role answer all that waits, and all that follows."""
         seat.move(SeatState.PLAYED)
         self._tell("seat_played", seat.role)
@@ -558,7 +501,7 @@ class SeatTable:
         self._events.append(SeatEvent.model_validate({"number": len(self._events) + 1, "kind": kind, "role": role}))
         self.changed.notify()
 
-    def _held(self, role: str, fence: int) -> _Seat:
+    def _held(self, role: str, fence: int) -> Seat:
         if not self.holds(role, fence):
             raise self._lost(role)
         return self._seats[role]
@@ -573,20 +516,3 @@ class SeatTable:
     def _who_acts(self) -> str:
         acting = ", ".join(self.to_act)
         return f"to act: {acting}" if acting else "no seat is to act"
-
-
-def _digest(action: ChatMessage) -> bytes:
-    return hashlib.blake2b(action.model_dump_json().encode(), digest_size=16).digest()
-
-
-def _shown(asked: _Asked) -> SeatObservation:
-    observation = asked.observation
-    return SeatObservation(
-        observation_id=observation.id,
-        agent=observation.agent,
-        step=asked.number,
-        content=observation.content,
-        tools=observation.tools,
-        choices=observation.choices,
-        reward=observation.reward,  # type: ignore[arg-type]  # a Mapping, of which pydantic makes a dict
-    )

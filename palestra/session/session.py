@@ -14,8 +14,7 @@ from palestra.renderers import whole_message
 from palestra.session.context import SessionContext
 from palestra.session.policies import PolicyRuntime
 from palestra.session.prompting import Prompt, PromptBuilder
-from palestra.session.recorder import CallStore, NoStore, Recorder
-from palestra.session.registry import CallRegistry, ReservedCall
+from palestra.session.registry import CallRegistry, CallStore, NoStore, Recorder, ReservedCall
 from palestra.session.reply import SampledReply, sample_reply
 from palestra.session.request import CallStart, Constraint, GenerationRequest, Listener, ReplyPiece, constraint_of
 from palestra.session.sampling import overruled, sampling_of, trainable

@@ -1,4 +1,4 @@
-"""The gradient of one batch of a policy: the loss of each micro-batch, and what is measured beside it."""
+"""The gradient of one batch of a policy: the loss of each micro-batch, with penalty and bonus, and its metrics."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.algorithms.loss import Loss, LossInputs, LossSpec, Max, Mean, Reduction, Sum
-from palestra.errors import InvalidAlgorithm
+from palestra.algorithms.kl import KL_ESTIMATORS, kl_terms
+from palestra.algorithms.loss import Loss, LossInputs, LossMetric, LossSpec, Max, Mean, Reduction, Sum
+from palestra.errors import ConfigError, InvalidAlgorithm
 from palestra.models.causal_lm import CausalLM
-from palestra.trainer.base import StepReport
+from palestra.trainer.base import REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.packing import MicroBatch
-from palestra.trainer.penalties import add_penalties, measured_with, policy_metrics
 from palestra.trainer.sequences import SequenceMeans
 from palestra.trainer.token_forward import TokenForward, columns_of
 from palestra.types.calls import Floats, PolicyVersion
@@ -58,7 +58,7 @@ class Gradient:
         """
         self.model, self.micro_batches = model, micro_batches
         self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
-        self._sums = MetricSums([metric.name for metric in policy_metrics(spec, loss, measured_with(batch))])
+        self._sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, _measured_with(batch))])
         self._means = self._sequence_means() if loss.over_sequences else None
         self._rows: list[Floats] | None = [] if logprobs else None
 
@@ -81,7 +81,7 @@ class Gradient:
                 inputs = replace(inputs, sequence_means=self._means.of(micro, self._loss.of_sequence(inputs)))
             output = self._loss(inputs)
             _check_numbers(self._loss, micro, output.loss)
-            losses, measured = add_penalties(output.loss, inputs, entropy, self._spec)
+            losses, measured = _add_penalties(output.loss, inputs, entropy, self._spec)
             total = (losses * targets["loss_weights"]).sum()
         if self._rows is not None:
             self._rows += rows_of(micro, logprobs.detach())
@@ -128,6 +128,54 @@ class Gradient:
             advantages=targets["advantages"],
             on_policy=(targets["version"] == targets["version"].new_tensor(self._version)).all(dim=1),
         )
+
+
+def _measured_with(batch: Sequence[TrainSample]) -> bool:
+    """Return whether the divergence from a reference can be measured: the rows have its logprobs."""
+    return not batch or batch[0].reference_logprobs is not None
+
+
+def _policy_metrics(spec: LossSpec, loss: Loss, reference: bool) -> tuple[LossMetric, ...]:
+    """Return the metrics that a gradient of the policy reports.
+
+    Args:
+        spec: of the loss.
+        loss: the loss itself.
+        reference: whether the rows have the reference's logprobs.
+
+    Raises:
+        ConfigError: divergence is to be punished, and the rows have no logprobs of a reference.
+    """
+    if spec.kl_coefficient and not reference:
+        raise ConfigError("a KL penalty needs rows with `reference_logprobs`")
+    return (*TRAINER_METRICS, *(REFERENCE_METRICS if reference else ()), *loss.metrics)
+
+
+def _add_penalties(
+    losses: Tensor, inputs: LossInputs, entropy: Tensor, spec: LossSpec
+) -> tuple[Tensor, dict[str, Reduction]]:
+    """Return the losses [T] with penalty and bonus, and what was measured of both, whatever their coefficients.
+
+    Args:
+        losses: float32 [T], of the algorithm's loss.
+        inputs: of that loss.
+        entropy: float32 [T], with gradient if the bonus has a coefficient.
+        spec: has the coefficients.
+    """
+    now = inputs.logprobs.detach()
+    # The tokens are of the sampling policy mu, so the mean of k3 with x = log mu - log pi is KL(mu || pi).
+    log_ratio = inputs.sampling_logprobs - now
+    found: dict[str, Reduction] = {"sampling_kl": Mean(kl_terms(log_ratio, "k3", torch.expm1), log_ratio.isfinite())}
+    if inputs.reference_logprobs is not None:
+        for estimator in KL_ESTIMATORS:
+            terms = kl_terms(now - inputs.reference_logprobs, estimator, torch.expm1)
+            found[f"reference_kl_{estimator}"] = Mean(terms)
+        if spec.kl_coefficient:
+            divergence = inputs.logprobs - inputs.reference_logprobs
+            losses = losses + spec.kl_coefficient * kl_terms(divergence, spec.kl_estimator, torch.expm1)
+    if spec.entropy_coefficient:
+        losses = losses - spec.entropy_coefficient * entropy
+    return losses, found
 
 
 def report_of(micro_batches: Collection[MicroBatch], sums: MetricSums) -> StepReport:

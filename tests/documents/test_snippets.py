@@ -21,12 +21,10 @@ JOB_ID = "job-1f3a5c7e9b2d4f60"  # that of a snippet
 
 
 def named(rule: str) -> pytest.MarkDecorator:
-    """Return the blocks of a rule as parameters; the README's first is in the first tier, and what is quick."""
-    cases = []
-    for block in with_rule(rule):
-        quick = rule != BY_MARK["in small"] or block == blocks_of(README)[3]
-        cases.append(pytest.param(block, id=block.name, marks=() if quick else pytest.mark.slow))
-    return pytest.mark.parametrize("block", cases)
+    """Return the blocks of a rule as parameters; the first of each rule, the README's if it has one, is quick."""
+    first, *others = (pytest.param(block, id=block.name) for block in with_rule(rule))
+    slow = [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in others]
+    return pytest.mark.parametrize("block", [first, *slow])
 
 
 def executed(text: str, folder: Path, *options: str, **variables: str) -> str:

@@ -12,7 +12,7 @@ from service import GAMES, LONG, lives, until
 from faults.cells import DATABASE, KILL, MODEL_SERVER, RAYLET, SCHEDULER, STOP, WORKER, Cell
 from faults.invariants import assert_as_if_nothing_had_happened, assert_cancelled
 from faults.world import LEASE_SECONDS, WORKED, World
-from palestra.client.control import Job
+from palestra.client.job import Job
 
 SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}}
 RETRIED_SECONDS = 12.0  # longer than the control store tries again

@@ -17,7 +17,7 @@ from servers import HERE, SCRIPTED, Process
 from servers import Job as Folder
 from service import GAMES, Service, until
 
-from palestra.client.control import Job
+from palestra.client.job import Job
 
 CPUS, GPUS = 6, 2
 LEASE_SECONDS = 3.0

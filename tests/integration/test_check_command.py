@@ -68,6 +68,7 @@ def test_a_job_whose_trained_policy_plays_no_one_will_not_work(job_file, capsys)
     assert "the policy that is trained was not called in the trial" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_check_that_is_ended_leaves_nothing(job_file):
     job_file.write_text(JOB)
     process = subprocess.Popen(
@@ -190,6 +191,7 @@ def tried(job_file, text: str) -> tuple[dict, list[str]]:
     return found["estimate"], [finding["key"] for finding in found["findings"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_conversations_are_tried_without_playing(job_file, known):
     """Those of a file, or one that stands in for those that a client will push."""
@@ -204,6 +206,7 @@ def test_conversations_are_tried_without_playing(job_file, known):
     assert estimate["train_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_teacher_is_tried_and_rewards_have_no_say(job_file):
     """All rewards of the untrained model are 0, and yet it learns: nothing is to be noted."""
     teacher = '[policies.big]\nmodel = "tiny-random"\nmax_context = 256\nfrozen = true\n'

@@ -95,6 +95,7 @@ def children_of(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_grid_is_run_at_equal_tokens_and_its_page_is_written(folder):
     done = compare(folder)
     assert (done.returncode, done.stderr) == (0, "")
@@ -123,6 +124,7 @@ def test_a_grid_is_run_at_equal_tokens_and_its_page_is_written(folder):
     assert [line.split()[:2] for line in listed] == [["finished", "sums"]] * 2
 
 
+@pytest.mark.slow
 def test_results_are_continued_without_the_folders_of_the_runs(folder, tmp_path_factory):
     assert compare(folder, "--only", "sums/grpo", "--results", "results.json").returncode == 0
     elsewhere = tmp_path_factory.mktemp("elsewhere")
@@ -137,6 +139,7 @@ def test_results_are_continued_without_the_folders_of_the_runs(folder, tmp_path_
     assert "4 of 4 runs are finished" in (elsewhere / "runs/grid/comparison.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_grid_that_is_killed_goes_on_where_it_was_and_ends_alike(folder, tmp_path_factory):
     """SIGKILL reaches the command, then a run, then both; each run of the grid is still trained once and to its end."""
     whole = tmp_path_factory.mktemp("whole")
@@ -176,6 +179,7 @@ def test_a_grid_that_is_killed_goes_on_where_it_was_and_ends_alike(folder, tmp_p
         assert numbers(run) == numbers(whole / run.relative_to(folder)), run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_present_run(folder, number):
     write(folder, delay=0.05, budget=1000)
@@ -191,6 +195,7 @@ def test_a_signal_saves_the_present_run(folder, number):
     assert "0 of 4 runs are finished" in (folder / "runs/grid/comparison.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_and_the_others_are_run(folder):
     (folder / "recipe.py").write_text(
         "def scenario():\n"
@@ -211,6 +216,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_run(folder):
     assert "- broken  grpo  seed 0: " in page
 
 
+@pytest.mark.slow
 def test_two_commands_do_not_run_one_comparison_at_the_same_time(folder):
     write(folder, delay=0.05, budget=1000)
     command = begin(folder)
@@ -224,6 +230,7 @@ def test_two_commands_do_not_run_one_comparison_at_the_same_time(folder):
         command.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -240,6 +247,7 @@ def test_bad_arguments_are_one_line(folder, arguments, said):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "arguments", "said"),
     [

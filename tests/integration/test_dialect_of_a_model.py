@@ -29,6 +29,7 @@ TOOL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 async def test_a_model_that_knows_nothing_meets_schemas_calls_tools_and_streams_what_it_says(tmp_path):
     async with serving(tmp_path, **SETTINGS) as job, episode_of(job) as (ai, _):
         create = ai.chat.completions.create

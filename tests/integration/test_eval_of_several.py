@@ -60,6 +60,7 @@ def test_each_policy_has_the_mean_that_the_last_validation_of_its_training_had(t
             wrong()
 
 
+@pytest.mark.slow
 def test_a_policy_is_scored_against_another_checkpoint_or_random_moves(trained):
     run = str(trained.run_dir)
     against = palestra.evaluate(
@@ -112,6 +113,7 @@ def _models(config: JobConfig) -> dict[str, str]:
     return {name: policy.model for name, policy in config.policies.items()}
 
 
+@pytest.mark.slow
 def test_a_job_begins_with_what_the_policies_of_a_run_have_learned(trained, tmp_path):
     settings = _settings(trained).model_copy(update={"run_dir": tmp_path / "run"})
     later = palestra.train(config=settings, environment="kuhn-poker", model=str(trained.run_dir), quiet=True)
@@ -121,6 +123,7 @@ def test_a_job_begins_with_what_the_policies_of_a_run_have_learned(trained, tmp_
         assert first[key] == last[key]
 
 
+@pytest.mark.slow
 def test_the_command_prints_each_policy_or_one(trained):
     run, environment = str(trained.run_dir), ("--environment", "kuhn-poker", "--quiet")
     both = command("eval", run, *environment).stdout.splitlines()
@@ -136,6 +139,7 @@ def test_the_command_prints_each_policy_or_one(trained):
     refused(command("eval", run, *environment, "--model", "tiny-random"), "write NAME=MODEL")
 
 
+@pytest.mark.slow
 def test_it_is_said_where_one_policy_plays_both_sides(trained, capsys):
     small = JobConfig.model_validate({"policies": {"one": TINY}, "environment": {"validation_tasks": 3}})
     model = f"{trained.run_dir}/checkpoints/white"

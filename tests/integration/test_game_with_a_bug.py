@@ -43,6 +43,7 @@ def played(folder: Path, environment: type[GomokuDuel]) -> set[str]:
     return {finding.code for finding in examine(result.run_dir).findings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("environment", "named"), [(AllWin, True), (GomokuDuel, False)])
 def test_both_opponents_paid_like_the_winner_are_named(tmp_path, environment, named):
     found = played(tmp_path / "run", environment)

@@ -30,7 +30,8 @@ def saved(job: Job) -> list[str]:
     return [path.name for path in job.checkpoints()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_while_gathering_the_step_is_dropped_and_nothing_handed_in_is_lost(tmp_path, undisturbed, number):
     settings = SCRIPTED | RARELY | {"rollout": {**SCRIPTED["rollout"], "lease_seconds": 1.0}}
     with Job(tmp_path, settings) as job:

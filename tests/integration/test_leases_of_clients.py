@@ -103,9 +103,8 @@ def test_many_blocks_of_one_client_are_renewed_side_by_side(client, job):
     assert {tuple(row) for row in job.query("SELECT state, fence FROM episodes WHERE fence > 0")} == {("completed", 1)}
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError, *(pytest.param(error, marks=pytest.mark.slow) for error in (KeyboardInterrupt, SystemExit))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_block_that_raises_gives_its_episode_back(client, plane, error):
     def plays() -> None:
         with client.episode():

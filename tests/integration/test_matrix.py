@@ -52,6 +52,7 @@ def test_the_versions_of_a_run_are_its_pool_and_its_checkpoints(run_dir, tmp_pat
         versions_of(_empty(tmp_path, run_dir), "black")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_trained_two_policies_plays_with_the_versions_of_both(tmp_path):
     policies = {"black": {"max_context": 400}}
     settings = config(tmp_path / "run", policies, {"opponent": "black"}, steps=1, checkpoint={"every_steps": 1})
@@ -66,6 +67,7 @@ def _empty(folder: Path, run_dir: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_pair_plays_in_both_seatings_and_the_same_again(run_dir, other_model):  # noqa: F811
     players = versions_of(run_dir) | {"other": other_model}
     played = []

@@ -45,6 +45,7 @@ def assert_each_episode_is_trained_once(job: Job) -> None:
     assert not job.query("SELECT 1 FROM episodes WHERE state IN ('claimed', 'registered')")
 
 
+@pytest.mark.slow
 def test_it_needs_no_worker(undisturbed_games):
     job = undisturbed_games
     assert_each_episode_is_trained_once(job)

@@ -7,6 +7,7 @@ import re
 import threading
 
 import httpx2
+import pytest
 from servers import KEY, SCRIPTED, Job, Plane, until
 
 API = "/dashboard/api/runs"
@@ -20,6 +21,7 @@ def viewer_key(plane: Plane, key: str = KEY) -> str:
     return str(answer.json()["key"])
 
 
+@pytest.mark.slow
 def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
     with Job(tmp_path, {**SCRIPTED, "steps": 100, "evaluation": {"every_steps": 0}}) as job:
         job.start()
@@ -53,6 +55,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
         assert key not in job.servers[-1].output
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_job_to_its_end(tmp_path):
     with Job(tmp_path, SCRIPTED) as job:
         job.start()

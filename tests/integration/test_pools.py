@@ -83,6 +83,7 @@ async def test_past_versions_play_and_are_never_trained(tmp_path):
         assert of_group.setdefault(episode.group_index, episode.players) == episode.players
 
 
+@pytest.mark.slow
 async def test_the_same_job_plays_the_same_versions_and_trains_the_same_bits(tmp_path):
     first = await trained(against_its_past(tmp_path / "a", {"choice": "prioritized"}))
     again = await trained(against_its_past(tmp_path / "b", {"choice": "prioritized"}))
@@ -98,6 +99,7 @@ class Killed(BaseException):
     """Ends a job as if it were killed, in this process."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("point", ["before it is written", "before it is loaded", "after it is loaded"])
 async def test_a_run_that_ends_at_any_point_of_a_new_version_goes_on_with_the_same_pool(
@@ -128,6 +130,7 @@ async def test_a_run_that_ends_at_any_point_of_a_new_version_goes_on_with_the_sa
     ]
 
 
+@pytest.mark.slow
 async def test_a_version_that_is_gone_from_the_disk_is_a_clear_error(tmp_path):
     settings = against_its_past(tmp_path / "run", {"size": 8}, checkpoint={"every_steps": 2})
     await trained(settings)
@@ -136,6 +139,7 @@ async def test_a_version_that_is_gone_from_the_disk_is_a_clear_error(tmp_path):
         await trained(settings.model_copy(update={"steps": 6}))
 
 
+@pytest.mark.slow
 async def test_versions_that_are_played_ahead_stay_as_long_as_they_are_needed(tmp_path):
     settings = against_its_past(
         tmp_path / "run",
@@ -150,6 +154,7 @@ async def test_versions_that_are_played_ahead_stay_as_long_as_they_are_needed(tm
     assert list(versions) == ["white", "white@3", "white@4", "white@5", "white@6"]
 
 
+@pytest.mark.slow
 async def test_the_newest_weights_learn_in_the_groups_in_which_they_play_the_role(tmp_path):
     settings = against_its_past(tmp_path / "run", {"latest_share": 0.5}, algorithm={"credit": "agent"}, steps=4, seed=2)
     rows, played, _, _ = await trained(settings)
@@ -161,6 +166,7 @@ async def test_the_newest_weights_learn_in_the_groups_in_which_they_play_the_rol
         assert row["train/calls_frozen"] == sum(chat.policy != "white" for t in episodes for chat in t.chats)
 
 
+@pytest.mark.slow
 async def test_a_second_trained_policy_learns_where_its_newest_weights_play_and_not_where_its_past_does(tmp_path):
     pool = {"every_steps": 1, "size": 2, "latest_share": 0.5}
     roles = {"opponent": {"policy": "black", "versions": "pool", "pool": pool}}
@@ -192,6 +198,7 @@ def test_an_evaluation_plays_against_the_weights_that_are_scored(tmp_path):
         assert [chat.policy for chat in outcome.trajectory.chats] == ["white", "white@0", "white"]
 
 
+@pytest.mark.slow
 def test_over_http_a_role_is_played_by_the_version_of_the_episode(tmp_path):
     seen: list[tuple[str, ...]] = []
 
@@ -233,6 +240,7 @@ def players_of(job: Job) -> dict[str, str]:
     return {row["episode_id"]: row["players"] for row in job.query("SELECT episode_id, players FROM episodes")}
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_again_and_again_ends_with_the_same_versions_and_weights(tmp_path, undisturbed_pool):
     assert len(set(players_of(undisturbed_pool).values())) > 2
     with Job(tmp_path, SCRIPTED_POOL) as job:
@@ -247,6 +255,7 @@ def test_a_server_that_is_killed_again_and_again_ends_with_the_same_versions_and
                 assert file.read_bytes() == (undisturbed_pool.run_dir / "pool" / name / file.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_claims_and_status_name_past_versions(tmp_path):
     with Job(tmp_path, SCRIPTED_POOL) as job, Plane(job.url) as plane:
         job.start()
@@ -259,6 +268,7 @@ def test_claims_and_status_name_past_versions(tmp_path):
         assert 'palestra_policy_version{policy="white@0"} 0.0' in plane.get("/metrics").text
 
 
+@pytest.mark.slow
 async def test_past_versions_of_an_adapter_stand_on_the_same_weights(tmp_path):
     settings = against_its_past(tmp_path / "run")
     white = settings.policies["white"].model_dump(exclude_unset=True) | {"adapter": {"rank": 4}}

@@ -367,6 +367,7 @@ async def test_a_seat_that_its_worker_leaves_is_played_by_its_policy_where_the_j
         assert trajectory.episode.unused_calls == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takeover", ["replay", "worker"])
 async def test_a_game_that_can_not_go_on_is_given_back_and_both_claim_again(tmp_path, takeover):
     seats = {"roles": ["white", "black"], "takeover": takeover, "wait_seconds": 0.5}
@@ -410,6 +411,7 @@ async def lose(job: Any, seat: Any) -> None:
         assert left.status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noticed", ["observation", "action", "call", "anthropic", "group"])
 async def test_a_lost_seat_ends_its_block_and_its_worker_claims_again(tmp_path, noticed):
     async with running(tmp_path / "run") as job, AsyncClient(job.url, job.api_key, worker_id="w") as client:
@@ -500,6 +502,7 @@ async def test_the_clients_give_a_seat_back_and_raise_what_is_wrong(tmp_path):
                     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takeover", ["replay", "worker"])
 async def test_whoever_has_the_key_of_one_seat_can_not_end_the_job_by_leaving(tmp_path, takeover):
     seats = {"roles": ["white", "black"], "takeover": takeover}

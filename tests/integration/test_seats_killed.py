@@ -13,6 +13,7 @@ from servers import HERE, PALESTRA, SCRIPTED, Job, Plane, Process, until
 
 from palestra.faults import POLICY_POINTS, SEAT_POINTS, SERVER_POINTS
 
+pytestmark = pytest.mark.slow
 ROLES = ("agent", "opponent")
 DUEL = SCRIPTED | {
     "environment": {"name": "gomoku-duel"},
@@ -27,12 +28,7 @@ OF_THE_DEAD = ("train/calls_abandoned", "train/tokens_abandoned", "train/calls_f
 # The pass at which the server dies, late enough that steps are repeated. Two saves and two publications make a step.
 PASSES = {"claim": 14, "chat": 40, "generation": 30, "end": 9, "manifest": 2, "step": 3, "checkpoint": 3, "publish": 3}
 PASSES |= {"publications": 2, "seat": 25}
-# Of the first tier: where a game is broken off in the middle, and where two policies could come apart.
-FIRST_TIER = ("after_seat_action", "between_publications")
-POINTS = [
-    pytest.param(f"{point}:{PASSES[point.split('_')[1]]}", marks=() if point in FIRST_TIER else pytest.mark.slow)
-    for point in (*SERVER_POINTS, *POLICY_POINTS, *SEAT_POINTS)
-]
+POINTS = [f"{point}:{PASSES[point.split('_')[1]]}" for point in (*SERVER_POINTS, *POLICY_POINTS, *SEAT_POINTS)]
 TIMELY = ("time/", "wall_seconds", "rollout/")
 
 
@@ -87,10 +83,10 @@ def undisturbed_duel(tmp_path_factory):
     [
         ("agent", "chat"),
         ("opponent", "act"),
-        pytest.param("agent", "claim", marks=pytest.mark.slow),
-        pytest.param("agent", "act", marks=pytest.mark.slow),
-        pytest.param("opponent", "claim", marks=pytest.mark.slow),
-        pytest.param("opponent", "chat", marks=pytest.mark.slow),
+        ("agent", "claim"),
+        ("agent", "act"),
+        ("opponent", "claim"),
+        ("opponent", "chat"),
     ],
 )
 def test_the_seat_of_a_killed_worker_is_played_on_by_another(tmp_path, undisturbed_duel, role, after):

@@ -136,6 +136,7 @@ async def test_a_served_teacher_teaches_what_a_frozen_policy_does(tmp_path, teac
     assert server.api_key not in kept
 
 
+@pytest.mark.slow
 async def test_a_job_whose_teacher_dies_ends_and_goes_on_from_its_manifest(tmp_path, teacher_model, monkeypatch):
     """The step that failed is trained when the teacher is back, at another address, on the episodes of before."""
     async with served(tmp_path / "whole server", teacher_model) as server:

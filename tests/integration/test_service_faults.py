@@ -25,7 +25,7 @@ from faults.world import CPUS, GPUS, World
 from nodes import cluster
 from service import GAMES, LONG, Service, until
 
-from palestra.client.control import Job
+from palestra.client.job import Job
 
 pytestmark = pytest.mark.service
 # Of the job's commits: 1 submitted, 2 STARTING, 3 RUNNING, 4 the end, or the wish to cancel it.

@@ -65,6 +65,7 @@ def test_conversations_are_learned_by_heart(taught):
     assert {row["rollout/sampled_tokens"] for row in taught.metrics[1:]} == {6.0 * n for n in range(1, STEPS + 1)}
 
 
+@pytest.mark.slow
 def test_the_good_episodes_of_a_run_are_learned(taught, tmp_path):
     """One step of sampling from the taught model, then a fresh model learns the right answers among its samples."""
     played = job(tmp_path / "played", 1, {"name": "grpo"}, model=str(taught.checkpoint))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 import torch
 from unit.building import engine_request
 from unit.engine.test_embedded import deterministic_dtype
@@ -143,6 +144,7 @@ async def run(names: str, dtype: torch.dtype, slots: int | None = None):
         await tenants.close()
 
 
+@pytest.mark.slow
 async def test_tokens_and_weights_of_a_tenant_are_the_same_with_no_and_with_seven_neighbours():
     """Of other ranks, losses, learning rates and lengths; one is killed half-way, and all are evicted and come back."""
     dtype = await deterministic_dtype()

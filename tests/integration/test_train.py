@@ -104,6 +104,7 @@ def test_the_tiny_model_needs_no_setting_but_its_name(tmp_path):
     assert palestra.train(rollout, TASKS, again, quiet=True, resume=True).state == "completed"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_makes_the_entropy_collapse_is_warned_of(tmp_path, capsys):
     policy = {"model": "tiny-random", "max_context": 256, "sampling": {"max_tokens": 8}}
     policies = {"policy": policy | {"optimizer": {"learning_rate": 10.0}}}

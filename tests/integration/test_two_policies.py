@@ -138,6 +138,7 @@ async def test_one_learns_and_the_other_stays_as_it_is_bit_by_bit(tmp_path, othe
             assert chat.parent is None or chat.parent.policy == chat.policy
 
 
+@pytest.mark.slow
 def test_a_frozen_policy_that_no_one_calls_changes_no_bit(tmp_path, other_model):
     async def rollout(task, endpoint):
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
@@ -238,6 +239,7 @@ def undisturbed_two(tmp_path_factory):
         yield job
 
 
+@pytest.mark.slow
 def test_a_job_of_two_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, undisturbed_two):
     rows = undisturbed_two.metrics()
     assert all(row["train/tokens_frozen"] > 0 for row in rows[1:])

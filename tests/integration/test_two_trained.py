@@ -165,6 +165,7 @@ def undisturbed(tmp_path_factory):
         yield job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [BETWEEN_SAVES, AROUND_UPDATES, ["before_manifest_commit:1", "after_end_commit:3"]])
 def test_a_job_of_two_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, undisturbed, faults):
     for row in undisturbed.query("SELECT * FROM manifests"):

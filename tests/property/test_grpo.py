@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from palestra.algorithms.baselines import centred_returns
-from palestra.algorithms.loss import token_weights
+from palestra.tokens import token_weights
 
 rewards = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=12)
 lengths = st.lists(st.integers(0, 50), min_size=1, max_size=12)

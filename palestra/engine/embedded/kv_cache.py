@@ -1,4 +1,4 @@
-"""Keys and values of the sequences that are being decoded, for one model.
+"""Keys and values of the sequences that are being decoded, for one model, and attention over them.
 
 Sequences lie in buckets by capacity, which follows from a sequence's own length alone: all rows of a bucket are
 attended to in one call, and what a row is padded to never depends on its neighbours. A row that outgrows its bucket
@@ -7,9 +7,11 @@ moves to the next one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 STEP = 64
@@ -101,3 +103,115 @@ class KVCache:
         if capacity not in self._buckets:
             self._buckets[capacity] = Bucket(capacity, *self._shape)
         return self._buckets[capacity]
+
+
+class DecodeAttention:
+    """Attention of one decoding pass: every row of the cache adds one position, and sees all before it."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        """Prepare the masks' distances, once for all layers; rows come in the order of the buckets."""
+        self._parts: list[tuple[Bucket, Tensor, Tensor, Tensor]] = []
+        for bucket in buckets:
+            device = bucket.storage.device
+            index = torch.arange(len(bucket.rows), device=device)
+            lengths = torch.tensor([row.length for row in bucket.rows], device=device)
+            places = torch.arange(bucket.capacity, device=device)
+            before = lengths.unsqueeze(1) - places  # [rows, capacity]: how far back each place is
+            self._parts.append((bucket, index, lengths, before.view(-1, 1, 1, bucket.capacity)))
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Write keys and values into the cache, and return what each query sees: [T, heads, head dim].
+
+        Called once a layer, as `AttentionBackend` says. Queries beyond the cache's rows get zeros: they only make a
+        product larger.
+
+        Args:
+            layer: number of the layer.
+            query: [1, heads, T, head dim].
+            key: [1, key heads, T, head dim], of the tokens of this pass.
+            value: as `key`.
+            scale: factor of the scores before the softmax.
+            window: how many positions a token sees, its own included; None: all before it.
+        """
+        heads, dim = query.shape[1], query.shape[3]
+        kv_heads = key.shape[1]
+        pieces = []
+        start = 0
+        for number, (bucket, index, lengths, before) in enumerate(self._parts):
+            rows = len(index)
+            stop = start + rows
+            mask = self._masks.get((number, window))
+            if mask is None:
+                mask = before >= 0 if window is None else (before >= 0) & (before < window)
+                self._masks[number, window] = mask
+            keys, values = bucket.storage[layer, 0, :rows], bucket.storage[layer, 1, :rows]
+            keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
+            values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
+            grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
+            seen = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+            pieces.append(seen.reshape(rows, heads, dim))
+            start = stop
+        if start < query.shape[2]:
+            pieces.append(query.new_zeros((query.shape[2] - start, heads, dim)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+class PrefillAttention:
+    """Causal attention within pieces of several prompts that lie one after another; fills in their keys and values."""
+
+    def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
+        """Each piece is (keys [layers, 2, key heads, P, head dim], tokens of it that are filled, tokens to add)."""
+        self._pieces = pieces
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Write keys and values into the cache, and return what each query sees: [T, heads, head dim].
+
+        Called once a layer, as `AttentionBackend` says. Tokens beyond the pieces get zeros: they only keep products
+        above one row.
+
+        Args:
+            layer: number of the layer.
+            query: [1, heads, T, head dim].
+            key: [1, key heads, T, head dim], of the tokens of this pass.
+            value: as `key`.
+            scale: factor of the scores before the softmax.
+            window: how many positions a token sees, its own included; None: all before it.
+        """
+        results = []
+        start = 0
+        for number, (kept, filled, new) in enumerate(self._pieces):
+            part = slice(start, start + new)
+            if (number, window) not in self._masks:
+                self._masks[number, window] = _seen(filled, new, window, kept.device)
+            mask = self._masks[number, window]
+            keys, values = kept[layer, 0, :, : filled + new], kept[layer, 1, :, : filled + new]
+            keys[:, filled:], values[:, filled:] = key[0, :, part], value[0, :, part]
+            seen = F.scaled_dot_product_attention(
+                query[:, :, part],
+                key[:, :, part] if mask is None else keys.unsqueeze(0),
+                value[:, :, part] if mask is None else values.unsqueeze(0),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            results.append(seen[0].transpose(0, 1))
+            start += new
+        # Rows that were added only to keep matrix products above one row have no keys of their own.
+        if start < query.shape[2]:
+            results.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
+        return torch.cat(results)
+
+
+def _seen(filled: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return a mask of what each new token sees, [new, filled + new] bool; None for plain causal attention."""
+    if not filled and (window is None or new <= window):
+        return None
+    seen = torch.ones((new, filled + new), dtype=torch.bool, device=device).tril(diagonal=filled)
+    return seen if window is None else seen.triu(diagonal=filled - window + 1)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.embedded.attention import DecodeAttention, PrefillAttention
-from palestra.engine.embedded.kv_cache import KVCache, Row
+from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention, Row
 from palestra.engine.embedded.request import Request
 from palestra.engine.embedded.sampling import RowSampling, SampledBatch, sample
 from palestra.engine.rng import uniform

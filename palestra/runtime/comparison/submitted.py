@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.client.control import OVER, ControlClient, Job
+from palestra.client.control import ControlClient
+from palestra.client.job import OVER, Job
 from palestra.errors import ConfigError, InvalidRequest, NotFound, TooManyRequests
 from palestra.runtime.comparison.execution import GridStopped, StopSignals
 from palestra.runtime.comparison.one_run import FAILED, FINISHED, STARTED, read_record, write_record

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from palestra.algorithms.dapo import DAPO
-from palestra.algorithms.loss import LossInputs, token_weights
+from palestra.algorithms.loss import LossInputs
 from palestra.algorithms.losses import CISPOLoss, GSPOLoss, PPOClipLoss
 from palestra.config import DAPOConfig
+from palestra.tokens import token_weights
 from unit.building import make_chat, make_trajectory
 
 RECORDED = json.loads((Path(__file__).parent / "trl_losses.json").read_text())

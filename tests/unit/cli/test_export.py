@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.cli.main import main
-from palestra.client.control import Job
+from palestra.client.job import Job
 from palestra.config import dump_config, parse_config
 from palestra.errors import ConfigError
 from palestra.runtime.run_dir import newest_of_run

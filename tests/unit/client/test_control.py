@@ -3,8 +3,8 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from palestra.client import control as control_module
-from palestra.client.client import AsyncClient
+from palestra.client import job as job_module
+from palestra.client.async_client import AsyncClient
 from palestra.client.control import ControlClient
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
 
@@ -79,7 +79,7 @@ def test_a_log_may_be_cut_within_a_character_also_where_the_connection_is_lost(m
 
 def test_a_connection_that_is_lost_after_a_long_silence_is_made_anew(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(control_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(job_module.time, "monotonic", lambda: now[0])
     asked = []
 
     def answer(request):

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.engine.embedded.attention import DecodeAttention, PrefillAttention
-from palestra.engine.embedded.kv_cache import KVCache, capacity_for
+from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention, capacity_for
 
 LAYERS, HEADS, DIM = 2, 2, 4
 

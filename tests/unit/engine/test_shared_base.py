@@ -78,6 +78,7 @@ async def test_each_adapter_answers_as_it_would_alone_bit_by_bit():
     assert mixed.passes < passes + 4 * len(CALLS) + 20
 
 
+@pytest.mark.slow
 async def test_a_neighbour_that_is_killed_updated_or_removed_changes_no_bit():
     dtype = await deterministic_dtype()
     async with engine_of("a", dtype=dtype) as engine:

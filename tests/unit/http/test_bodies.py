@@ -45,7 +45,7 @@ def test_what_stands_in_a_text_does_not_count(text):
 
 
 def test_too_many_keys_are_found_before_they_are_parsed():
-    body = json.dumps({"value": {f"key{number:07}": 1 for number in range(1_000_000)}}).encode()
+    body = json.dumps({"value": {f"key{number:07}": 1 for number in range(200_000)}}).encode()
     started = time.process_time()
     with pytest.raises(InvalidRequest):
         parse_body(Anything, body)

@@ -54,6 +54,7 @@ async def test_a_finished_run_that_is_resumed_trains_no_further_step(tmp_path, s
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 async def test_a_run_that_crashed_anywhere_ends_with_the_same_step_and_weights(tmp_path, sampled):
     optimizer = {"schedule": "linear", "learning_rate": 1e-3}
     budget = sampled[2] + 1

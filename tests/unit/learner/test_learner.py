@@ -347,8 +347,12 @@ async def test_several_minibatches_are_several_updates_of_one_version_each_with_
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{"epochs": 2, "minibatches": 2}, {"name": "rae"}, {"name": "dapo", "dynamic_sampling": 1}, {"name": "gspo"}],
-    ids=lambda algorithm: algorithm.get("name", "minibatches"),
+    [
+        pytest.param({"epochs": 2, "minibatches": 2}, id="minibatches"),
+        pytest.param({"name": "rae"}, id="rae", marks=pytest.mark.slow),
+        pytest.param({"name": "dapo", "dynamic_sampling": 1}, id="dapo"),
+        pytest.param({"name": "gspo"}, id="gspo", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_job_that_dies_ends_with_the_weights_of_one_that_does_not(tmp_path, algorithm):
     undisturbed = ScriptedJob(tmp_path / "undisturbed", config(algorithm=algorithm))

@@ -82,12 +82,14 @@ async def test_a_game_that_goes_wrong_is_a_warning_while_the_job_runs(tmp_path, 
     assert (finding.since, finding.holds) == (step, True)
 
 
+@pytest.mark.slow
 async def test_a_game_that_goes_well_brings_no_warning_of_opponents(tmp_path):
     job = job_of(tmp_path, goes_well, 25)
     await job.run()
     assert said(job) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("game", "code", "steps", "words"), CASES)
 async def test_after_a_restart_the_warning_comes_in_the_same_step(tmp_path, game, code, steps, words):
     whole = job_of(tmp_path / "whole", game, steps)
@@ -102,6 +104,7 @@ async def test_after_a_restart_the_warning_comes_in_the_same_step(tmp_path, game
     assert said(second) == said(whole) != []
 
 
+@pytest.mark.slow
 async def test_where_policies_take_turns_every_step_counts(tmp_path):
     """White is trained in odd steps and black in even ones: neither has seen ten steps when the job has."""
     turns = {"white": {"updates": {"every": 2}}, "black": {"updates": {"every": 2, "at": 2}}}

@@ -80,6 +80,7 @@ async def test_each_role_meets_its_own_versions_and_no_others_are_kept(tmp_path)
     assert set().union(*(roles["slow"] for roles in met.values())) >= {0, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 6])
 async def test_after_a_restart_there_are_the_same_versions_with_the_same_weights(tmp_path, stop_after):
     whole = job_of(tmp_path / "whole")

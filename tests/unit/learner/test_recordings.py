@@ -86,6 +86,7 @@ async def test_all_episodes_are_taken_before_one_is_taken_again(tmp_path, source
     assert names[:12] != known  # shuffled
 
 
+@pytest.mark.slow
 async def test_a_job_that_crashed_anywhere_ends_with_the_same_weights(tmp_path, source):
     settings = sft(source)
     weights = await ScriptedJob(tmp_path / "whole", settings).run()

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 import palestra
-from palestra.client.control import ControlClient, Job, JobEvent
+from palestra.client.control import ControlClient
+from palestra.client.job import Job, JobEvent
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import browse
 from unit.building import FakeClock, open_store

@@ -43,6 +43,7 @@ report()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps of glibc")
 @pytest.mark.parametrize("script", [TRAIN, RUN], ids=["train", "run"])
 def test_all_threads_of_a_job_share_one_heap(tmp_path, script):

@@ -127,6 +127,7 @@ def test_games_that_have_all_failed_rate_nobody():
     assert found.text().splitlines()[1].split() == ["a", "–", "-"]
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn(tmp_path):
     draw_matrix(matrix(), "three players", tmp_path / "matrix.png")
     picture = imread(tmp_path / "matrix.png")

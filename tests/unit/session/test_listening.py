@@ -15,7 +15,7 @@ from palestra.errors import EngineFailure, InvalidRequest, UnsupportedField
 from palestra.renderers import ByteTokenizer, ChatMLRenderer, MessageDelta, whole_message
 from palestra.renderers.base import WholeReplyStream
 from palestra.session import EpisodeSession, Session
-from palestra.session.recorder import NoStore
+from palestra.session.registry import NoStore
 from palestra.types.calls import PolicyVersion, SampledTokens
 from unit.session.conftest import STOP, call
 

@@ -20,7 +20,7 @@ def go_on(model: Model) -> np.ndarray:
     return model.logprobs()
 
 
-@pytest.mark.parametrize("every", [1, 2, 100])
+@pytest.mark.parametrize("every", [2, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 100))])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gradient):
     limits = Limits(checkpoint_steps=every, **QUICK)
@@ -75,6 +75,7 @@ def test_steps_that_are_done_again_are_not_saved_with_half_of_the_next_one(tmp_p
                 model.logprobs()
 
 
+@pytest.mark.slow
 def test_more_models_than_fit_take_turns_and_do_not_notice(tmp_path):
     results = {}
     for name, loaded in (("few", 1), ("all", 8)):
@@ -138,6 +139,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_the_journal(tmp_
     assert before.exists()
 
 
+@pytest.mark.slow
 def test_checkpoints_go_both_ways(tmp_path):
     with running(tmp_path / "one") as server:
         client = Client(server.url, server.key())

@@ -127,7 +127,7 @@ async def test_common_passes_are_fewer_and_keep_to_the_budget(monkeypatch):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("slots", [None, 1, 2])
+@pytest.mark.parametrize("slots", [None, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (1, 2))])
 async def test_twenty_steps_are_bit_for_bit_those_of_a_policy_alone(slots):
     """Beside others of other ranks, losses, learning rates and lengths, one of which is removed, others evicted."""
     steps = 20
@@ -199,6 +199,7 @@ async def test_updates_together_leave_out_a_gradient_that_is_not_finite():
         assert trainer.version("a").n == 1
 
 
+@pytest.mark.slow
 async def test_an_adapter_waits_on_disk_with_a_gradient_that_is_not_applied_yet_and_its_critic(tmp_path):
     async def steps(trainer, others=()):
         for step in range(3):

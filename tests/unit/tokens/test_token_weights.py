@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.algorithms.loss import token_weights
+from palestra.tokens import token_weights
 
 LENGTHS = [3, 1, 0, 6]
 
