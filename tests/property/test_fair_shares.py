@@ -1,4 +1,4 @@
-"""Whatever tenants ask for: the trainer is never idle, shares follow weights, and nobody waits longer than the bound."""
+"""Whatever tenants ask for: the trainer is not idle, shares follow weights, and no wait is longer than the bound."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_of_tenants_that_always_wait_are_as_their_weights_within_a_quantu
 
 @given(WEIGHTS, DRAWS)
 def test_nobody_waits_longer_than_the_bound_however_the_others_come_and_go(weights, draw):
-    """The head of a line waits for no more than the others may use in the rounds that pay for its tenant's last piece."""
+    """Its bound is what the others may use in the rounds that pay for the last piece of its tenant."""
     shares, others = shares_of(weights), [str(number) for number in range(1, len(weights))]
     rounds = 1 + -(-MOST // (QUANTUM * weights[0]))
     bound = rounds * sum(QUANTUM * weight + MOST for weight in weights[1:])
