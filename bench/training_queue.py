@@ -3,8 +3,9 @@
     python bench/training_queue.py --threads 1 --cpu [--tokens 144,1024] [--draw docs/training-queue.png]
 
 SmolLM2-135M, an adapter of rank 16 each. The small tenant's step has 8 rows, a prompt of 40 tokens with 8 replies of
-12, and it waits between two steps for as long as one takes alone at most. The other's has 80 rows, and two of its steps
-are in the queue at any time. Three orders: the small tenant alone, deficit round robin, and first come first served.
+12, and it samples between two steps for 0.5 to 1.5 times as long as one takes alone (it sleeps). The other's has 80
+rows, and two of its steps are in the queue at any time. Three orders: the small tenant alone, deficit round robin, and
+first come first served; and deficit round robin beside a small tenant that does not sample, which asks for its share.
 With `--cpu` seconds are those of the processor, which neighbours on the machine disturb less.
 """
 
@@ -31,6 +32,7 @@ from palestra.trainer.work_queue import QUANTUM_PASSES, TrainingQueue
 
 Steps = dict[str, list[float]]
 ALONE, FAIR, FIFO = "alone", "deficit round robin", "first come first served"
+RESTLESS = "deficit round robin, no sampling"
 
 
 class FirstCome(FairShares):
@@ -46,7 +48,14 @@ class FirstCome(FairShares):
 
 
 async def measure(threads: int, clock: Clock, tokens: int, steps: dict[str, int]) -> Steps:
-    """Return the seconds of the small tenant's steps in each order, and the large one's in seconds a row."""
+    """Return the seconds of the small tenant's steps in each order.
+
+    Args:
+        threads: of the trainer.
+        clock: seconds.
+        tokens: most of one pass.
+        steps: how many of the small tenant are measured, by order.
+    """
     found: Steps = {}
     for order, number in steps.items():
         trainer = TorchTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2)
@@ -76,7 +85,7 @@ async def measure(threads: int, clock: Clock, tokens: int, steps: dict[str, int]
         neighbours = [] if order == ALONE else [asyncio.create_task(always()) for _ in range(2)]
         found[order] = []
         for _ in range(number):
-            await asyncio.sleep(draw.uniform(0, usual))
+            await asyncio.sleep(0 if order == RESTLESS else draw.uniform(0.5, 1.5) * usual)
             begin = clock()
             await step(small, 1)
             found[order].append(clock() - begin)
@@ -120,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu", action="store_true", help="seconds of the processor")
     parser.add_argument("--tokens", default="144,1024", help="sizes of passes, trainer.micro_batch_tokens")
-    parser.add_argument("--steps", type=int, default=40, help="of the small tenant; first come first served: a quarter")
+    parser.add_argument("--steps", type=int, default=40, help="of the small tenant; first come first served: an eighth")
     parser.add_argument("--draw", type=Path, default=None, help="a PNG")
     wanted = parser.parse_args(arguments)
     tune_malloc()
@@ -129,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "| passes of at most, tokens | order | steps | p50, s | p95, s | p95 / p50 alone |\n|---|---|---|---|---|---|"
     )
     for number, tokens in enumerate(map(int, wanted.tokens.split(","))):
-        steps = {ALONE: wanted.steps, FAIR: wanted.steps} | ({} if number else {FIFO: max(4, wanted.steps // 4)})
+        steps = {ALONE: wanted.steps // 2, FAIR: wanted.steps}
+        if number == 0:
+            steps |= {RESTLESS: wanted.steps // 2, FIFO: max(4, wanted.steps // 8)}
         found[tokens] = asyncio.run(measure(wanted.threads, clock, tokens, steps))
         show(tokens, found[tokens])
     if wanted.draw is not None:
