@@ -47,62 +47,56 @@ class FirstCome(FairShares):
         return False
 
 
-async def measure(threads: int, clock: Clock, tokens: int, steps: dict[str, int]) -> Steps:
-    """Return the seconds of the small tenant's steps in each order.
+async def measure(threads: int, clock: Clock, tokens: int, order: str, steps: int) -> list[float]:
+    """Return the seconds of the small tenant's steps.
 
     Args:
         threads: of the trainer.
         clock: seconds.
         tokens: most of one pass.
-        steps: how many of the small tenant are measured, by order.
+        order: in which requests are served.
+        steps: how many are measured.
     """
-    found: Steps = {}
-    for order, number in steps.items():
-        trainer = TorchTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2)
-        kind = FirstCome if order == FIFO else FairShares
-        queue = TrainingQueue(trainer, kind(QUANTUM_PASSES * tokens))
-        tenants = [TenantTrainer(queue, name) for name in ("small", "large")]
-        for seed, tenant in enumerate(tenants):
-            queue.add_tenant(("small", "large")[seed])
-            await tenant.create("p", PolicySpec(model=SMOLLM2, adapter=LORA, seed=seed))
-        small, large = tenants
-        ids, draw = count(), np.random.default_rng(0)
+    trainer = TorchTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2)
+    kind = FirstCome if order == FIFO else FairShares
+    queue = TrainingQueue(trainer, kind(QUANTUM_PASSES * tokens))
+    small, large = (TenantTrainer(queue, name) for name in ("small", "large"))
+    for seed, (name, tenant) in enumerate((("small", small), ("large", large))):
+        queue.add_tenant(name)
+        await tenant.create("p", PolicySpec(model=SMOLLM2, adapter=LORA, seed=seed))
+    ids, draw = count(), np.random.default_rng(0)
 
-        async def step(tenant: TenantTrainer, groups: int, ids: count[int] = ids) -> None:
-            mark = next(ids)
-            batch = rows(np.random.default_rng(mark), groups, 8, 40, 12)
-            await tenant.forward_backward("p", batch, LOSS, f"g{mark}")
-            await tenant.optim_step("p", UPDATE, f"u{mark}")
-
-        async def always(large: TenantTrainer = large) -> None:
-            while True:
-                await step(large, 10)
-
-        await step(small, 1)
+    async def step(tenant: TenantTrainer, groups: int) -> float:
+        mark = next(ids)
+        batch = rows(np.random.default_rng(mark), groups, 8, 40, 12)
         begin = clock()
-        await step(small, 1)
-        usual = clock() - begin
-        neighbours = [] if order == ALONE else [asyncio.create_task(always()) for _ in range(2)]
-        found[order] = []
-        for _ in range(number):
-            await asyncio.sleep(0 if order == RESTLESS else draw.uniform(0.5, 1.5) * usual)
-            begin = clock()
-            await step(small, 1)
-            found[order].append(clock() - begin)
-        for task in neighbours:
-            task.cancel()
-        await asyncio.gather(*neighbours, return_exceptions=True)
-        await queue.remove_tenant("large")
-        await queue.close()
+        await tenant.forward_backward("p", batch, LOSS, f"g{mark}")
+        await tenant.optim_step("p", UPDATE, f"u{mark}")
+        return clock() - begin
+
+    async def always() -> None:
+        while True:
+            await step(large, 10)
+
+    await step(small, 1)
+    usual = await step(small, 1)
+    neighbours = [] if order == ALONE else [asyncio.create_task(always()) for _ in range(2)]
+    found = list[float]()
+    for _ in range(steps):
+        await asyncio.sleep(0 if order == RESTLESS else draw.uniform(0.5, 1.5) * usual)
+        found.append(await step(small, 1))
+    for task in neighbours:
+        task.cancel()
+    await asyncio.gather(*neighbours, return_exceptions=True)
+    await queue.remove_tenant("large")
+    await queue.close()
     return found
 
 
-def show(tokens: int, found: Steps) -> None:
-    """Print a row for each order."""
-    alone = statistics.median(found[ALONE])
-    for order, seconds in found.items():
-        p50, p95 = np.percentile(seconds, (50, 95))
-        print(f"| {tokens} | {order} | {len(seconds)} | {p50:.3g} | {p95:.3g} | {p95 / alone:.2f} |", flush=True)
+def show(tokens: int, order: str, seconds: list[float], alone: float) -> None:
+    """Print a row."""
+    p50, p95 = np.percentile(seconds, (50, 95))
+    print(f"| {tokens} | {order} | {len(seconds)} | {p50:.3g} | {p95:.3g} | {p95 / alone:.2f} |", flush=True)
 
 
 def draw_curves(found: dict[int, Steps], file: Path) -> None:
@@ -141,8 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps = {ALONE: wanted.steps // 2, FAIR: wanted.steps}
         if number == 0:
             steps |= {RESTLESS: wanted.steps // 2, FIFO: max(4, wanted.steps // 8)}
-        found[tokens] = asyncio.run(measure(wanted.threads, clock, tokens, steps))
-        show(tokens, found[tokens])
+        found[tokens] = {}
+        for order, number_of_steps in steps.items():
+            seconds = asyncio.run(measure(wanted.threads, clock, tokens, order, number_of_steps))
+            found[tokens][order] = seconds
+            show(tokens, order, seconds, statistics.median(found[tokens][ALONE]))
     if wanted.draw is not None:
         draw_curves(found, wanted.draw)
 

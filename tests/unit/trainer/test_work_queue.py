@@ -64,11 +64,11 @@ async def test_a_small_tenant_waits_for_one_piece_of_a_large_one():
             await asyncio.sleep(0.001)
         before = len(passes)
         await step(tenants, "b")  # its update is sent when it has the report
-        done = passes[before:]
+        done = passes[before : passes.index(["update b"]) + 1]
         assert not large.done()
         mine = [one for one in done if one != ["a"]]
-        assert mine[-1] == ["update b"]
-        assert done.count(["a"]) <= 2  # one that was going on, and one that begins while the report is read
+        assert len(mine) > 1
+        assert done.count(["a"]) <= 1  # one that had begun
         assert done[-len(mine) :] == mine  # and none between the gradient and the update
         report = await large
         assert report.rows == len(many("a", 6))
