@@ -68,12 +68,14 @@ class TinkerServer:
         tenants: the keys.
         service: behind the routes.
         bases: the base models.
+        queue: of what the models are trained with.
     """
 
     url: str
     tenants: Tenants
     service: TinkerService
     bases: Bases
+    queue: TrainingQueue
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +103,9 @@ async def tinker_server(options: TinkerOptions) -> AsyncIterator[TinkerServer]:
                     service = await _service(options, queue, engine, models, bases, db)
                     try:
                         async with served(create_tinker_app(service, tenants), listener):
-                            yield TinkerServer(url=url_of(listener), tenants=tenants, service=service, bases=bases)
+                            yield TinkerServer(
+                                url=url_of(listener), tenants=tenants, service=service, bases=bases, queue=queue
+                            )
                     finally:
                         await service.stop()
                 finally:

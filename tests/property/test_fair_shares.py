@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import permutations
 from random import Random
 
 from hypothesis import given
@@ -51,8 +52,8 @@ def test_tokens_of_tenants_that_always_wait_are_as_their_weights_within_a_quantu
         chosen, tokens = int(shares.choose(waiting)), draw.randint(1, MOST)
         shares.charge(str(chosen), tokens)
         used[chosen] += tokens
-        each = [tokens / weight for tokens, weight in zip(used, weights, strict=True)]
-        assert max(each) - min(each) <= QUANTUM + MOST / min(weights)
+        for (mine, weight), (other, lighter) in permutations(zip(used, weights, strict=True), 2):
+            assert abs(mine / weight - other / lighter) <= QUANTUM + MOST / min(weight, lighter)
 
 
 @given(WEIGHTS, DRAWS)
