@@ -134,14 +134,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number, tokens in enumerate(map(int, wanted.tokens.split(","))):
         steps = {ALONE: wanted.steps // 2, FAIR: wanted.steps}
         if number == 0:
-            steps |= {RESTLESS: wanted.steps // 2, FIFO: max(4, wanted.steps // 8)}
+            steps |= {RESTLESS: wanted.steps // 2, FIFO: max(3, wanted.steps // 8)}
         found[tokens] = {}
         for order, number_of_steps in steps.items():
             seconds = asyncio.run(measure(wanted.threads, clock, tokens, order, number_of_steps))
             found[tokens][order] = seconds
             show(tokens, order, seconds, statistics.median(found[tokens][ALONE]))
-    if wanted.draw is not None:
-        draw_curves(found, wanted.draw)
+            if wanted.draw is not None:
+                draw_curves(found, wanted.draw)
 
 
 if __name__ == "__main__":
