@@ -32,7 +32,7 @@ def add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel) -> list[Ex
 
     Returns:
         For each what has failed, or None; the gradient of a policy that fails is as before its request. If the pass
-        itself fails, all requests begin anew, each from then on alone, so that one can't take others with it.
+        itself fails, all requests begin again, each from then on alone, so that one can't take others with it.
     """
     failures: list[Exception | None] = [None] * len(parts)
     try:

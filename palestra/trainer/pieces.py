@@ -125,7 +125,7 @@ class _GradientOf(Pieces[StepReport]):
 
 
 class CriticPieces(_GradientOf):
-    """The gradient of a critic."""
+    """A request that adds the gradient of a batch to a critic's."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], critic: Critic, loss: ValueLoss) -> None:
         """Begin without a gradient.
@@ -144,7 +144,7 @@ class CriticPieces(_GradientOf):
         self._sums.add(self._critic.add_gradient(micro, self._loss))
 
     def result(self) -> StepReport:
-        """Return counts and metrics."""
+        """Return the counts and the metrics of the whole batch."""
         return report_of(self._all, self._sums)
 
 
@@ -198,11 +198,11 @@ class GradientPieces(_GradientOf):
         return self._left.popleft()
 
     def start_again(self) -> None:
-        """Begin anew, from here on alone: a common pass has failed, and nobody knows which of its policies is why."""
+        """Begin again, from here on alone: a common pass has failed, and any of its policies may be the reason."""
         self.take_back()
         self.gradient, self._base = self._make(), None
         self._left, self._unmeasured = deque(self.gradient.micro_batches), deque(self.gradient.unmeasured)
 
     def result(self) -> StepReport:
-        """Return counts and metrics."""
+        """Return the counts and the metrics of the whole batch."""
         return self.gradient.report()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 QUANTUM_PASSES = 4  # passes that a tenant of weight 1 may fill in a round
 REQUEST_TOKENS = 16  # charged for a request that is no pass: an update takes about as long
 # Seconds for which the queue waits, after a gradient, for the next request about the policy. Without them the update
-# of a learner that sends it when it has the gradient's report would stand behind the next piece of somebody's.
+# of a learner that sends it when it has the gradient's report would stand behind the next piece of another.
 PAUSE = 0.02
 
 
@@ -144,7 +144,7 @@ class TrainingQueue:
         for failure in await asyncio.shield(ended):
             if failure is not None and not isinstance(failure, NotFound):  # a policy that was never created
                 raise failure
-        if tenant not in self._tenants:  # nobody has come back under the name
+        if tenant not in self._tenants:  # no tenant has come back under the name
             self._shares.remove(tenant)
 
     def submit(self, request: Queued, request_id: str | None = None) -> asyncio.Future[Any]:
@@ -217,7 +217,7 @@ class TrainingQueue:
             raise NotFound(f"there is no tenant {tenant!r}")
 
     def _removal(self, policy: str) -> Callable[[], Awaitable[None]]:
-        """Return what removes a policy."""
+        """Return a call that removes a policy from the trainer."""
 
         async def call() -> None:
             await self.trainer.remove(policy)
@@ -238,7 +238,7 @@ class TrainingQueue:
             self._working = asyncio.create_task(self._work(), name="palestra-training-queue")
 
     async def _work(self) -> None:
-        """Compute requests until none waits."""
+        """Compute the requests of all tenants until none waits."""
         try:
             while self._lines:
                 heads = sorted((line[0] for line in self._lines.values()), key=lambda head: head.number)
@@ -251,10 +251,14 @@ class TrainingQueue:
                 else:
                     self._charge([first], REQUEST_TOKENS)
                     await self._finish(first)
-        finally:  # the event loop ends: nobody else will answer
+        except BaseException as error:  # a fault of the queue's own, or the event loop ends: no other task will answer
             for request in [request for line in self._lines.values() for request in line]:
-                request.result.cancel()
+                if isinstance(error, Exception):
+                    self._fail(request, error)
+                else:
+                    request.result.cancel()
             self._lines.clear()
+            raise
 
     async def _compute_pass(self, first: QueuedPieces, heads: Sequence[Queued]) -> None:
         """Compute the next piece of a request, and in the same pass those of others that fit.
