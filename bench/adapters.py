@@ -25,7 +25,6 @@ from palestra.config import SMOLLM2, AdapterConfig, EmbeddedEngineConfig, Traine
 from palestra.engine.base import EngineRequest
 from palestra.models.device import return_freed_memory, tune_malloc
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.trainer.merged import GradientRequest, UpdateRequest
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra.types.records import TrainSample
 
@@ -87,32 +86,30 @@ def rows(draw: np.random.Generator, groups: int, samples: int, prompt: int, repl
     return found
 
 
-async def training(threads: int, clock: Clock, rounds: int) -> None:
-    """A step with an adapter beside one of all weights; eight adapters in common passes and one after another."""
+async def training(threads: int, clock: Clock, rounds: int, tokens: int | None) -> None:
+    """A step with an adapter beside one of all weights; eight tenants in common passes and one after another."""
+    from palestra.trainer.tenant_trainer import TenantTrainer
     from palestra.trainer.torch_trainer import TorchTrainer
+    from palestra.trainer.work_queue import TrainingQueue
 
-    trainer = TorchTrainer(TrainerConfig(threads=threads), 2)
-    names = [f"t{number}" for number in range(TENANTS)]
-    await trainer.create("full", PolicySpec(model=SMOLLM2))
-    for number, name in enumerate(names):
-        await trainer.create(name, PolicySpec(model=SMOLLM2, adapter=LORA, seed=number))
+    trainer = TorchTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2)
+    queue, names = TrainingQueue(trainer), [f"t{number}" for number in range(TENANTS)]
+    tenants = {name: TenantTrainer(queue, name) for name in (*names, "full")}
+    for number, (name, tenant) in enumerate(tenants.items()):
+        queue.add_tenant(name)
+        await tenant.create("p", PolicySpec(model=SMOLLM2, adapter=None if name == "full" else LORA, seed=number))
     ids = iter(range(10**9))
+
+    async def step(name: str, batch: list[TrainSample]) -> None:
+        await tenants[name].forward_backward("p", batch, LOSS, f"g{next(ids)}")
+        await tenants[name].optim_step("p", UPDATE, f"u{next(ids)}")
 
     async def one_by_one(batches: dict[str, list[TrainSample]]) -> None:
         for name, batch in batches.items():
-            await trainer.forward_backward(name, batch, LOSS, f"g{next(ids)}")
-        for name in batches:
-            await trainer.optim_step(name, UPDATE, f"u{next(ids)}")
+            await step(name, batch)
 
     async def together(batches: dict[str, list[TrainSample]]) -> None:
-        asked = [
-            GradientRequest(policy=name, batch=batch, loss=LOSS, request_id=f"g{next(ids)}")
-            for name, batch in batches.items()
-        ]
-        reports = await trainer.forward_backward_together(asked)
-        updates = [UpdateRequest(policy=name, params=UPDATE, request_id=f"u{next(ids)}") for name in batches]
-        for report in (*reports, *await trainer.optim_step_together(updates)):
-            assert not isinstance(report, Exception), report
+        await asyncio.gather(*(step(name, batch) for name, batch in batches.items()))
 
     def groups(number: int) -> dict[str, list[TrainSample]]:
         return {name: rows(np.random.default_rng((number, n)), 1, 8, 40, 12) for n, name in enumerate(names)}
@@ -138,7 +135,7 @@ async def training(threads: int, clock: Clock, rounds: int) -> None:
     }
     title = "A step of two rows of each tenant: a prompt of 10 tokens, replies of 6"
     show(title, await in_turns(contestants, clock, rounds), {each: mixed})
-    await trainer.close()
+    await queue.close()
 
 
 # Decoding and publication.
@@ -272,8 +269,10 @@ def _start(part: str, wanted: argparse.Namespace) -> None:
     clock = time.process_time if wanted.cpu else time.perf_counter
     if part == "memory":
         asyncio.run(memory(16, wanted.threads))
+    elif part == "decoding":
+        asyncio.run(decoding(wanted.threads, clock, wanted.rounds))
     else:
-        asyncio.run({"training": training, "decoding": decoding}[part](wanted.threads, clock, wanted.rounds))
+        asyncio.run(training(wanted.threads, clock, wanted.rounds, wanted.tokens))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -282,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="the one before them is not counted")
     parser.add_argument("--cpu", action="store_true", help="seconds of the processor")
+    parser.add_argument("--tokens", type=int, default=None, help="most of one pass, trainer.micro_batch_tokens")
     parser.add_argument("--only", default="training,decoding,memory")
     wanted = parser.parse_args(arguments)
     for part in wanted.only.split(","):

@@ -26,6 +26,7 @@ from palestra.waiting import race
 if TYPE_CHECKING:
     from palestra.engine.embedded.engine import EmbeddedEngine
     from palestra.models.loading import LoadedModels
+    from palestra.trainer.work_queue import TrainingQueue
 
 KEPT = 2  # checkpoints of a model from which it is restored: the newest, and one for when that is damaged
 JOURNAL, KEYS = "tinker.db", "keys"
@@ -41,7 +42,7 @@ class TinkerOptions:
         host, port: where it listens.
         tenants: names, each of which has a key in `folder/keys`.
         engine, trainer: as a job has them.
-        deterministic: whether samples must not depend on what is sampled beside them.
+        deterministic: whether a model's samples and weights must not depend on what is computed beside them.
         limits: of the tenants.
         adapters: folders of adapters that every tenant may load, by name.
     """
@@ -67,12 +68,14 @@ class TinkerServer:
         tenants: the keys.
         service: behind the routes.
         bases: the base models.
+        queue: of what the models are trained with.
     """
 
     url: str
     tenants: Tenants
     service: TinkerService
     bases: Bases
+    queue: TrainingQueue
 
 
 @contextlib.asynccontextmanager
@@ -95,12 +98,18 @@ async def tinker_server(options: TinkerOptions) -> AsyncIterator[TinkerServer]:
             db = open_journal(options.folder / JOURNAL)
             start.succeeded = True
             try:
-                service = await _service(options, engine, models, bases, db)
+                queue = _queue(options, models)
                 try:
-                    async with served(create_tinker_app(service, tenants), listener):
-                        yield TinkerServer(url=url_of(listener), tenants=tenants, service=service, bases=bases)
+                    service = await _service(options, queue, engine, models, bases, db)
+                    try:
+                        async with served(create_tinker_app(service, tenants), listener):
+                            yield TinkerServer(
+                                url=url_of(listener), tenants=tenants, service=service, bases=bases, queue=queue
+                            )
+                    finally:
+                        await service.stop()
                 finally:
-                    await service.stop()
+                    await queue.close()
             finally:
                 await engine.close()
                 db.close()
@@ -152,13 +161,22 @@ def _base(name: str, model: Any, tokenizer: Any) -> Base:
     )
 
 
+def _queue(options: TinkerOptions, models: LoadedModels) -> TrainingQueue:
+    """Return the queue before the trainer, whose tenants are the server's."""
+    from palestra.trainer.torch_trainer import TorchTrainer
+    from palestra.trainer.work_queue import TrainingQueue
+
+    return TrainingQueue(TorchTrainer(options.trainer, KEPT, models, options.deterministic))
+
+
 async def _service(
-    options: TinkerOptions, engine: EmbeddedEngine, models: LoadedModels, bases: Bases, db: Any
+    options: TinkerOptions, queue: TrainingQueue, engine: EmbeddedEngine, models: LoadedModels, bases: Bases, db: Any
 ) -> TinkerService:
     """Return the service, which continues what was interrupted.
 
     Args:
         options: of the server.
+        queue: has the trainer.
         engine: has the base models.
         models: of this process.
         bases: the base models.
@@ -168,7 +186,7 @@ async def _service(
 
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.models.device import device_of
-    from palestra.trainer.torch_trainer import TorchTrainer
+    from palestra.trainer.tenant_trainer import TenantTrainer
 
     dtype, device = getattr(torch, options.engine.dtype), device_of(options.engine.device, "engine.device")
 
@@ -176,8 +194,11 @@ async def _service(
         model, _ = await in_thread(lambda: models.frozen(str(folder), dtype, device))
         await engine.add_model(name, PolicyModel(model=model, stop_ids=frozenset()), PolicyVersion(0, 0))
 
-    trainer = TorchTrainer(options.trainer, KEPT, models)
-    service = TinkerService(trainer, engine, load, bases, db, options.folder, options.limits)
+    def trainer_of(tenant: str) -> TenantTrainer:
+        queue.add_tenant(tenant)
+        return TenantTrainer(queue, tenant)
+
+    service = TinkerService(trainer_of, engine, load, bases, db, options.folder, options.limits)
     await service.saved.forget_brought()
     for name, folder in options.adapters.items():
         await _bring(service, name, folder)

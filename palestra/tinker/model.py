@@ -52,6 +52,7 @@ class Model:
         """
         self.record = record
         self._shop, self._journal, self._sessions = workshop, journal, sessions
+        self._trainer = workshop.trainer_of(record.tenant)
         self._settled, self._make_room = settled, make_room
         self._training: Training | None = None  # None: the model is not in memory
         self._executed, self._dropped = record.executed, record.dropped
@@ -196,7 +197,7 @@ class Model:
         known = await self._sessions.model(self.record.tenant, model_id)
         self._executed, self._dropped = known.executed, known.dropped
         await training.create()
-        state = await self._shop.trainer.load(model_id, training.run.checkpoints)
+        state = await self._trainer.load(model_id, training.run.checkpoints)
         if state is not None:
             after, training.steps = int(state["seq"]), int(state["step"])
             self._saved_at = [after]
@@ -233,7 +234,7 @@ class Model:
         assert not training.gradients, "a checkpoint has no gradient"
         state = {"step": training.steps, "seq": seq_id}
         request_id = f"checkpoint {seq_id}"
-        await self._shop.trainer.save(self.record.model_id, training.run.checkpoints, state, request_id)
+        await self._trainer.save(self.record.model_id, training.run.checkpoints, state, request_id)
         self._since_save = 0
         self._saved_at = [*([] if alone else self._saved_at[-1:]), seq_id]
         if alone or len(self._saved_at) > 1:
@@ -246,6 +247,6 @@ class Model:
         if training is not None:
             training.run.close()
             try:
-                await self._shop.trainer.remove(self.record.model_id)
+                await self._trainer.remove(self.record.model_id)
             except NotFound:  # it could not be created
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class TinkerService:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer_of: Callable[[str], Trainer],
         engine: Engine,
         load: LoadAdapter,
         bases: Bases,
@@ -60,7 +60,7 @@ class TinkerService:
         """Assemble the parts; `start` continues what was interrupted.
 
         Args:
-            trainer: without a policy yet; it keeps two checkpoints or more.
+            trainer_of: returns a tenant's trainer, without a policy yet; it keeps two checkpoints or more.
             engine: has a policy for each base model, by its name.
             load: adds an adapter to the engine.
             bases: the base models.
@@ -73,7 +73,7 @@ class TinkerService:
         self.journal, self.sessions, self.saved = Journal(db, known), Sessions(db, known), Saved(db, known)
         self.futures, self.bases, self.limits = Futures(self.journal), bases, limits
         self._clock = known
-        workshop = Workshop(trainer=trainer, bases=bases, saved=self.saved, limits=limits, folder=folder)
+        workshop = Workshop(trainer_of=trainer_of, bases=bases, saved=self.saved, limits=limits, folder=folder)
         self._tasks: set[asyncio.Task[None]] = set()
         settled = self.futures.settled
         self.models = Models(workshop, self.journal, self.sessions, settled, self._spawn)

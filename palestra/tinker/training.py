@@ -56,14 +56,14 @@ class Workshop:
     """What the models of one server have in common.
 
     Attributes:
-        trainer: has the models that are in memory, by their ids.
+        trainer_of: returns the trainer that has a tenant's models which are in memory, by their ids.
         bases: the base models.
         saved: checkpoints and samplers.
         limits: of the server.
         folder: of the server.
     """
 
-    trainer: Trainer
+    trainer_of: Callable[[str], Trainer]
     bases: Bases
     saved: Saved
     limits: Limits
@@ -92,6 +92,7 @@ class Training:
         """
         self._record, self._shop = record, workshop
         self._base: Base = workshop.bases.of(record.base)
+        self._trainer = workshop.trainer_of(record.tenant)
         self.steps, self.gradients = 0, 0
         self.run = RunRecord(workshop.run_folder(record.model_id), record.model_id, record.base, record.adapter)
 
@@ -106,7 +107,7 @@ class Training:
         """
         model = self._base.name if weights is None else str(weights)
         spec = PolicySpec(model=model, adapter=self._record.adapter, seed=self._record.seed)
-        await self._shop.trainer.create(self._record.model_id, spec)
+        await self._trainer.create(self._record.model_id, spec)
         self.steps, self.gradients = 0, 0
 
     async def apply(self, request: Request, again: bool = False) -> Outcome:
@@ -138,7 +139,7 @@ class Training:
     async def _forward_backward(self, request: Request, body: bytes, again: bool) -> Outcome:
         started = time.monotonic()
         batch, forward_only = await in_thread(partial(self._read, body))
-        name, trainer = self._record.model_id, self._shop.trainer
+        name, trainer = self._record.model_id, self._trainer
         if forward_only:
             found = await trainer.forward(name, batch.rows, ["old_logprobs"])
             logprobs = found["old_logprobs"]
@@ -174,7 +175,7 @@ class Training:
                 f"optim_step {request.seq_id} has no gradient to apply: no forward_backward has succeeded since the "
                 "step before"
             )
-        report = await self._shop.trainer.optim_step(self._record.model_id, params, request.request_id)
+        report = await self._trainer.optim_step(self._record.model_id, params, request.request_id)
         self.steps, self.gradients = self.steps + 1, 0
         await self.run.step(self.steps, report, time.monotonic() - started, again)
         metrics = {"grad_norm": report.grad_norm, "learning_rate": report.learning_rate, "step": float(self.steps)}
@@ -188,7 +189,7 @@ class Training:
         before = await self._replaced(path, asked.overwrite)
         folder = self._shop.folder / TRAINING / request.request_id
         state = {"step": self.steps, "seq": request.seq_id}
-        written = await self._shop.trainer.save(self._record.model_id, folder, state, request.request_id)
+        written = await self._trainer.save(self._record.model_id, folder, state, request.request_id)
         saved = await self._checkpoint(path, written, asked)
         return Outcome(
             result=self._answer("save_weights", path=path),
@@ -202,7 +203,7 @@ class Training:
             return await self._save_weights(request, asked, SAMPLER, "save_weights_for_sampler")
         await self._check_number(asked.sampling_session_seq_id)
         folder = self._shop.folder / SAMPLER / request.request_id
-        await self._shop.trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
+        await self._trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
         sampler = Sampler(
             sampler_id=sampler_id(self._record.session_id, asked.sampling_session_seq_id or 0),
             tenant=self._record.tenant,
@@ -233,7 +234,7 @@ class Training:
         path = self._path(asked, kind)
         before = await self._replaced(path, overwrite=False)  # an expired one
         folder = self._shop.folder / kind / request.request_id
-        await self._shop.trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
+        await self._trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
         saved = await self._checkpoint(path, folder, asked)
         return Outcome(
             result=self._answer(answer, path=path),
@@ -252,7 +253,7 @@ class Training:
             )
         if asked.optimizer and found.kind != "training":
             raise InvalidRequest(f"{asked.path} has no state of the optimizer, which save_state writes", "optimizer")
-        name, trainer = self._record.model_id, self._shop.trainer
+        name, trainer = self._record.model_id, self._trainer
         if request.seq_id:
             await trainer.remove(name)
         steps = self.steps

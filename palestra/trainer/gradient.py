@@ -41,7 +41,7 @@ class Gradient:
         micro_batches: Sequence[MicroBatch],
         logprobs: bool = False,
     ) -> None:
-        """Prepare a batch; a loss over sequences that lie in several micro-batches takes a pass without gradient.
+        """Prepare a batch; nothing is computed yet.
 
         Args:
             model: the policy's.
@@ -59,8 +59,24 @@ class Gradient:
         self.model, self.micro_batches = model, micro_batches
         self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
         self._sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, _measured_with(batch))])
-        self._means = self._sequence_means() if loss.over_sequences else None
+        self._means = SequenceMeans(micro_batches) if loss.over_sequences else None
         self._rows: list[Floats] | None = [] if logprobs else None
+
+    @property
+    def unmeasured(self) -> Sequence[MicroBatch]:
+        """Return the micro-batches that `measure` has to be called with before any `loss_of`.
+
+        They have episodes that lie in several micro-batches, and the loss is one over sequences.
+        """
+        return () if self._means is None else self._means.split
+
+    def measure(self, micro: MicroBatch) -> None:
+        """Add what one micro-batch of `unmeasured` says of its episodes, by a pass without gradient."""
+        assert self._means is not None
+        targets = columns_of(micro, self.model.device)
+        with torch.no_grad():
+            logprobs = self._forward.logprobs(micro, targets)
+            self._means.add(micro, self._loss.of_sequence(self._inputs(logprobs, targets)))
 
     def loss_of(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
         """Return the loss of one micro-batch, a scalar with a gradient; its metrics are added up.
@@ -102,16 +118,6 @@ class Gradient:
         """Return metrics and counts, after `loss_of` each micro-batch."""
         report = report_of(self.micro_batches, self._sums)
         return report if self._rows is None else replace(report, logprobs=tuple(self._rows))
-
-    def _sequence_means(self) -> SequenceMeans:
-        """Return the means over the episodes that are not whole in one micro-batch, by a pass without gradient."""
-        means = SequenceMeans(self.micro_batches)
-        for micro in means.split:
-            targets = columns_of(micro, self.model.device)
-            with torch.no_grad():
-                logprobs = self._forward.logprobs(micro, targets)
-                means.add(micro, self._loss.of_sequence(self._inputs(logprobs, targets)))
-        return means
 
     def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
         """Return the inputs of a loss for the tokens of a micro-batch.

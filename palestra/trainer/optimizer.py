@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,16 +52,6 @@ class Optimizer:
         """Set each weight's gradient, as `gradient` has returned them."""
         for (_, parameter), own in zip(self.parameters, gradient, strict=True):
             parameter.grad = own
-
-    def whole_or_nothing(self, work: Callable[[], T]) -> T:
-        """Run work that adds gradients, and take all of them back if it fails, so that it may be tried again."""
-        # Without the copy, a request that fails halfway and is sent again would add a part of its gradient twice.
-        before = self.gradient()
-        try:
-            return work()
-        except Exception:
-            self.put_gradient(before)
-            raise
 
     def step(self, params: OptimParams) -> OptimReport:
         """Apply the gradient unless it is not finite, and clear it.

@@ -11,12 +11,49 @@ T = TypeVar("T")
 REMEMBERED = 64
 
 
+class KnownRequests:
+    """The newest 64 requests of each policy, by their ids."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], asyncio.Future[Any]] = OrderedDict()
+
+    def find(self, policy: str, request_id: str) -> asyncio.Future[Any] | None:
+        """Return the result of a request; None: it has not been seen, or has failed, so that it may be repeated.
+
+        Args:
+            policy: the policy of the request; each policy has request ids of its own.
+            request_id: names the request.
+        """
+        found = self._known.get((policy, request_id))
+        if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+            return None
+        return found
+
+    def remember(self, policy: str, request_id: str, result: asyncio.Future[Any]) -> None:
+        """Keep the result of a request.
+
+        Args:
+            policy: the policy of the request.
+            request_id: names the request.
+            result: is done when the request is.
+        """
+        self._known[policy, request_id] = result
+        own = [key for key in self._known if key[0] == policy]
+        for key in own[:-REMEMBERED]:
+            del self._known[key]
+
+    def forget(self, policy: str) -> None:
+        """Forget the requests of a removed policy, so that a later policy of the same name starts without them."""
+        for key in [key for key in self._known if key[0] == policy]:
+            del self._known[key]
+
+
 class Serial:
     """Runs pieces of work one at a time, in the order in which they were requested."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._known: OrderedDict[tuple[str, str], asyncio.Task[Any]] = OrderedDict()
+        self._known = KnownRequests()
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work` after all work that was requested earlier, and return its result.
@@ -35,9 +72,11 @@ class Serial:
             request_id: names the request; the newest 64 of each policy are remembered.
             work: the work to do.
         """
-        if self._is_new(policy, request_id):
-            self._remember(policy, request_id, asyncio.ensure_future(self._locked(work)))
-        result: T = await asyncio.shield(self._known[policy, request_id])
+        known = self._known.find(policy, request_id)
+        if known is None:
+            known = asyncio.ensure_future(self._locked(work))
+            self._known.remember(policy, request_id, known)
+        result: T = await asyncio.shield(known)
         return result
 
     async def run_together(
@@ -52,39 +91,24 @@ class Serial:
         Returns:
             The result of each request, or its error; one that failed may be repeated under its id.
         """
-        # Kept here as well: of more requests than are remembered, the first are forgotten before the last has begun.
-        tasks: dict[tuple[str, str], asyncio.Task[T]] = {
-            request: self._known[request] for request in requests if not self._is_new(*request)
-        }
-        new = [n for n, request in enumerate(requests) if request not in tasks and request not in requests[:n]]
+        results = {request: known for request in requests if (known := self._known.find(*request)) is not None}
+        new = [n for n, request in enumerate(requests) if request not in results and request not in requests[:n]]
         if new:
             whole = asyncio.ensure_future(self._locked(lambda: work(new)))
             for number, place in enumerate(new):
-                tasks[requests[place]] = asyncio.ensure_future(_part(whole, number))
-                self._remember(*requests[place], tasks[requests[place]])
-        known = [asyncio.shield(tasks[request]) for request in requests]
+                results[requests[place]] = part = asyncio.ensure_future(_part(whole, number))
+                self._known.remember(*requests[place], part)
         found = list[T | Exception]()
-        for one in await asyncio.gather(*known, return_exceptions=True):
+        shielded = [asyncio.shield(results[request]) for request in requests]
+        for one in await asyncio.gather(*shielded, return_exceptions=True):
             if isinstance(one, BaseException) and not isinstance(one, Exception):
                 raise one
             found.append(one)
         return found
 
-    def _is_new(self, policy: str, request_id: str) -> bool:
-        """Whether a request has not been seen, or has failed."""
-        task = self._known.get((policy, request_id))
-        return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
-
-    def _remember(self, policy: str, request_id: str, task: asyncio.Task[Any]) -> None:
-        self._known[policy, request_id] = task
-        own = [key for key in self._known if key[0] == policy]
-        for key in own[:-REMEMBERED]:
-            del self._known[key]
-
     def forget(self, policy: str) -> None:
         """Forget the requests of a removed policy, so that a later policy of the same name starts without them."""
-        for key in [key for key in self._known if key[0] == policy]:
-            del self._known[key]
+        self._known.forget(policy)
 
     async def _locked(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work` while no other work of this object runs."""

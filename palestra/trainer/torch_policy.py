@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.algorithms.base import ForwardOutput
+from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import BaseLoss, Loss, LossSpec, ValueLoss
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
@@ -21,16 +21,16 @@ from palestra.models.causal_lm import CausalLM
 from palestra.models.device import return_freed_memory
 from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer import checkpoint
-from palestra.trainer.base import CRITIC_METRICS, Network, OptimParams, OptimReport, StepReport
+from palestra.trainer.base import Network, OptimParams, OptimReport, StepReport
 from palestra.trainer.constraints import GrammarMasks, choices_of, grammar_problem
 from palestra.trainer.critic import Critic, copy_weights
-from palestra.trainer.gradient import Gradient, report_of, rows_of
-from palestra.trainer.metrics import MetricSums
+from palestra.trainer.gradient import Gradient
 from palestra.trainer.optimizer import Named, Optimizer
 from palestra.trainer.packing import MicroBatch, pack
+from palestra.trainer.pieces import CriticPieces, ForwardPieces, GradientPieces, Pieces
 from palestra.trainer.token_forward import TokenForward, columns_of
 from palestra.trainer.untrainable import record_problems
-from palestra.types.calls import Floats, PolicyVersion
+from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
@@ -119,80 +119,58 @@ class TorchPolicy:
         if unknown := set(outputs) - known:
             raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))} of this policy")
 
-    def forward(
+    def forward_pieces(
         self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
-    ) -> dict[ForwardOutput, list[Floats]]:
-        """Return for each output and row the numbers of its trained tokens, float32 [N], else NaN.
+    ) -> Pieces[ForwardOutputs]:
+        """Return a request for numbers of the trained tokens of rows.
 
         Args:
             batch: S rows.
             outputs: what `check_outputs` has let pass.
         """
-        found: dict[ForwardOutput, list[Floats]] = {name: [] for name in outputs}
-        for micro in pack(batch, self.micro_batch_tokens):
-            computed: dict[ForwardOutput, Tensor] = {}
-            if "old_logprobs" in found:
-                computed["old_logprobs"] = self._logprobs(self._forward, micro)
-            for name in found.keys() & self._frozen.keys():
-                computed[name] = self._logprobs(self._frozen[name], micro)
-            if self._critic is not None and (wanted := found.keys() & self._critic.outputs):
-                computed |= self._critic.values(micro, wanted)
-            for name, rows in found.items():
-                rows += rows_of(micro, computed[name])
-        return found
+        return ForwardPieces(pack(batch, self.micro_batch_tokens), outputs, self._forward_of)
 
-    def forward_backward(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False) -> StepReport:
-        """Add the gradient of the whole batch, or of nothing if an error occurs, so that the request may be sent again.
+    def _forward_of(self, micro: MicroBatch, outputs: Collection[ForwardOutput]) -> dict[ForwardOutput, Tensor]:
+        """Return outputs of one micro-batch, [T] each."""
+        computed: dict[ForwardOutput, Tensor] = {}
+        if "old_logprobs" in outputs:
+            computed["old_logprobs"] = self._logprobs(self._forward, micro)
+        for name in self._frozen.keys() & outputs:
+            computed[name] = self._logprobs(self._frozen[name], micro)
+        if self._critic is not None and (wanted := self._critic.outputs & set(outputs)):
+            computed |= self._critic.values(micro, wanted)
+        return computed
+
+    def gradient_pieces(
+        self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False, merged: bool = False
+    ) -> Pieces[StepReport]:
+        """Return a request that adds the gradient of a batch.
 
         Args:
             batch: S rows.
             spec: the loss of a token, or of a value: then the gradient is the critic's, and there are no logprobs.
             logprobs: whether the report has those of the trained tokens.
+            merged: whether other policies' pieces may be computed in the same passes, if all have adapters on one base.
 
         Raises:
             ConfigError: it is a loss of values, and there is no critic; or a penalty needs logprobs of a reference that
                 the rows do not have.
         """
-        if isinstance(loss := build_loss(spec), ValueLoss):
-            return self._critic_gradient(batch, loss)
-
-        def work() -> StepReport:
-            gradient = self.gradient(batch, spec, logprobs)
-            for micro in gradient.micro_batches:
-                gradient.loss_of(micro).backward()  # type: ignore[no-untyped-call]
-            return gradient.report()
-
-        return self.optimizer.whole_or_nothing(work)
-
-    def gradient(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False) -> Gradient:
-        """Return the losses of a batch, none of which is computed yet; see `Gradient`.
-
-        Args:
-            batch: S rows.
-            spec: the loss of a token.
-            logprobs: whether the report has those of the trained tokens.
-        """
         loss = build_loss(spec)
-        assert isinstance(loss, Loss)
         micro_batches = pack(batch, self.micro_batch_tokens)
-        return Gradient(self.model, self._forward, self.version, batch, spec, loss, micro_batches, logprobs)
+        if isinstance(loss, ValueLoss):
+            return CriticPieces(micro_batches, self._critic_for(loss), loss)
+        assert isinstance(loss, Loss)
+
+        def gradient() -> Gradient:
+            return Gradient(self.model, self._forward, self.version, batch, spec, loss, micro_batches, logprobs)
+
+        return GradientPieces(self.optimizer, gradient, self.model.base if merged else None)
 
     def _logprobs(self, model: TokenForward, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [T] of a micro-batch's trained tokens under a model, without gradient."""
         with torch.no_grad():
             return model.logprobs(micro, columns_of(micro, self.model.device))
-
-    def _critic_gradient(self, batch: Sequence[TrainSample], loss: ValueLoss) -> StepReport:
-        """Add the gradient of a batch to the critic's, see `forward_backward`."""
-        critic, micro_batches = self._critic_for(loss), pack(batch, self.micro_batch_tokens)
-
-        def work() -> StepReport:
-            sums = MetricSums([metric.name for metric in (*CRITIC_METRICS, *loss.metrics)])
-            for micro in micro_batches:
-                sums.add(critic.add_gradient(micro, loss))
-            return report_of(micro_batches, sums)
-
-        return critic.optimizer.whole_or_nothing(work)
 
     def _critic_for(self, loss: BaseLoss) -> Critic:
         if self._critic is None:

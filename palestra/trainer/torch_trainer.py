@@ -22,11 +22,12 @@ from palestra.models.mixed_adapters import MixedModel
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
-from palestra.trainer.merged import GradientRequest, UpdateRequest, groups_of, merged_gradients
+from palestra.trainer.merged import UpdateRequest, add_gradients
 from palestra.trainer.optimizer import step_together
+from palestra.trainer.pieces import GradientPieces, Pieces
 from palestra.trainer.serial import Serial
 from palestra.trainer.slots import Slots
-from palestra.trainer.torch_policy import TorchPolicy
+from palestra.trainer.torch_policy import MICRO_BATCH_TOKENS, TorchPolicy
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
@@ -53,6 +54,17 @@ class TorchTrainer:
         self._serial = Serial()
         self._slots = Slots(config.adapter_slots)
         self._mixed: dict[CausalLM, MixedModel] = {}  # by base
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Return how many tokens go through a model in one pass."""
+        device = device_of(self._config.device, "trainer.device")
+        return self._config.micro_batch_tokens or MICRO_BATCH_TOKENS[device.type]
+
+    @property
+    def most_together(self) -> int | None:
+        """Return how many policies can be computed in one pass; None: any number."""
+        return self._slots.count
 
     def version(self, policy: str) -> PolicyVersion:
         """Return the version of a policy's master weights; see `Trainer.version`."""
@@ -162,7 +174,7 @@ class TorchTrainer:
         mine.check_outputs(outputs)
         if not outputs:
             return {}
-        return await self._serial.run(lambda: self._in_slot(policy, lambda: mine.forward(batch, outputs)))
+        return await self._serial.run(lambda: self._in_slot(policy, lambda: mine.forward_pieces(batch, outputs).run()))
 
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
@@ -178,55 +190,91 @@ class TorchTrainer:
         """
         mine = self._policy(policy)
         build_loss(loss)  # a loss that is not known is no request
-        return await self._once(policy, request_id, lambda: mine.forward_backward(batch, loss, logprobs))
+        return await self._once(policy, request_id, lambda: mine.gradient_pieces(batch, loss, logprobs).run())
 
-    async def forward_backward_together(self, requests: Sequence[GradientRequest]) -> list[StepReport | Exception]:
-        """Add the gradients of several batches, as `forward_backward` does with each of them.
-
-        Rows of policies with adapters on one base go through it together, as many as fit into `micro_batch_tokens`; in
-        a deterministic trainer each policy's go by themselves. The result of a request does not depend on the others.
+    async def forward_pieces(
+        self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
+    ) -> Pieces[ForwardOutputs]:
+        """Prepare a `forward`, which `compute` then does piece by piece.
 
         Args:
-            requests: of any policies.
+            policy: its name.
+            batch: S rows.
+            outputs: the numbers that are wanted.
+
+        Raises:
+            ConfigError: see `forward`.
+        """
+        mine = self._policy(policy)
+        mine.check_outputs(outputs)
+        rows = batch if outputs else ()
+        return await self._serial.run(lambda: self._in_thread(lambda: mine.forward_pieces(rows, outputs)))
+
+    async def gradient_pieces(
+        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, logprobs: bool = False
+    ) -> Pieces[StepReport]:
+        """Prepare a `forward_backward`, which `compute` then does piece by piece.
+
+        Args:
+            policy: its name, of which no other gradient and no update may be computed until the last piece.
+            batch: S rows.
+            loss: the loss of a token or of a value, by its name.
+            logprobs: whether the report has those of the trained tokens.
+
+        Raises:
+            ConfigError: see `forward_backward`.
+        """
+        mine, merged = self._policy(policy), not self._deterministic
+        return await self._serial.run(
+            lambda: self._in_thread(lambda: mine.gradient_pieces(batch, loss, logprobs, merged))
+        )
+
+    async def compute(self, pieces: Mapping[str, Pieces[Any]]) -> dict[str, Exception]:
+        """Compute the next piece of requests in one pass.
+
+        Args:
+            pieces: by policy, with a piece left; if they are several, their `base` is the same model, and there are no
+                more than `most_together`.
 
         Returns:
-            For each its report, or what failed: then that policy's gradient is as before.
+            What has failed, by policy: then that policy is as before its request.
 
         Raises:
             NotFound: there is no policy of one of these names; nothing is computed.
         """
-        for request in requests:
-            self._policy(request.policy)
+        policies = {name: self._policy(name) for name in pieces}
+        return await self._serial.run(lambda: self._in_thread(lambda: self._compute(policies, pieces)))
 
-        def compute(new: Sequence[GradientRequest]) -> list[StepReport | Exception]:
-            found: dict[int, StepReport | Exception] = {}
-            bases = [self._policy(request.policy).model.base for request in new]
-            for places in groups_of(new, [None if self._deterministic else base for base in bases], self._slots.count):
-                found |= dict(zip(places, self._gradients([new[place] for place in places]), strict=True))
-            return [found[place] for place in range(len(new))]
+    def _compute(self, policies: Mapping[str, TorchPolicy], pieces: Mapping[str, Pieces[Any]]) -> dict[str, Exception]:
+        """Compute one pass; see `compute`."""
+        failures, ready = dict[str, Exception](), dict[str, TorchPolicy]()
+        for name, policy in policies.items():
+            try:
+                self._slots.use({**ready, name: policy})
+            except Exception as error:  # noqa: BLE001 - of this policy alone
+                failures[name] = error
+            else:
+                ready[name] = policy
+        if len(ready) == 1:
+            (name,) = ready
+            try:
+                pieces[name].compute()
+            except Exception as error:  # noqa: BLE001 - of this request alone
+                pieces[name].take_back()
+                failures[name] = error
+        elif ready:
+            parts = {name: piece for name in ready if isinstance(piece := pieces[name], GradientPieces)}
+            found = add_gradients(list(parts.values()), self._mixed_model(ready))
+            failures |= {name: error for name, error in zip(parts, found, strict=True) if error is not None}
+        return failures
 
-        keys = [(request.policy, request.request_id) for request in requests]
-        return await self._serial.run_together(
-            keys, lambda new: self._in_thread(lambda: compute([requests[place] for place in new]))
-        )
-
-    def _gradients(self, requests: Sequence[GradientRequest]) -> list[StepReport | Exception]:
-        """Add the gradients of one group of requests."""
-        policies = {request.policy: self._policy(request.policy) for request in requests}
-        try:
-            self._slots.use(policies)
-            first = policies[requests[0].policy]
-            if len(requests) == 1:
-                return [first.forward_backward(requests[0].batch, requests[0].loss)]
-        except Exception as error:  # noqa: BLE001 - of these requests alone
-            return [error] * len(requests)
-        base = first.model.base
+    def _mixed_model(self, policies: Mapping[str, TorchPolicy]) -> MixedModel:
+        """Return what computes common passes of policies on one base."""
+        base = next(iter(policies.values())).model.base
         assert base is not None
-        if (mixed := self._mixed.get(base)) is None:
-            mixed = self._mixed[base] = MixedModel(base)
-        return merged_gradients(
-            [(policies[request.policy], request) for request in requests], mixed, first.micro_batch_tokens
-        )
+        if base not in self._mixed:
+            self._mixed[base] = MixedModel(base)
+        return self._mixed[base]
 
     async def optim_step_together(self, requests: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
         """Apply the gradients of several policies in one pass, as `optim_step` does with each of them.

@@ -15,10 +15,12 @@ from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import AdapterConfig, EmbeddedEngineConfig, TrainerConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
+from palestra.errors import NotFound
 from palestra.models.loading import LoadedModels
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.trainer.merged import GradientRequest, UpdateRequest
+from palestra.trainer.tenant_trainer import TenantTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
+from palestra.trainer.work_queue import TrainingQueue
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra.types.records import TrainSample
 
@@ -29,7 +31,7 @@ RANKS = {"a": 4, "b": 1, "c": 13, "d": 4, "e": 1, "f": 13, "g": 4, "h": 1}
 
 
 class Tenants:
-    """Engine and trainer in one process, on one base, deterministic."""
+    """Engine and trainer in one process, on one base, deterministic; requests to the trainer go through the queue."""
 
     def __init__(self, names: str, dtype: torch.dtype, slots: int | None) -> None:
         self.names, self.models = list(names), LoadedModels()
@@ -47,23 +49,30 @@ class Tenants:
         }
         engine = EmbeddedEngineConfig(threads=1, dtype=precision, max_batch=40)
         self.engine = EmbeddedEngine(found, engine, deterministic=True)
-        settings = TrainerConfig(threads=1, dtype=precision, adapter_slots=slots)
+        # Small passes, so that batches are cut: into one or two pieces those of "a", into up to four those of "h".
+        settings = TrainerConfig(threads=1, dtype=precision, adapter_slots=slots, micro_batch_tokens=16)
         self.trainer = TorchTrainer(settings, 2, self.models, deterministic=True)
+        self.queue = TrainingQueue(self.trainer)
+        for name in names:
+            self.queue.add_tenant(name, 1 + ord(name) % 3)
         self.specs = {name: PolicySpec(model=TINY, adapter=adapters[name], seed=ord(name)) for name in names}
 
     async def begin(self) -> None:
         for name in self.names:
-            await self.trainer.create(name, self.specs[name])
+            await self.of(name).create("p", self.specs[name])
             await self.publish(name)
 
+    def of(self, name: str) -> TenantTrainer:
+        return TenantTrainer(self.queue, name)
+
     async def publish(self, name: str) -> None:
-        weights = await self.trainer.weights(name)
-        await self.engine.sync_weights(name, self.trainer.version(name), weights)
+        weights = await self.of(name).weights("p")
+        await self.engine.sync_weights(name, self.of(name).version("p"), weights)
 
     async def remove(self, name: str) -> None:
         self.names.remove(name)
         await self.engine.remove_policy(name)
-        await self.trainer.remove(name)
+        await self.queue.remove_tenant(name)
 
     async def row(self, name: str, step: int, number: int) -> TrainSample:
         """A sampled reply, rewarded for even tokens; tenants have prompts and replies of other lengths."""
@@ -95,30 +104,28 @@ class Tenants:
         asked = [self.row(name, step, number) for name in names for number in range(2 + ord(name) % 3)]
         rows = await asyncio.gather(*asked)
         batches = {name: [row for row in rows if row.policy == name] for name in names}
-        gradients = [
-            GradientRequest(policy=name, batch=batches[name], loss=self.loss(name), request_id=f"g{step}")
-            for name in names
-        ]
-        updates = [
-            UpdateRequest(
-                policy=name, params=OptimParams(learning_rate=0.01 * (1 + ord(name) % 4)), request_id=f"u{step}"
-            )
-            for name in names
-        ]
-        for report in await self.trainer.forward_backward_together(gradients):
-            assert not isinstance(report, Exception), report
-        for report in await self.trainer.optim_step_together(updates):
-            assert report.applied
+        await asyncio.gather(*(self.train(name, step, batches[name]) for name in names))
         for name in names:
             await self.publish(name)
         return batches
+
+    async def train(self, name: str, step: int, batch: list[TrainSample]) -> None:
+        trainer = self.of(name)
+        params = OptimParams(learning_rate=0.01 * (1 + ord(name) % 4))
+        gradient = trainer.forward_backward("p", batch, self.loss(name), f"g{step}")
+        if ord(name) % 2:  # half of the tenants send the update before they have the report
+            _, report = await asyncio.gather(gradient, trainer.optim_step("p", params, f"u{step}"))
+        else:
+            await gradient
+            report = await trainer.optim_step("p", params, f"u{step}")
+        assert report.applied
 
     def loss(self, name: str) -> LossSpec:
         return LossSpec.of(PPOClipLoss(clip_high_threshold=1.1 + 0.1 * (ord(name) % 4)))
 
     async def close(self) -> None:
         await self.engine.close()
-        await self.trainer.close()
+        await self.queue.close()
 
 
 async def run(names: str, dtype: torch.dtype, slots: int | None = None):
@@ -131,22 +138,33 @@ async def run(names: str, dtype: torch.dtype, slots: int | None = None):
                 endless = SamplingParams(temperature=1.0, max_tokens=10**6, min_tokens=10**6, seed=1)
                 stream = tenants.engine.generate(engine_request(np.arange(9, dtype=np.int32), endless, "d"))
                 await anext(stream)
+                # Its gradient is in the queue, and may be half computed; so is one whose caller goes away.
+                rows = await asyncio.gather(*(tenants.row("d", step, number) for number in range(8)))
+                gone = asyncio.create_task(tenants.of("d").forward_backward("p", rows, tenants.loss("d"), "left"))
+                kept = asyncio.create_task(tenants.of("d").forward_backward("p", rows, tenants.loss("d"), "killed"))
+                await asyncio.sleep(0.01)
+                gone.cancel()
                 await tenants.remove("d")
+                with pytest.raises(NotFound, match="the tenant 'd' was removed"):
+                    await kept
             rows = (await tenants.step(step))["a"]
             sampled.append([(row.ids.tolist(), row.logprobs[row.loss_mask].tolist()) for row in rows])
-        await tenants.trainer.weights("a")
-        optimizer = tenants.trainer._policies["a"].optimizer
+        await tenants.of("a").weights("p")
+        optimizer = tenants.trainer._policies["a/p"].optimizer
         weights = {name: p.detach().clone() for name, p in optimizer.parameters}
         for name, p in optimizer.parameters:
             weights |= {f"{key} {name}": value.clone() for key, value in optimizer.adamw.state[p].items()}
-        return sampled, weights, tenants.trainer._slots.evictions, tenants.trainer.version("a")
+        return sampled, weights, tenants.trainer._slots.evictions, tenants.of("a").version("p")
     finally:
         await tenants.close()
 
 
 @pytest.mark.slow
 async def test_tokens_and_weights_of_a_tenant_are_the_same_with_no_and_with_seven_neighbours():
-    """Of other ranks, losses, learning rates and lengths; one is killed half-way, and all are evicted and come back."""
+    """Of other ranks, losses, learning rates and lengths; one is killed half-way, and all are evicted and come back.
+
+    Every batch is cut into pieces, between which the queue computes those of others.
+    """
     dtype = await deterministic_dtype()
     sampled, weights, _, version = await run("a", dtype)
     assert version == PolicyVersion(0, STEPS)

@@ -82,14 +82,14 @@ def test_more_models_than_fit_take_turns_and_do_not_notice(tmp_path):
         with running(tmp_path / name, Limits(loaded_models=loaded, **QUICK)) as server:
             client = Client(server.url, server.key())
             models = [client.model(rank=rank, seed=rank) for rank in (2, 4, 8)]
-            futures = []
             for number in range(4):
-                for model in models:
+                for model in models:  # one after another: common passes of several round otherwise
                     model.computes(data_of(number))
-                    futures.append(model.steps(1e-2 * model.seq_id))
-            for one in futures:
-                client.result(one)
+                    client.result(model.steps(1e-2 * model.seq_id))
             results[name] = [model.logprobs() for model in models]
+            asked = [future for model in models for future in (model.computes(data_of(4)), model.steps())]
+            for future in asked:
+                client.result(future)
             in_memory = [model for model in server.server.service.models.in_memory() if model.is_loaded]
             assert len(in_memory) == min(loaded, 3)
     for few, every in zip(results["few"], results["all"], strict=True):

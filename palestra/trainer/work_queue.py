@@ -1,0 +1,409 @@
+"""A queue of the requests of many tenants before one trainer.
+
+The queue gives the trainer one pass at a time: one micro-batch, or one of each of several policies on the same base, or
+the updates of several policies. A request of many micro-batches is thereby computed in pieces, between which others get
+their turn. Requests about one policy are computed in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from palestra.errors import ConfigError, NotFound
+from palestra.trainer.fair_shares import FairShares
+from palestra.trainer.merged import UpdateRequest
+from palestra.trainer.pieces import Pieces
+from palestra.trainer.queue_load import QueueLoad, TenantLoad
+from palestra.trainer.serial import KnownRequests
+
+if TYPE_CHECKING:
+    from palestra.trainer.torch_trainer import TorchTrainer
+
+QUANTUM_PASSES = 4  # passes that a tenant of weight 1 may fill in a round
+REQUEST_TOKENS = 16  # charged for a request that is no pass: an update takes about as long
+# Seconds for which the queue waits, after a gradient, for the next request about the policy. Without them the update
+# of a learner that sends it when it has the gradient's report would stand behind the next piece of another.
+PAUSE = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class Queued:
+    """A request that waits, or is being computed.
+
+    Attributes:
+        tenant: whose it is.
+        policy: which policy it is about, by its name in the trainer.
+        call: does it in one go.
+    """
+
+    tenant: str
+    policy: str
+    call: Callable[[], Awaitable[Any]]
+    number: int = -1
+    since: float = 0.0
+    result: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(slots=True, eq=False)
+class QueuedPieces(Queued):
+    """A request that is computed in pieces, which `call` returns.
+
+    Attributes:
+        pieces: those that are left; None: `call` was not awaited yet.
+    """
+
+    pieces: Pieces[Any] | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueuedUpdate(Queued):
+    """An update of a policy's own network, which can be applied together with others.
+
+    Attributes:
+        update: its arguments.
+    """
+
+    update: UpdateRequest
+
+
+class TrainingQueue:
+    """Computes the requests of tenants with one trainer, each tenant getting its share of the tokens."""
+
+    def __init__(
+        self,
+        trainer: TorchTrainer,
+        shares: FairShares | None = None,
+        pause: float = PAUSE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Put a queue before a trainer, which from here on gets all requests through it.
+
+        Args:
+            trainer: computes.
+            shares: says who is next; None: deficit round robin with a quantum of four passes.
+            pause: seconds for which the queue waits, after a gradient, for the next request about the policy.
+            clock: monotonic seconds.
+        """
+        self.trainer = trainer
+        self._shares = shares or FairShares(QUANTUM_PASSES * trainer.micro_batch_tokens)
+        self._pause, self._clock = pause, clock
+        self._tenants: dict[str, TenantLoad] = {}
+        self._policies: dict[str, str] = {}  # of the trainer, with their tenants
+        self._lines: dict[str, deque[Queued]] = {}  # by policy; none is empty
+        self._known = KnownRequests()
+        self._expected, self._came = set[str](), asyncio.Event()
+        self._working: asyncio.Task[None] | None = None
+        self._numbers, self._passes, self._merged = 0, 0, 0
+
+    def add_tenant(self, tenant: str, weight: float = 1.0) -> None:
+        """Admit a tenant, or change the weight of one.
+
+        Args:
+            tenant: its name, without `/`.
+            weight: its share of the tokens beside those of others.
+
+        Raises:
+            ConfigError: the name or the weight can't be used.
+        """
+        if not tenant or "/" in tenant:
+            raise ConfigError(f"a tenant can't be called {tenant!r}: names are not empty, and have no /")
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"the weight of the tenant {tenant!r} is {weight:g}, and has to be positive")
+        self._shares.add(tenant, weight)
+        known = self._tenants.get(tenant, TenantLoad(tenant=tenant, weight=weight))
+        self._tenants[tenant] = known.with_weight(weight)
+
+    async def remove_tenant(self, tenant: str) -> None:
+        """Remove a tenant and its policies, also in the middle of its requests; those that wait fail.
+
+        Args:
+            tenant: its name.
+
+        Raises:
+            NotFound: there is no such tenant.
+        """
+        self._check(tenant)
+        del self._tenants[tenant]
+        policies = set(self.policies(tenant))
+        for policy, line in list(self._lines.items()):
+            if line[0].tenant == tenant:
+                policies.add(policy)  # which may be about to be created
+                for request in list(line):
+                    self._fail(request, NotFound(f"the tenant {tenant!r} was removed"))
+        removals = [Queued(tenant, policy, self._removal(policy)) for policy in sorted(policies)]
+        for removal in removals:
+            self._known.forget(removal.policy)
+            self._append(removal)
+        ended = asyncio.gather(*(removal.result for removal in removals), return_exceptions=True)
+        for failure in await asyncio.shield(ended):
+            if failure is not None and not isinstance(failure, NotFound):  # a policy that was never created
+                raise failure
+        if tenant not in self._tenants:  # no tenant has come back under the name
+            self._shares.remove(tenant)
+
+    def submit(self, request: Queued, request_id: str | None = None) -> asyncio.Future[Any]:
+        """Queue a request, and return its result, which cancelling the caller must not cancel.
+
+        Args:
+            request: of a tenant.
+            request_id: names it among those about the policy; None: each is a new one.
+
+        Returns:
+            The result of the request that had the id first, unless that has failed.
+
+        Raises:
+            NotFound: there is no such tenant.
+        """
+        self._check(request.tenant)
+        if request_id is not None:
+            if (known := self._known.find(request.policy, request_id)) is not None:
+                return known
+            self._known.remember(request.policy, request_id, request.result)
+        self._append(request)
+        return request.result
+
+    def submit_creation(self, request: Queued) -> asyncio.Future[Any]:
+        """Queue a request that makes a policy; see `submit`."""
+        create = request.call
+
+        async def call() -> None:
+            await create()
+            self._policies[request.policy] = request.tenant
+
+        request.call = call
+        return self.submit(request)
+
+    def submit_removal(self, tenant: str, policy: str) -> asyncio.Future[Any]:
+        """Queue the removal of a policy; ids of earlier requests about the policy are forgotten.
+
+        Args:
+            tenant: whose it is.
+            policy: its name in the trainer.
+        """
+        result = self.submit(Queued(tenant, policy, self._removal(policy)))
+        self._known.forget(policy)
+        return result
+
+    def policies(self, tenant: str) -> list[str]:
+        """Return the names in the trainer of a tenant's policies."""
+        return [policy for policy, owner in self._policies.items() if owner == tenant]
+
+    def load(self) -> QueueLoad:
+        """Return what waits, and what was computed for whom."""
+        now, waiting = self._clock(), [request for line in self._lines.values() for request in line]
+        return QueueLoad(
+            tenants=tuple(
+                known.with_waiting([now - request.since for request in waiting if request.tenant == name])
+                for name, known in self._tenants.items()
+            ),
+            passes=self._passes,
+            merged_passes=self._merged,
+        )
+
+    async def close(self) -> None:
+        """Compute everything that waits, and close the trainer."""
+        if self._working is not None:
+            await asyncio.shield(self._working)
+        await self.trainer.close()
+
+    def _check(self, tenant: str) -> None:
+        if tenant not in self._tenants:
+            raise NotFound(f"there is no tenant {tenant!r}")
+
+    def _removal(self, policy: str) -> Callable[[], Awaitable[None]]:
+        """Return a call that removes a policy from the trainer."""
+
+        async def call() -> None:
+            await self.trainer.remove(policy)
+            self._policies.pop(policy, None)
+
+        return call
+
+    def _append(self, request: Queued) -> None:
+        """Put a request behind the others about its policy, and have the queue work."""
+        self._numbers += 1
+        request.number, request.since = self._numbers, self._clock()
+        request.result.add_done_callback(_retrieve)
+        self._lines.setdefault(request.policy, deque()).append(request)
+        self._expected.discard(request.policy)
+        if not self._expected:
+            self._came.set()
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work(), name="palestra-training-queue")
+
+    async def _work(self) -> None:
+        """Compute the requests of all tenants until none waits."""
+        try:
+            while self._lines:
+                heads = sorted((line[0] for line in self._lines.values()), key=lambda head: head.number)
+                tenant = self._shares.choose(list(dict.fromkeys(head.tenant for head in heads)))
+                first = next(head for head in heads if head.tenant == tenant)
+                if isinstance(first, QueuedPieces):
+                    await self._compute_pass(first, heads)
+                elif isinstance(first, QueuedUpdate):
+                    await self._update(first, heads)
+                else:
+                    self._charge([first], REQUEST_TOKENS)
+                    await self._finish(first)
+        except BaseException as error:  # a fault of the queue's own, or the event loop ends: no other task will answer
+            for request in [request for line in self._lines.values() for request in line]:
+                if isinstance(error, Exception):
+                    self._fail(request, error)
+                else:
+                    request.result.cancel()
+            self._lines.clear()
+            raise
+
+    async def _compute_pass(self, first: QueuedPieces, heads: Sequence[Queued]) -> None:
+        """Compute the next piece of a request, and in the same pass those of others that fit.
+
+        Args:
+            first: whose turn it is.
+            heads: the first request about each policy.
+        """
+        pieces = await self._begin(first)
+        if pieces is None:
+            return
+        parts = await self._joined(first, pieces, heads)
+        if not parts:
+            return
+        for part, pieces in parts:
+            self._charge([part], pieces.tokens)
+        self._passes += 1
+        self._merged += len(parts) > 1
+        try:
+            failures = await self.trainer.compute({part.policy: pieces for part, pieces in parts})
+        except Exception as error:  # noqa: BLE001 - the requests fail, and the queue goes on
+            failures = {part.policy: error for part, _ in parts}
+        ended = list[str]()
+        for part, pieces in parts:
+            if part.policy in failures:
+                self._fail(part, failures[part.policy])
+            elif not pieces.tokens:
+                self._answer(part, pieces.result())
+                ended.append(part.policy)
+        await self._pause_for(ended)
+
+    async def _begin(self, request: QueuedPieces) -> Pieces[Any] | None:
+        """Return the pieces of a request; None: there is nothing to compute, or they could not be made."""
+        if request.pieces is None:
+            try:
+                request.pieces = await request.call()
+            except Exception as error:  # noqa: BLE001 - the request fails, and the queue goes on
+                self._charge([request], REQUEST_TOKENS)
+                self._fail(request, error)
+                return None
+        if request.result.done():  # its tenant was removed
+            return None
+        if not request.pieces.tokens:  # a batch without rows
+            self._charge([request], REQUEST_TOKENS)
+            self._answer(request, request.pieces.result())
+            return None
+        return request.pieces
+
+    async def _joined(
+        self, first: QueuedPieces, its: Pieces[Any], heads: Sequence[Queued]
+    ) -> list[tuple[QueuedPieces, Pieces[Any]]]:
+        """Return the requests of one pass with their pieces: one request, and in the order of arrival those that fit.
+
+        Args:
+            first: whose turn it is.
+            its: pieces of `first`.
+            heads: the first request about each policy.
+        """
+        parts, base, tokens = [(first, its)], its.base, its.tokens
+        if base is None:
+            return parts
+        for head in heads:
+            if len(parts) == self.trainer.most_together or tokens >= self.trainer.micro_batch_tokens:
+                break
+            if head is first or not isinstance(head, QueuedPieces) or not self._shares.may_use(head.tenant):
+                continue
+            pieces = await self._begin(head)
+            if pieces and pieces.base is base and tokens + pieces.tokens <= self.trainer.micro_batch_tokens:
+                parts.append((head, pieces))
+                tokens += pieces.tokens
+        return [part for part in parts if not part[0].result.done()]  # a tenant may have been removed meanwhile
+
+    async def _update(self, first: QueuedUpdate, heads: Sequence[Queued]) -> None:
+        """Apply an update, and in the same pass those of others.
+
+        Args:
+            first: whose turn it is.
+            heads: the first request about each policy.
+        """
+        others = (
+            head
+            for head in heads
+            if isinstance(head, QueuedUpdate) and head is not first and self._shares.may_use(head.tenant)
+        )
+        parts = [first, *others][: self.trainer.most_together]
+        self._charge(parts, REQUEST_TOKENS)
+        found: Sequence[Any]
+        try:
+            found = await self.trainer.optim_step_together([part.update for part in parts])
+        except Exception as error:  # noqa: BLE001 - the requests fail, and the queue goes on
+            found = [error] * len(parts)
+        for part, report in zip(parts, found, strict=True):
+            if isinstance(report, Exception):
+                self._fail(part, report)
+            else:
+                self._answer(part, report)
+
+    async def _finish(self, request: Queued) -> None:
+        """Do the whole of a request, and answer."""
+        try:
+            found = await request.call()
+        except Exception as error:  # noqa: BLE001 - the request fails, and the queue goes on
+            self._fail(request, error)
+        else:
+            self._answer(request, found)
+
+    def _charge(self, requests: Iterable[Queued], tokens: int) -> None:
+        """Take tokens off the shares of the tenants of requests."""
+        for request in requests:
+            self._shares.charge(request.tenant, tokens)
+            if (known := self._tenants.get(request.tenant)) is not None:
+                self._tenants[request.tenant] = known.with_tokens(tokens)
+
+    def _answer(self, request: Queued, result: Any) -> None:
+        """End a request with its result."""
+        self._leave(request)
+        if not request.result.done():
+            request.result.set_result(result)
+
+    def _fail(self, request: Queued, error: Exception) -> None:
+        """End a request with an error."""
+        self._leave(request)
+        if not request.result.done():
+            request.result.set_exception(error)
+
+    def _leave(self, request: Queued) -> None:
+        """Take a request out of its line, unless that was dropped with its tenant."""
+        line = self._lines.get(request.policy)
+        if line is not None and line[0] is request:
+            line.popleft()
+            if not line:
+                del self._lines[request.policy]
+
+    async def _pause_for(self, policies: Iterable[str]) -> None:
+        """Wait a moment for the next requests about policies that have just got a gradient, unless they are there."""
+        self._expected = {policy for policy in policies if policy not in self._lines}
+        if self._expected:
+            self._came.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pause):
+                    await self._came.wait()
+            self._expected = set()
+
+
+def _retrieve(result: asyncio.Future[Any]) -> None:
+    """Look at the error of a request whose caller may be gone, so that asyncio does not log it."""
+    if not result.cancelled():
+        result.exception()
