@@ -285,6 +285,13 @@ class EngineFailure(PalestraError):
     retryable = True
 
 
+class BaseServerLost(EngineFailure):
+    """The connection to a base server was lost, or the server has been started again and has forgotten the job.
+
+    The job begins again from its newest checkpoint.
+    """
+
+
 class ConnectionLost(PalestraError):
     """The client could not reach the server for longer than its `retry_seconds` allow."""
 
