@@ -51,6 +51,9 @@ class GivenBase:
     async def sample(self, name: str, spec: SamplerSpec) -> None:
         await self.engine.add_policy(name, "policy", FIRST_VERSION, None)
 
+    def is_base(self, model: str) -> bool:
+        return False
+
     def check(self, spec: Any) -> None:
         return
 

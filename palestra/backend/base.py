@@ -86,6 +86,10 @@ class SharedBase(Protocol):
         """
         ...
 
+    def is_base(self, model: str) -> bool:
+        """Return whether a model is the base itself."""
+        ...
+
     def check(self, spec: PolicySpec) -> None:
         """Look whether the trainer may have a policy.
 

@@ -202,7 +202,7 @@ class HostedJob:
 
     def _check_folder(self, model: str | None) -> None:
         """Refuse a model in a folder that is not the tenant's; the base itself may be in any."""
-        if model is not None and Path(model).is_absolute() and model != self._base.description.model:
+        if model is not None and Path(model).is_absolute() and not self._base.is_base(model):
             self._allowed(Path(model))
 
     def _check_spec(self, spec: PolicySpec) -> None:

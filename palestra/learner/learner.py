@@ -136,7 +136,8 @@ class Learner:
         """Train from the last checkpoint to the last step of the job."""
         unfinished = await self._restore()
         await self._open_engine()
-        self._progress.move(JobState.RUNNING)
+        if self._progress.state is not JobState.RUNNING:  # it is, where a job goes on after the loss of its base server
+            self._progress.move(JobState.RUNNING)
         await self._event("running", {"step": self._progress.step, "version": self._progress.version})
         await self._unless_stopped(self._wait_for_tasks())
         finished = unfinished is None
