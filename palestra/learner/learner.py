@@ -199,8 +199,9 @@ class Learner:
             await self._store.log.set_fact("config_digest", self._config.digest())
         self._folder.write_config(self._config)
         state = await self._checkpoints.load()
+        # Also without a checkpoint: a job that has lost its base server has made steps in this process already.
+        self._progress.step = 0 if state is None else int(state["step"])
         if state is not None:
-            self._progress.step = int(state["step"])
             self._wall_before = float(state["wall_seconds"])
         await self._pools.check(self._progress.step)
         await self._budget.restore(self._progress.step)
