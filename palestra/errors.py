@@ -23,6 +23,7 @@
     ├── TooManyRequests              429  retry after `retry_after_seconds`
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
+    │   └── BaseServerLost           503  a base server has forgotten the job
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
@@ -283,6 +284,13 @@ class EngineFailure(PalestraError):
 
     http_status = 503
     retryable = True
+
+
+class BaseServerLost(EngineFailure):
+    """The connection to a base server was lost, or the server has been started again and has forgotten the job.
+
+    The job begins again from its newest checkpoint.
+    """
 
 
 class ConnectionLost(PalestraError):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from palestra import __version__
 from palestra.cli import (
     algorithms,
+    base,
     check,
     compare,
     completion,
@@ -64,6 +65,7 @@ COMMANDS = (
     export,
     rotate_key,
     seat_key,
+    base,
     tinker,
     serve,
     submit,

@@ -21,6 +21,7 @@ from palestra.config.renames import in_first_names
 from palestra.config.roles import AgentName, Roles, check_pools
 from palestra.config.seats import SeatsConfig
 from palestra.config.section import Identifier, Positive, Seconds, Section
+from palestra.config.shared_base import check_bases
 from palestra.config.trained import check_trained
 from palestra.errors import ConfigError
 
@@ -293,6 +294,11 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _is_on_one_base(self) -> JobConfig:
+        check_bases(self)
+        return self
+
+    @model_validator(mode="after")
     def _can_be_trained(self) -> JobConfig:
         if self.kind == "training":
             check_trained(self)
@@ -311,6 +317,14 @@ class JobConfig(Section):
     def folder(self) -> Path:
         """Return the run's folder: `run_dir`, or `runs/<name>`."""
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name
+
+    @property
+    def base(self) -> str | None:
+        """Return the address of the base server that samples and trains for the job, or `shared`; None: there is none.
+
+        A job with a fake engine needs none, whatever its policies say.
+        """
+        return None if self.engine.kind == "fake" else next(iter(self.policies.values())).base
 
     @property
     def trained_policies(self) -> tuple[str, ...]:
@@ -417,7 +431,8 @@ class JobConfig(Section):
                 key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
             }
         left_out["policies"] = {
-            name: _unused_of_policy(policy, with_unused) for name, policy in self.policies.items() if not policy.frozen
+            name: {"base": True} if policy.frozen else _unused_of_policy(policy, with_unused)
+            for name, policy in self.policies.items()
         }
         if not self.roles:
             left_out["roles"] = True
@@ -440,7 +455,7 @@ def _unused_of_algorithm(section: AlgorithmConfig, with_unused: bool) -> dict[st
 
 def _unused_of_policy(policy: PolicyConfig, with_unused: bool) -> dict[str, Any]:
     """Return what of a trained policy's table is not part of what is trained, as pydantic's `exclude`."""
-    found: dict[str, Any] = {"frozen": True}
+    found: dict[str, Any] = {"frozen": True, "base": True}  # a base server may move
     if policy.algorithm is not None:
         found["algorithm"] = _unused_of_algorithm(policy.algorithm, with_unused)
     elif not with_unused:

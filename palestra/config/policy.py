@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.optimizer import OptimizerConfig
 from palestra.config.section import UNLIMITED, Positive, Section
+from palestra.config.shared_base import check_address
 
 DEFAULT_CONTEXT = 4096
 _OF_TRAINING = ("optimizer", "algorithm", "updates")  # keys that a frozen policy does not have
@@ -104,6 +105,12 @@ class PolicyConfig(Section):
         description="Train an adapter (LoRA) of the model, whose own weights stay as they are and are in memory once "
         "for the engine and the trainer, as long as both have the same `dtype` and device. None: train all weights.",
     )
+    base: Annotated[str, AfterValidator(check_address)] | None = Field(
+        None,
+        description="Base server that has `model` in memory and samples and trains for this job, beside others: its "
+        "address, such as `unix:runs/base/socket` or `ws://127.0.0.1:7413`, or `shared` where a service chooses one. "
+        "Such a policy has an adapter or is frozen. None: the job has a model of its own.",
+    )
     frozen: bool = Field(
         False,
         strict=True,  # a text such as "false" would be true to those who read what is not checked yet
@@ -132,6 +139,8 @@ class PolicyConfig(Section):
             dumped = {key: value for key, value in dumped.items() if key not in _OF_TRAINING}
         if self.adapter is None:  # so that runs of versions without adapters have the digest that they had
             dumped.pop("adapter", None)
+        if self.base is None:
+            dumped.pop("base", None)
         return dumped
 
 

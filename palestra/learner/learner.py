@@ -137,7 +137,8 @@ class Learner:
         """Train from the last checkpoint to the last step of the job."""
         unfinished = await self._restore()
         await self._open_engine()
-        self._progress.move(JobState.RUNNING)
+        if self._progress.state is not JobState.RUNNING:  # it is, where a job goes on after the loss of its base server
+            self._progress.move(JobState.RUNNING)
         await self._event("running", {"step": self._progress.step, "version": self._progress.version})
         await self._unless_stopped(self._wait_for_tasks())
         finished = unfinished is None
@@ -199,8 +200,9 @@ class Learner:
             await self._store.log.set_fact("config_digest", self._config.digest())
         self._folder.write_config(self._config)
         state = await self._checkpoints.load()
+        # Also without a checkpoint: a job that has lost its base server has made steps in this process already.
+        self._progress.step = 0 if state is None else int(state["step"])
         if state is not None:
-            self._progress.step = int(state["step"])
             self._wall_before = float(state["wall_seconds"])
         await self._pools.check(self._progress.step)
         await self._budget.restore(self._progress.step)

@@ -74,7 +74,7 @@ def check_job(config: JobConfig) -> list[Finding]:
     checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices]
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
-    if not isinstance(config.engine, FakeEngineConfig):
+    if not isinstance(config.engine, FakeEngineConfig) and config.base is None:
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
 
@@ -160,7 +160,7 @@ def _folder(config: JobConfig) -> Iterator[Finding]:
 
 def _devices(config: JobConfig) -> Iterator[Finding]:
     """Look for a device that is not there, and for a GPU in a job that is to be deterministic."""
-    if isinstance(config.engine, FakeEngineConfig):
+    if isinstance(config.engine, FakeEngineConfig) or config.base is not None:
         return
     import torch
 

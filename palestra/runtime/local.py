@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -32,9 +32,11 @@ from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import Parts, build_parts
+from palestra.runtime.renewal import Renewal
 from palestra.runtime.role_check import agents_of, check_roles
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
+from palestra.runtime.shared_base import BaseConnection, connect_base
 from palestra.runtime.tasks import load_tasks, read_files
 from palestra.server import DataPlane, KeyRing
 from palestra.session import Sameness, SeatBook, SessionContext, Sessions
@@ -44,6 +46,7 @@ from palestra.store.key_files import SecretFile, publish_key
 from palestra.threads import in_thread
 from palestra.tracking.launch import tracking
 from palestra.tracking.registry import check_trackers
+from palestra.trainer.base import Trainer
 from palestra.types.progress import JobProgress, Phase, PhaseProgress
 from palestra.types.records import Task
 from palestra.types.states import JobState
@@ -69,6 +72,7 @@ class LocalJob:
         folder: RunFolder,
         resumed: bool,
         pool: RunnerPool | None,
+        renewal: Renewal | None = None,
     ) -> None:
         """Assemble a job; `run` runs it.
 
@@ -80,7 +84,9 @@ class LocalJob:
             folder: files of the run.
             resumed: whether workers of an earlier process may come back.
             pool: plays episodes in this process; None: no episodes are played here.
+            renewal: what is done when the base server has forgotten the job; None: it has none.
         """
+        self._renewal, self._stopping = renewal, False
         self._work, self.plane, self.url, self.folder = work, plane, url, folder
         self._engine, self._pool = engine, pool
         self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
@@ -103,6 +109,7 @@ class LocalJob:
 
     def stop(self) -> None:
         """Make the job save and end, after finishing or dropping the present step; end the serving of a model."""
+        self._stopping = True
         self._work.stop()
 
     async def run(self) -> None:
@@ -119,10 +126,35 @@ class LocalJob:
 
     async def _play_and_work(self) -> None:
         """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
-        parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed(), self._store_lost()]
+        parts: list[Coroutine[Any, Any, None]] = [self._work_on(), self._engine_failed(), self._store_lost()]
         if self._pool is not None:
             parts.append(self._pool.run())
         await race(*parts)
+
+    async def _work_on(self) -> None:
+        """Run the work to its end, and begin it again whenever the base server has forgotten the job."""
+        renewal = self._renewal
+        if renewal is None:
+            await self._work.run()
+        elif isinstance(self._work, Learner):
+            while not await renewal.unless_lost(self._work.run()):
+                self._work = await self._renewed(renewal) or self._work
+                if self._stopping:
+                    self._work.stop()
+        else:
+            await race(self._work.run(), self._renew_for_ever(renewal))
+
+    async def _renew_for_ever(self, renewal: Renewal) -> None:
+        while True:
+            await renewal.base.lost()
+            await self._renewed(renewal)
+
+    async def _renewed(self, renewal: Renewal) -> Learner | None:
+        """Begin anew at the base server, and record that."""
+        text = "the base server was started again; the job goes on from its newest checkpoint"
+        self.progress.enter(text)
+        await self.plane.store.log.add_event("base_lost", {"step": self.progress.step, "text": text})
+        return await renewal.renew()
 
     async def _engine_failed(self) -> None:
         """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""
@@ -197,16 +229,14 @@ async def local_job(
         trained = (
             config if scored is None else config.model_copy(update={"kind": "inference"})
         )  # scoring needs no trainer
-        parts = await in_thread(lambda: build_parts(trained, weights))  # in a thread of its own, not of a pool
+        parts, base = await _parts(trained, weights or {})
         runtimes = parts.policies.runtimes
         config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
         if resumed:
             await parts.engine.pause()  # until the learner has published the run's weights
         store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
-            if parts.trainer is not None:
-                for name, algorithm in algorithms.items():
-                    await parts.trainer.create(name, policy_spec(config, algorithm, name, weights or {}))
+            await _create_policies(config, parts.trainer, algorithms, weights or {})
             if scored is None:
                 await load_tasks(store.tasks, config, tasks, given)
             fault_point("during_start")
@@ -241,14 +271,10 @@ async def local_job(
                 started_at=time.time(),
             )
             pool, lock = _runners(config, plane.sessions, progress, play)
-            work: Learner | Serving | Scoring
-            if scored is not None:
-                await _first_versions(config, parts, store)
-                work = Scoring(config, store, parts.engine, folder, progress, scored)
-            elif parts.trainer is None:
-                work = Serving(config, store.log, folder, progress, report, context.counts)
-            else:
-                work = Learner(
+
+            async def learner(algorithms: Mapping[str, Algorithm]) -> Learner:
+                assert parts.trainer is not None
+                made = Learner(
                     config,
                     store,
                     parts.trainer,
@@ -260,20 +286,79 @@ async def local_job(
                     report,
                     lock,
                 )
-                await work.prepare()
+                await made.prepare()
+                return made
+
+            async def again() -> Learner | None:
+                fresh = _algorithms(config, play, own_code) if algorithms else {}
+                await _create_policies(config, parts.trainer, fresh, weights or {})
+                return await _begun_again(config, parts, store, scored is not None, lambda: learner(fresh))
+
+            work: Learner | Serving | Scoring
+            if scored is not None:
+                await _first_versions(config, parts, store)
+                work = Scoring(config, store, parts.engine, folder, progress, scored)
+            elif parts.trainer is None:
+                work = Serving(config, store.log, folder, progress, report, context.counts)
+            else:
+                work = await learner(algorithms)
             async with (
                 served(create_job_app(plane), listener, plane.stop, plane.connections),
                 _watched(store, progress, plane.sessions.seats),
                 tracking(folder.path, trackers),
             ):
                 start.succeeded = True
-                yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
+                renewal = None if base is None else Renewal(base, again)
+                yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal)
         finally:
             await parts.engine.close()
             for runtime in runtimes.values():
                 runtime.grammars.close()
             if parts.trainer is not None:
                 await parts.trainer.close()
+
+
+async def _create_policies(
+    config: JobConfig, trainer: Trainer | None, algorithms: Mapping[str, Algorithm], weights: Mapping[str, str]
+) -> None:
+    """Give the trainer the policies that are trained.
+
+    Args:
+        config: the job.
+        trainer: without them; None: nothing is trained.
+        algorithms: of each of these policies.
+        weights: see `local_job`.
+    """
+    if trainer is not None:
+        for name, algorithm in algorithms.items():
+            await trainer.create(name, policy_spec(config, algorithm, name, weights))
+
+
+async def _parts(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, BaseConnection | None]:
+    """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
+    if config.base is not None:
+        return await connect_base(config, weights)
+    return await in_thread(lambda: build_parts(config, weights)), None  # in a thread of its own, not of a pool
+
+
+async def _begun_again(
+    config: JobConfig, parts: Parts, store: RunStore, scores: bool, learner: Callable[[], Awaitable[Learner]]
+) -> Learner | None:
+    """Return a learner that begins at the newest checkpoint; None: the job trains nothing, and calls may begin.
+
+    Args:
+        config: the job.
+        parts: of the job, whose base server has its policies again.
+        store: of the job.
+        scores: whether the models are scored.
+        learner: makes a learner.
+    """
+    if parts.trainer is not None:
+        return await learner()
+    if scores:
+        await _first_versions(config, parts, store)
+    await parts.engine.resume()
+    return None
 
 
 def _seats(config: JobConfig, store: RunStore) -> SeatBook | None:

@@ -122,8 +122,8 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
 
     from palestra.engine.embedded.engine import token_budget
     from palestra.engine.embedded.model_runner import PolicyModel
+    from palestra.grammars.vocabulary import vocabulary_of
     from palestra.models.device import device_of
-    from palestra.models.grammar_masks import vocabulary_of
 
     policy, dtype = config.policies[name], getattr(torch, settings.dtype)
     device = device_of(settings.device, "engine.device")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.errors import ConfigError
 from palestra.http.server import listen, served, url_of
+from palestra.http.tenant_keys import Tenants
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
 from palestra.tinker.bases import Base, Bases
@@ -19,7 +20,6 @@ from palestra.tinker.limits import Limits
 from palestra.tinker.routes import create_tinker_app
 from palestra.tinker.service import TinkerService
 from palestra.tinker.tables import open_journal
-from palestra.tinker.tenants import Tenants
 from palestra.types.calls import PolicyVersion
 from palestra.waiting import race
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 KEPT = 2  # checkpoints of a model from which it is restored: the newest, and one for when that is damaged
 JOURNAL, KEYS = "tinker.db", "keys"
+PREFIX = "tml-"  # clients refuse keys that begin with something else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +92,7 @@ async def tinker_server(options: TinkerOptions) -> AsyncIterator[TinkerServer]:
         ModelError: a base model can't be loaded.
     """
     with starting_in(options.folder) as start:
-        tenants = Tenants(options.folder / KEYS, options.tenants)
+        tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
         listener = listen(options.host, options.port)
         with contextlib.closing(listener):
             engine, models, bases = await in_thread(lambda: _load(options), daemon=False)

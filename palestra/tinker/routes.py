@@ -18,6 +18,7 @@ from palestra.http.app import PUBLIC, build_app
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.errors import Failure
 from palestra.http.guard import bearer
+from palestra.http.tenant_keys import Tenants
 from palestra.threads import WorkPool
 from palestra.tinker import protobuf
 from palestra.tinker.downloads import FILES, Links, add_downloads
@@ -25,7 +26,6 @@ from palestra.tinker.limits import Limits
 from palestra.tinker.listing import add_listing
 from palestra.tinker.service import TinkerService
 from palestra.tinker.tables import DONE, FORGOTTEN, PENDING
-from palestra.tinker.tenants import Tenants
 from palestra.tinker.wire import (
     CreateSession,
     Finish,

@@ -48,9 +48,19 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
     """
     final = folder / f"step-{step:06d}"
     _write_whole(final, folder / f".writing-{step:06d}", step, fill, state, "checkpoint_rename")
+    keep_newest(folder, keep)
+    return final
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Remove all finished checkpoints in a folder but the newest.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many stay.
+    """
     for old in found(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def write_weights(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:

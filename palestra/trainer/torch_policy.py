@@ -17,9 +17,9 @@ from palestra.errors import CheckpointError, ConfigError
 from palestra.faults import fault_point
 from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
+from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import return_freed_memory
-from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer import checkpoint
 from palestra.trainer.base import Network, OptimParams, OptimReport, StepReport
 from palestra.trainer.constraints import GrammarMasks, choices_of, grammar_problem

@@ -8,41 +8,60 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from backends import served
 from unit.building import engine_request
 
-from palestra.config import EmbeddedEngineConfig
+from palestra.backend.base import SamplerSpec
+from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import EngineFailure
 from palestra.models.causal_lm import load_causal_lm
 from palestra.models.weights import LocalWeights
+from palestra.trainer.base import PolicySpec
+from palestra.trainer.fake import FakeTrainer
+from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)
 
 
-@pytest.fixture(params=["fake", "embedded"])
-async def engine(request):
+@pytest.fixture(params=["fake", "embedded", "fake over a socket", "embedded over a socket"])
+async def kit(request, tmp_path):
+    """An engine, and the weights that its trainer would hand over."""
     torch.set_num_threads(1)
-    if request.param == "fake":
+    kind, _, socket = request.param.partition(" ")
+    if kind == "fake":
         made = FakeEngine(digits_script(12, 258))
+        weights, trainer = LocalWeights(()), FakeTrainer(2)
     else:
         model = load_causal_lm("tiny-random", torch.float32)
         policy = PolicyModel(model=model, stop_ids=frozenset((258,)))
         made = EmbeddedEngine({"policy": policy}, EmbeddedEngineConfig(threads=1, dtype="float32"))
-    yield made
+        weights = LocalWeights([(name, p.detach() * 2) for name, p in model.named_parameters()])
+        trainer = TorchTrainer(TrainerConfig(threads=1, dtype="float32"), 2)
+    if not socket:
+        yield made, weights
+    else:
+        async with served(made, trainer, tmp_path) as base:
+            engine, remote = await base.job()
+            await engine.sample("policy", SamplerSpec(model="tiny-random"))
+            await remote.create("policy", PolicySpec(model="tiny-random"))
+            yield engine, await remote.weights("policy")
     await made.close()
+    await trainer.close()
 
 
 @pytest.fixture
-def weights(engine):
-    """What the engine's trainer would hand over."""
-    if isinstance(engine, FakeEngine):
-        return LocalWeights(())
-    model = engine._policies["policy"].model
-    return LocalWeights([(name, p.detach() * 2) for name, p in model.named_parameters()])
+def engine(kit):
+    return kit[0]
+
+
+@pytest.fixture
+def weights(kit):
+    return kit[1]
 
 
 async def pieces_of(engine, sampling=SAMPLING, prompt=PROMPT):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from backends import served
 from unit.building import make_sample
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
+from palestra.backend.base import SamplerSpec
+from palestra.backend.engine import RemoteEngine
+from palestra.backend.trainer import RemoteTrainer
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
@@ -30,20 +36,37 @@ PARAMS = OptimParams(learning_rate=1e-3)
 class Kit:
     """A kind of trainer: how to make one, and what its weights are."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.kind = kind
+        self.kind, _, socket = kind.partition(" ")
         self.made: list = []
+        self._folder = folder if socket else None  # of sockets and checkpoints
+        self._stack = contextlib.AsyncExitStack()
+        # What a trainer over a socket stands for, and how the names of its policies begin there.
+        self._behind: dict = {}
+        self._links: list = []
+        self._shared_engine = None
 
     async def trainer(self, *policies: str):
         """A trainer with these policies, or with `policy`."""
         made = FakeTrainer(2) if self.kind == "fake" else TorchTrainer(TrainerConfig(threads=1, dtype="float32"), 2)
         self.made.append(made)
+        if self._folder is not None:
+            made = await self._over_socket(made)
         for policy in policies or ("policy",):
             await made.create(policy, PolicySpec(model="tiny-random"))
         return made
 
-    def engine(self):
+    async def engine(self):
+        """An engine that reads the weights of the newest trainer."""
+        if not self._behind:
+            return self._made_engine()
+        link, name = self._links[-1], "policy"
+        engine = RemoteEngine(link)
+        await engine.sample(name, SamplerSpec(model="tiny-random"))
+        return engine
+
+    def _made_engine(self):
         if self.kind == "fake":
             made = FakeEngine(digits_script(4, 258))
         else:
@@ -52,19 +75,47 @@ class Kit:
         self.made.append(made)
         return made
 
+    async def _over_socket(self, trainer):
+        """What stands for a trainer in a job's process. All servers have one engine."""
+        if self._shared_engine is None:
+            self._shared_engine = self._made_engine()
+        number = len(self._links)
+        base = await self._stack.enter_async_context(
+            served(self._shared_engine, trainer, self._folder, socket=f"socket-{number}")
+        )
+        self._links.append(await base.link(job=f"job-{number}"))
+        made = RemoteTrainer(self._links[-1], 2)
+        self._behind[made] = trainer, f"ada/job-{number}/"
+        return made
+
+    def sampled(self):
+        """The policy of the engine that `engine` has given, as its weights by name."""
+        if not self._behind:
+            (engine,) = (made for made in self.made if isinstance(made, EmbeddedEngine))
+            name = "policy"
+        else:
+            engine, name = self._shared_engine, f"ada/job-{len(self._links) - 1}/policy"
+        return dict(engine._policies[name].model.named_parameters())
+
+    async def close(self):
+        await self._stack.aclose()
+        for made in self.made:
+            await made.close()
+
     def weights(self, trainer, policy: str = "policy"):
+        trainer, prefix = self._behind.get(trainer, (trainer, ""))
+        policy = prefix + policy
         if self.kind == "fake":
             return trainer.digest(policy)
         named = trainer._policies[policy].parameters
         return torch.cat([p.detach().flatten() for _, p in named]).numpy().tobytes()
 
 
-@pytest.fixture(params=["fake", "torch"])
-async def kit(request):
-    kit = Kit(request.param)
+@pytest.fixture(params=["fake", "torch", "fake over a socket", "torch over a socket"])
+async def kit(request, tmp_path):
+    kit = Kit(request.param, tmp_path)
     yield kit
-    for made in kit.made:
-        await made.close()
+    await kit.close()
 
 
 def batch(seed: int = 0):
@@ -197,14 +248,15 @@ async def test_the_checkpoint_of_one_step_is_loaded_or_that_it_is_damaged_is_sai
 
 
 async def test_weights_are_those_of_the_present_version_for_an_engine_to_read(kit):
-    trainer, engine = await kit.trainer(), kit.engine()
+    trainer = await kit.trainer()
+    engine = await kit.engine()
     await step(trainer, 0)
     source = await trainer.weights("policy")
     await engine.sync_weights("policy", trainer.version("policy"), source)
     assert engine.version("policy") == PolicyVersion(0, 1)
     if kit.kind == "torch":
-        own = dict(trainer._policies["policy"].parameters)
-        assert all(torch.equal(p, own[name]) for name, p in engine._policies["policy"].model.named_parameters())
+        own = kit.weights(trainer)
+        assert torch.cat([p.detach().flatten() for p in kit.sampled().values()]).numpy().tobytes() == own
 
 
 async def test_a_new_incarnation_is_said_by_all_later_versions(kit, tmp_path):
@@ -232,8 +284,8 @@ async def test_rows_that_can_not_be_trained_are_named_with_a_reason_and_change_n
     await trainer.forward_backward("policy", good, LOSS, "g")
 
 
-async def test_a_model_names_tokens_that_it_does_not_have_and_replies_that_leave_their_grammar():
-    kit = Kit("torch")
+async def test_a_model_names_tokens_that_it_does_not_have_and_replies_that_leave_their_grammar(tmp_path):
+    kit = Kit("torch", tmp_path)
     trainer = await kit.trainer()
     tokens = load_tokenizer("tiny-random").encode
     inside = GrammarSpan(2, 2, 'start: "ab" | "cd"\n')

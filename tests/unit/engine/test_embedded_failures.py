@@ -15,8 +15,8 @@ from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, ModelError
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
+from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import load_tokenizer
-from palestra.models.grammar_masks import vocabulary_of
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request

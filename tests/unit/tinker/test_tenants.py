@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import ConfigError, Unauthorized
+from palestra.http.tenant_keys import Tenants
 from palestra.tinker.routes import create_tinker_app
-from palestra.tinker.tenants import Tenants
 from unit.tinker.messages import batch_message
 from unit.tinker.serving import TINY, Client, data_of, running
 
@@ -119,7 +119,7 @@ def test_no_route_gives_a_tenant_anything_of_another(server, owned):
 
 
 def test_every_route_is_looked_at_here(server, owned):
-    tenants = Tenants(server.folder / "keys", ())
+    tenants = Tenants(server.folder / "keys", (), "tml-")
     app = create_tinker_app(server.server.service, tenants)
     known = {
         (method, route.path.removeprefix("/api/v1/"))
@@ -143,12 +143,12 @@ def test_without_a_good_key_there_is_nothing(server, owned, key):
 
 
 def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path):
-    first = Tenants(tmp_path / "keys", ("ada",))
+    first = Tenants(tmp_path / "keys", ("ada",), "tml-")
     (path,) = first.files
     key = path.read_text()
     assert key.startswith("tml-")
     assert path.stat().st_mode & 0o777 == 0o600
-    again = Tenants(tmp_path / "keys", ("ada", "ben"))
+    again = Tenants(tmp_path / "keys", ("ada", "ben"), "tml-")
     assert (again.of(key), path.read_text()) == ("ada", key)
     with pytest.raises(Unauthorized):
         again.of(key[:-1])
@@ -159,14 +159,14 @@ def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path):
 @pytest.mark.parametrize("name", ["", "a/b", "..", "A", "x" * 65])
 def test_a_name_of_a_tenant_is_a_name_of_a_file(tmp_path, name):
     with pytest.raises(ConfigError, match="a tenant's name"):
-        Tenants(tmp_path / "keys", (name,))
+        Tenants(tmp_path / "keys", (name,), "tml-")
 
 
 def test_a_key_that_no_client_would_send_or_that_two_have_is_refused(tmp_path):
-    Tenants(tmp_path, ("ada",))
+    Tenants(tmp_path, ("ada",), "tml-")
     (tmp_path / "ben").write_text("sk-123456789012345678901234")
     with pytest.raises(ConfigError, match="begin with tml-"):
-        Tenants(tmp_path, ())
+        Tenants(tmp_path, (), "tml-")
     (tmp_path / "ben").write_text((tmp_path / "ada").read_text())
     with pytest.raises(ConfigError, match="the key of another tenant"):
-        Tenants(tmp_path, ())
+        Tenants(tmp_path, (), "tml-")

@@ -16,8 +16,8 @@ from palestra.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.grammars.pool import Grammars
+from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.types.calls import GrammarSpan, SamplingParams
 from unit.building import engine_request, make_chat, make_sample, rows_of

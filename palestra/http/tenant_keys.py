@@ -1,4 +1,4 @@
-"""The keys of a Tinker server: one a tenant, in a file that only the server's owner reads."""
+"""The keys of a server with tenants: one a tenant, in a file that only the server's owner reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from palestra.disk import write_whole, writing
 from palestra.errors import ConfigError, Unauthorized
 
-PREFIX = "tml-"  # clients refuse keys that begin with something else
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
 _LEAST = 20  # characters of a key
 
@@ -19,12 +18,13 @@ _LEAST = 20  # characters of a key
 class Tenants:
     """The tenants of a server, by their keys."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], prefix: str) -> None:
         """Read the keys in a folder, after writing one for each name that has none.
 
         Args:
             folder: has a file for each tenant, with its key.
             names: of tenants that there have to be.
+            prefix: how each key begins.
 
         Raises:
             ConfigError: a name or a key can't be used.
@@ -35,14 +35,14 @@ class Tenants:
             if _NAME.fullmatch(name) is None:
                 raise ConfigError(f"a tenant's name has up to 64 of a-z, 0-9, - and _, and can't be {name!r}")
             if not (folder / name).exists():
-                write_whole(folder / name, (PREFIX + secrets.token_hex(24)).encode(), 0o600)
+                write_whole(folder / name, (prefix + secrets.token_hex(24)).encode(), 0o600)
         # Looked up by digest, so that the time of a comparison says nothing about a key.
         self._by_digest: dict[str, str] = {}
         self._secrets: dict[str, bytes] = {}
         for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
             key = path.read_text().strip()
-            if not key.startswith(PREFIX) or len(key) < _LEAST:
-                raise ConfigError(f"{path} holds no key: those of the Tinker API begin with {PREFIX}, and are long")
+            if not key.startswith(prefix) or len(key) < _LEAST:
+                raise ConfigError(f"{path} holds no key: those of this server begin with {prefix}, and are long")
             if self._by_digest.setdefault(_digest(key), path.name) != path.name:
                 raise ConfigError(f"{path} has the key of another tenant")
             self._secrets[path.name] = hashlib.sha256(b"links of " + key.encode()).digest()
@@ -71,7 +71,7 @@ class Tenants:
         """
         tenant = None if key is None else self._by_digest.get(_digest(key))
         if tenant is None:
-            raise Unauthorized("X-API-Key is missing, or is no key of this server")
+            raise Unauthorized("the key is missing, or is no key of this server")
         return tenant
 
 

@@ -1,0 +1,107 @@
+"""Messages between a job and a base server: a header in JSON, and the bytes of its arrays.
+
+A message is the length of its header (four bytes, little-endian), the header, and the arrays one after another, each as
+little-endian numbers. Python's own `json` writes the header, because a number may be NaN and a seed may have more than
+64 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from palestra.errors import InvalidRequest
+
+PROTOCOL = 1  # grows with every change of the messages
+MOST_BYTES = 256 * 2**20  # of a message
+TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
+REFUSED = 4002  # and when its message could not be used, after an answer with the reason
+_LENGTH = struct.Struct("<I")
+_KINDS = {"i4": np.int32, "f4": np.float32, "b1": np.bool_, "u1": np.uint8}
+_NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message as it was read.
+
+    Attributes:
+        header: JSON; `{"array": n}` stands for the array n.
+        arrays: in order.
+    """
+
+    header: dict[str, Any]
+    arrays: tuple[NDArray[Any], ...]
+
+
+def write_frame(header: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a message.
+
+    Args:
+        header: may hold records, arrays of int32, float32, bool or uint8, paths, and collections of these.
+
+    Raises:
+        TypeError: a value can't be sent.
+    """
+    arrays: list[NDArray[Any]] = []
+    tree = _tree(header, arrays)
+    tree["arrays"] = [[_NAMES[array.dtype], *array.shape] for array in arrays]
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    return b"".join((_LENGTH.pack(len(text)), text, *(np.ascontiguousarray(array).tobytes() for array in arrays)))
+
+
+def read_frame(data: bytes) -> Frame:
+    """Return the message that `write_frame` has made bytes of.
+
+    Raises:
+        InvalidRequest: the bytes are no message.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + length
+        header = json.loads(data[_LENGTH.size : start])
+        arrays = []
+        for kind, *shape in header.pop("arrays"):
+            count = math.prod(shape)
+            # A copy, because the bytes of a message are read-only, and its numbers may lie between two words.
+            array = np.frombuffer(data, dtype=np.dtype(_KINDS[kind]).newbyteorder("<"), count=count, offset=start)
+            arrays.append(array.astype(_KINDS[kind]).reshape(shape))
+            start += array.nbytes
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidRequest(f"no message of this protocol: {type(error).__name__}") from error
+    if not isinstance(header, dict) or start != len(data):
+        raise InvalidRequest("no message of this protocol: its arrays are shorter or longer than its bytes")
+    return Frame(header, tuple(arrays))
+
+
+def _tree(value: Any, arrays: list[NDArray[Any]]) -> Any:
+    """Return a value as JSON, and append the arrays in it to `arrays`."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype not in _NAMES:
+            raise TypeError(f"an array of {value.dtype} can't be sent")
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _tree(getattr(value, field.name), arrays) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _tree(one, arrays) for key, one in value.items()}
+    if isinstance(value, Collection):
+        return [_tree(one, arrays) for one in value]
+    raise TypeError(f"a {type(value).__name__} can't be sent")

@@ -1,0 +1,276 @@
+"""One job at a base server: its policies, under names that no other job can say, and its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.backend.base import SamplerSpec, SharedBase
+from palestra.backend.errors import error_fields
+from palestra.backend.frames import Frame, write_frame
+from palestra.backend.methods import TRAINER_METHODS
+from palestra.backend.typed import typed
+from palestra.backend.weights import WeightsPlace
+from palestra.engine.base import EngineRequest
+from palestra.errors import ConfigError, Forbidden, InvalidRequest, ModelError, NotFound, PalestraError, TooManyRequests
+from palestra.models.saved_weights import SavedWeights
+from palestra.models.weights import WeightSource
+from palestra.trainer.base import PolicySpec
+from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
+from palestra.types.records import TrainSample
+
+log = logging.getLogger("palestra.base")
+
+
+class HostedJob:
+    """Executes the calls of one job's process."""
+
+    def __init__(self, base: SharedBase, tenant: str, name: str, process: str, most_policies: int) -> None:
+        """Begin without policies.
+
+        Args:
+            base: the model, engine and trainer.
+            tenant: whose job it is.
+            name: of the job, which the tenant's other jobs do not have.
+            process: names the job's process; another process of the same job begins anew.
+            most_policies: how many the job may have.
+        """
+        self.tenant, self.name, self.process = tenant, name, process
+        self._base, self._most = base, most_policies
+        self._engine, self._trainer = base.parts_of(tenant)
+        self._sampled: set[str] = set()
+        self._trained: set[str] = set()
+        self._sources: dict[str, tuple[int, WeightSource]] = {}  # the newest of each policy, with its number
+        self._answers: dict[int, asyncio.Task[bytes]] = {}
+
+    @property
+    def policies(self) -> int:
+        """Return how many policies the job has, those that are trained and sampled counted once."""
+        return len(self._sampled | self._trained)
+
+    def answer(self, number: int, frame: Frame) -> asyncio.Task[bytes]:
+        """Execute a call once, and return the task whose result is the answer's message.
+
+        Args:
+            number: of the call in its process; a call that is sent again gets the first answer.
+            frame: the message.
+        """
+        for done in [known for known in self._answers if known < int(frame.header.get("oldest", 0))]:
+            del self._answers[done]  # their answers have arrived
+        if number not in self._answers:
+            self._answers[number] = asyncio.create_task(self._answer(number, frame))
+        return self._answers[number]
+
+    def keep_answers(self, waiting: Sequence[int]) -> None:
+        """Forget all answers but those to some calls."""
+        self._answers = {number: task for number, task in self._answers.items() if number in waiting}
+
+    async def _answer(self, number: int, frame: Frame) -> bytes:
+        try:
+            return write_frame({"id": number, **await self._call(frame)})
+        except PalestraError as error:
+            return write_frame({"id": number, "error": error_fields(error)})
+        except Exception as error:
+            log.exception("a call of job %s of %s failed", self.name, self.tenant)
+            failed = PalestraError(f"the base server failed: {type(error).__name__}: {error}; its log has more")
+            return write_frame({"id": number, "error": error_fields(failed)})
+
+    async def generate(self, frame: Frame) -> AsyncGenerator[SampledTokens, None]:
+        """Sample a reply; see `Engine.generate`."""
+        request = typed(EngineRequest, frame.header.get("with"), frame.arrays, "request")
+        full = self._full(request.policy, self._sampled)
+        wanted = EngineRequest(policy=full, prompt=request.prompt, sampling=request.sampling)
+        async for piece in self._engine.generate(wanted):
+            yield piece
+
+    async def close(self) -> None:
+        """Free all policies, after the calls that have begun."""
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        for policy in sorted(self._sampled):
+            await self._engine.remove_policy(self._named(policy))
+        for policy in sorted(self._trained):
+            await self._trainer.remove(self._named(policy))
+        self._sampled, self._trained, self._sources, self._answers = set(), set(), {}, {}
+
+    # Calls
+
+    async def _call(self, frame: Frame) -> dict[str, Any]:
+        """Return the result of a call, and the version that its policy has in the trainer."""
+        do, given = frame.header.get("do"), frame.header.get("with")
+        if not isinstance(do, str) or not isinstance(given, dict):
+            raise InvalidRequest("a call has `do`, a text, and `with`, a table")
+        kind, _, name = do.partition(".")
+        if kind == "trainer" and name in TRAINER_METHODS:
+            return await self._train(name, given, frame)
+        found = getattr(self, f"_do_{name}", None) if kind == "base" else None
+        if found is None:
+            raise InvalidRequest(f"there is no call {do!r}")
+        hints: Mapping[str, Any] = _HINTS[name]
+        if given.keys() != hints.keys():
+            raise InvalidRequest(f"{do} has the arguments {', '.join(hints)}")
+        result = await found(**{key: typed(hints[key], value, frame.arrays, key) for key, value in given.items()})
+        return {"result": result}
+
+    async def _train(self, name: str, given: dict[str, Any], frame: Frame) -> dict[str, Any]:
+        """Call a method of the trainer."""
+        arguments = TRAINER_METHODS[name].arguments(given, frame.arrays)
+        policy = arguments["policy"]
+        if name == "create":
+            self._check_spec(arguments["spec"])
+            self._check_room(policy, self._trained)
+            arguments["policy"] = self._named(policy)
+        else:
+            arguments["policy"] = self._full(policy, self._trained)
+        if "batch" in arguments:
+            self._check_rows(arguments["batch"], any_ids=name == "untrainable")
+        if "folder" in arguments:
+            arguments["folder"] = self._allowed(arguments["folder"])
+        result = await getattr(self._trainer, name)(**arguments)
+        if name == "create":
+            self._trained.add(policy)
+        if name == "remove":
+            self._trained.discard(policy)
+            return {"result": None}
+        return {"result": result, "version": self._trainer.version(self._named(policy))}
+
+    async def _do_describe(self) -> Any:
+        return self._base.description
+
+    async def _do_sample(self, policy: str, spec: SamplerSpec) -> None:
+        self._check_room(policy, self._sampled)
+        self._check_folder(spec.model)
+        await self._base.sample(self._named(policy), spec)
+        self._sampled.add(policy)
+
+    async def _do_weights(self, policy: str) -> int:
+        source = await self._trainer.weights(self._full(policy, self._trained))
+        number = self._sources[policy][0] + 1 if policy in self._sources else 1
+        self._sources[policy] = (number, source)
+        return number
+
+    async def _do_begin_incarnation(self, policy: str, incarnation: int) -> None:
+        self._trainer.begin_incarnation(self._full(policy, self._trained), incarnation)
+
+    async def _do_sync_weights(self, policy: str, version: PolicyVersion, source: WeightsPlace) -> None:
+        await self._engine.sync_weights(self._full(policy, self._sampled), version, self._source(source))
+
+    async def _do_add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightsPlace | None) -> None:
+        full = self._full(like, self._sampled)
+        if name not in self._sampled:
+            self._check_room(name, self._sampled)
+        await self._engine.add_policy(
+            self._named(name), full, version, None if source is None else self._source(source)
+        )
+        self._sampled.add(name)
+
+    async def _do_remove_policy(self, name: str) -> None:
+        if name in self._sampled:
+            self._sampled.discard(name)
+            await self._engine.remove_policy(self._named(name))
+
+    async def _do_score(self, policy: str, prompt: TokenSequence) -> list[float]:
+        return await self._engine.score(self._full(policy, self._sampled), prompt)
+
+    # Rights
+
+    def _named(self, policy: str) -> str:
+        """Return the name that a policy of this job has in engine and trainer."""
+        return f"{self.tenant}/{self.name}/{policy}"
+
+    def _full(self, policy: str, known: set[str]) -> str:
+        """Return the full name of a policy that the job has.
+
+        Raises:
+            NotFound: it has none of this name; policies of others can't be named.
+        """
+        if policy not in known:
+            raise NotFound(f"job {self.name} has no policy {policy!r} at this base server")
+        return self._named(policy)
+
+    def _check_room(self, policy: str, known: set[str]) -> None:
+        """Refuse a policy that the job has, or one more than it may have."""
+        if policy in known:
+            raise ConfigError(f"job {self.name} has a policy {policy!r} already")
+        if policy not in self._sampled | self._trained and self.policies >= self._most:
+            raise TooManyRequests(
+                f"job {self.name} has {self.policies} policies at this base server, which is the limit of a job; past "
+                "versions count, so a smaller pool frees some"
+            )
+
+    def _check_folder(self, model: str | None) -> None:
+        """Refuse a model in a folder that is not the tenant's; the base itself may be in any."""
+        if model is not None and Path(model).is_absolute() and not self._base.is_base(model):
+            self._allowed(Path(model))
+
+    def _check_spec(self, spec: PolicySpec) -> None:
+        """Refuse a policy that this base can't train, or that is read from files of others."""
+        for model in (spec.model, spec.reference, spec.teacher):
+            self._check_folder(model)
+        self._base.check(spec)
+
+    def _check_rows(self, batch: Sequence[TrainSample], any_ids: bool) -> None:
+        """Refuse rows whose columns have other lengths, or tokens that the model does not have.
+
+        On a GPU such an index would end the process, and the jobs of others with it.
+
+        Args:
+            batch: S rows.
+            any_ids: whether tokens that the model does not have are no error, because they are looked for.
+        """
+        for number, row in enumerate(batch):
+            shape = (len(row.ids),) if row.ids.ndim == 1 else None
+            columns = {name: getattr(row, name) for name in _COLUMNS}
+            wrong = [name for name, column in columns.items() if column is not None and column.shape != shape]
+            if wrong or row.versions.shape != (len(row.ids), 2):
+                raise InvalidRequest(
+                    f"row {number}: {(wrong or ['versions'])[0]} does not have one entry for each of its ids", "batch"
+                )
+            most = self._base.description.vocab_size
+            for ids in () if any_ids else (row.ids, row.targets):
+                if ids is not None and ids.size and not 0 <= ids.min() <= ids.max() < most:
+                    raise InvalidRequest(f"row {number} has tokens that the model does not have", "batch")
+
+    def _allowed(self, path: Path) -> Path:
+        """Return a folder without symbolic links.
+
+        Raises:
+            Forbidden: it is not below the tenant's folder.
+        """
+        found, root = path.resolve(), self._base.folder_of(self.tenant)
+        if not found.is_relative_to(root):
+            raise Forbidden(f"{path} is not in {root}, where this base server reads and writes files of {self.tenant}")
+        return found
+
+    def _source(self, place: WeightsPlace) -> WeightSource:
+        """Return the weights that a job has named.
+
+        Raises:
+            ModelError: newer ones have taken their place.
+        """
+        if place.folder is not None:
+            return SavedWeights(self._allowed(place.folder))
+        number, source = self._sources.get(place.policy or "", (0, None))
+        if source is None or number != place.number:
+            raise ModelError(f"the trainer has newer weights of {place.policy!r} than those that were named")
+        return source
+
+
+_COLUMNS = [
+    field
+    for field in TrainSample.__dataclass_fields__
+    if field not in ("episode_id", "policy", "media", "versions", "grammars")
+]
+_HINTS: dict[str, dict[str, Any]] = {
+    "describe": {},
+    "sample": {"policy": str, "spec": SamplerSpec},
+    "weights": {"policy": str},
+    "begin_incarnation": {"policy": str, "incarnation": int},
+    "sync_weights": {"policy": str, "version": PolicyVersion, "source": WeightsPlace},
+    "add_policy": {"name": str, "like": str, "version": PolicyVersion, "source": WeightsPlace | None},
+    "remove_policy": {"name": str},
+    "score": {"policy": str, "prompt": TokenSequence},
+}
+"""The types of the arguments of each call that is no method of the trainer."""

@@ -1,0 +1,252 @@
+"""A base server's doors: keys, protocol, names, folders, sizes, leases; and a link that is lost and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from backends import GivenBase, served, tenant_of
+
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import PPOClipLoss
+from palestra.backend import frames, link
+from palestra.backend.base import SamplerSpec
+from palestra.backend.engine import RemoteEngine
+from palestra.backend.link import Link
+from palestra.backend.server import BackendServer
+from palestra.backend.trainer import RemoteTrainer
+from palestra.engine.fake import FakeEngine, digits_script
+from palestra.errors import (
+    BaseServerLost,
+    ConfigError,
+    Conflict,
+    EngineFailure,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    PayloadTooLarge,
+    TooManyRequests,
+    Unauthorized,
+)
+from palestra.models.saved_weights import SavedWeights
+from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.trainer.fake import FakeTrainer
+from palestra.types.calls import PolicyVersion, SamplingParams
+from unit.building import engine_request, make_sample
+
+SPEC = SamplerSpec(model="given")
+POLICY = PolicySpec(model="given")
+LOSS = LossSpec.of(PPOClipLoss())
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
+ROW = make_sample([1, 2, 3, 4], [2, 3])
+
+
+@pytest.fixture
+async def parts():
+    engine = FakeEngine(digits_script(12, 258), piece_tokens=1, piece_delay_seconds=0.01)
+    trainer = FakeTrainer(2)
+    yield engine, trainer
+    await engine.close()
+    await trainer.close()
+
+
+@pytest.fixture
+async def base(parts, tmp_path):
+    async with served(*parts, tmp_path, lease_seconds=0.2, most_policies=2) as made:
+        yield made
+
+
+async def reply(engine, policy="policy"):
+    request = engine_request(np.arange(5, dtype=np.int32), SAMPLING, policy)
+    return [token async for piece in engine.generate(request) for token in piece.ids]
+
+
+async def test_a_key_that_is_not_known_opens_nothing(base):
+    with pytest.raises(Unauthorized, match="no key of this server"):
+        await Link(base.address, "key-of-eve", "job").open()
+
+
+async def test_a_job_of_another_protocol_is_told_both_versions(base, monkeypatch):
+    monkeypatch.setattr(link, "PROTOCOL", 99)
+    with pytest.raises(ConfigError, match="speaks protocol 99 and this base server 1"):
+        await base.job()
+
+
+async def test_a_job_never_reaches_the_policies_of_another(base):
+    (engine, trainer), (other_engine, other_trainer) = await base.job("ada"), await base.job("ben")
+    await engine.sample("policy", SPEC)
+    await trainer.create("policy", POLICY)
+    for name in ("policy", "ada/job/policy", "../../ada/job/policy"):
+        with pytest.raises(NotFound):
+            await other_trainer.forward_backward(name, [ROW], LOSS, "g")
+        with pytest.raises(NotFound):
+            await other_trainer.weights(name)
+        with pytest.raises(NotFound):
+            await other_engine.score(name, engine_request(np.arange(3, dtype=np.int32), SAMPLING).prompt)
+        with pytest.raises(NotFound):
+            await reply(other_engine, name)
+    assert await reply(engine)
+
+
+async def test_files_outside_of_the_folder_are_neither_read_nor_written(base, tmp_path):
+    engine, trainer = await base.job()
+    await engine.sample("policy", SPEC)
+    await trainer.create("policy", POLICY)
+    (tmp_path / "link").symlink_to("/")
+    outside = SavedWeights(tmp_path.parent / "elsewhere")
+    for folder in (tmp_path.parent / "elsewhere", tmp_path / ".." / "elsewhere", tmp_path / "link" / "etc"):
+        with pytest.raises(Forbidden, match="reads and writes files of ada"):
+            await trainer.save("policy", folder, {"step": 1}, "s")
+        with pytest.raises(Forbidden):
+            await trainer.load("policy", folder)
+    with pytest.raises(Forbidden):
+        await engine.add_policy("policy@1", "policy", PolicyVersion(0, 1), outside)
+    with pytest.raises(Forbidden):
+        await trainer.create("other", PolicySpec(model="/etc"))
+    assert (await trainer.save("policy", tmp_path / "run", {"step": 1}, "s")).is_dir()
+
+
+async def test_a_job_has_no_more_policies_than_it_may(base):
+    engine, _ = await base.job()
+    for name in ("a", "b"):
+        await engine.sample(name, SPEC)
+    with pytest.raises(TooManyRequests, match="has 2 policies at this base server, which is the limit"):
+        await engine.sample("c", SPEC)
+    await engine.remove_policy("a")
+    await engine.sample("c", SPEC)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (replace(ROW, advantages=np.zeros(3, np.float32)), "row 0: advantages does not have one entry"),
+        (replace(ROW, versions=np.zeros((4, 3), np.int32)), "row 0: versions"),
+        (replace(ROW, ids=np.array([1, 2, 3, 259], np.int32)), "tokens that the model does not have"),
+        (replace(ROW, ids=np.array([1, 2, -3, 9], np.int32)), "tokens that the model does not have"),
+        (replace(ROW, loss_mask=np.zeros(4, np.int32)), "an array of int32, and not of bool"),
+    ],
+)
+async def test_rows_that_would_end_a_process_are_refused(base, row, said):
+    _, trainer = await base.job()
+    await trainer.create("policy", POLICY)
+    with pytest.raises(InvalidRequest, match=said):
+        await trainer.forward_backward("policy", [row], LOSS, "g")
+    await trainer.forward_backward("policy", [ROW], LOSS, "g")
+
+
+async def test_a_message_that_is_too_long_is_not_sent(base):
+    _, trainer = await base.job()
+    await trainer.create("policy", POLICY)
+    trainer._link._most_bytes = 2_000
+    with pytest.raises(PayloadTooLarge, match=r"it takes 2,000"):
+        await trainer.forward_backward("policy", [ROW] * 50, LOSS, "g")
+    await trainer.forward_backward("policy", [ROW], LOSS, "g")
+
+
+async def test_bytes_that_are_no_message_close_their_own_connection_alone(base, parts):
+    engine, _ = await base.job("ada")
+    await engine.sample("policy", SPEC)
+    stranger = await base.link("ben")
+    stranger._outbox.put_nowait(b"nonsense")
+    with pytest.raises(InvalidRequest, match="no message of this protocol"):
+        raise await asyncio.wait_for(stranger.failure(), 30)
+    assert await reply(engine)
+
+
+async def test_a_second_process_of_a_job_takes_its_place(base, parts):
+    _, trainer = await base.job()
+    await trainer.create("policy", POLICY)
+    _, again = await base.job()
+    await again.create("policy", POLICY)  # under the same name, because the first one's are freed
+    with pytest.raises(Conflict, match="another process"):
+        raise await asyncio.wait_for(trainer._link.failure(), 30)
+
+
+async def cut(remote) -> None:
+    """Lose a connection, as a network does."""
+    for connection in remote.server._connections.values():
+        connection.transport.abort()
+
+
+async def test_a_connection_that_is_lost_is_made_again_and_each_call_is_executed_once(base, parts):
+    engine, trainer = await base.job()
+    await engine.sample("policy", SPEC)
+    await trainer.create("policy", POLICY)
+    wanted = await reply(engine)
+    reading = asyncio.ensure_future(reply(engine))
+    steps = []
+    for number in range(5):
+        await trainer.forward_backward("policy", [ROW], LOSS, f"g{number}")
+        steps.append(asyncio.ensure_future(trainer.optim_step("policy", OptimParams(learning_rate=0.1), f"u{number}")))
+        await asyncio.sleep(0)
+        await cut(base)
+        assert (await asyncio.wait_for(steps[-1], 30)).applied
+        await trainer.weights("policy")
+    assert await asyncio.wait_for(reading, 30) == wanted  # every token once, in order
+    assert trainer.version("policy") == PolicyVersion(0, 5)
+    assert not engine._link.is_lost
+
+
+async def test_a_job_that_does_not_come_back_is_forgotten_and_one_that_says_goodbye_at_once(base, parts):
+    _, trainer = await base.job(job="gone")
+    await trainer.create("policy", POLICY)
+    _, other = await base.job(job="polite")
+    await other.create("policy", POLICY)
+    await other.close()
+    async with asyncio.timeout(30):
+        while len(base.server.jobs) > 1:
+            await asyncio.sleep(0.01)
+    assert [name for _, name, _ in base.server.jobs] == ["gone"]
+    trainer._link._task.cancel()  # as if the process were killed
+    async with asyncio.timeout(30):
+        while base.server.jobs:
+            await asyncio.sleep(0.01)
+    with pytest.raises(NotFound):
+        parts[1].version("ada/gone/policy")
+
+
+async def test_a_server_that_was_started_again_has_to_be_given_everything_again(parts, tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        async with served(*parts, tmp_path) as first:
+            connection = Link(first.address, "key-of-ada", "job", 30.0)
+            engine, trainer = RemoteEngine(connection), RemoteTrainer(connection, 2)
+            await connection.open()
+            await engine.sample("policy", SPEC)
+            await trainer.create("policy", POLICY)
+            wanted = await reply(engine)
+            waiting = asyncio.ensure_future(reply(engine))
+            await asyncio.sleep(0.05)
+        second = BackendServer(GivenBase(FakeEngine(digits_script(12, 258)), FakeTrainer(2), tmp_path), tenant_of)
+        await stack.enter_async_context(second.listen(tmp_path / "socket"))
+        await asyncio.wait_for(connection.lost(), 30)
+        with pytest.raises(BaseServerLost):
+            await trainer.forward_backward("policy", [ROW], LOSS, "g")
+        assert not waiting.done()
+        trainer.forget()
+        connection.renew()
+        await engine.sample("policy", SPEC)
+        await trainer.create("policy", POLICY)
+        assert not waiting.done()
+        await engine.resume()
+        assert await asyncio.wait_for(waiting, 30) == wanted
+        await engine.close()
+
+
+async def test_a_server_that_stays_away_is_given_up(parts, tmp_path):
+    async with served(*parts, tmp_path) as base:
+        connection = Link(base.address, "key-of-ada", "job", 0.2)
+        engine = RemoteEngine(connection)
+        await connection.open()
+    assert "could not be reached for 0.2 s" in await asyncio.wait_for(engine.failure(), 30)
+    with pytest.raises(EngineFailure, match="could not be reached"):
+        await engine.sample("policy", SPEC)
+    await engine.close()
+
+
+async def test_an_address_of_no_known_kind_is_refused():
+    with pytest.raises(ConfigError, match=r"begins with unix:, ws://, wss://"):
+        Link("http://127.0.0.1:1", "key", "job")
+    assert frames.PROTOCOL == 1
