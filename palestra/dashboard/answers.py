@@ -90,6 +90,31 @@ class SettingsAnswer(Answer):
     changed: list[str] = Field(description="Dotted keys that differ from their defaults.")
 
 
+class FindingAnswer(Answer):
+    """A sign that a run shows, or has shown; see `palestra.doctor`."""
+
+    code: str = Field(description="Of the rule, such as `reward_collapse`.")
+    policy: str = Field(description="That shows it; empty: the only one that is trained, or the whole job.")
+    seen: str = Field(description="What was seen in step `until`, in words.")
+    since: int = Field(description="First of the consecutive steps that show it; of several stretches, of the last.")
+    until: int = Field(description="Last of these steps.")
+    holds: bool = Field(description="Whether the newest step shows it.")
+    steps: int = Field(description="How many steps show it, in all.")
+    means: str = Field(description="What it usually means.")
+    remedy: str = Field(description="What to try.")
+    episodes: list[str] = Field(description="Of step `until`: those that show it best, the clearest first.")
+
+
+class FindingsAnswer(Answer):
+    """What the doctor's rules say about a run."""
+
+    run: str
+    step: int = Field(description="The newest step that was looked at; 0: none is finished.")
+    steps: int = Field(description="Of the job.")
+    rules: int = Field(description="How many rules were asked.")
+    findings: list[FindingAnswer] = Field(description="Those that hold first, then those of the past.")
+
+
 class EventLine(Answer):
     """Something that happened in a run."""
 

@@ -19,6 +19,7 @@ from palestra.dashboard.answers import (
     EpisodeAnswer,
     EpisodesAnswer,
     EventsAnswer,
+    FindingsAnswer,
     GroupAnswer,
     MetricsAnswer,
     RunAnswer,
@@ -192,6 +193,11 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
         """Return the configuration of a run."""
         found = reader.run(run)
         return await reader.read(found, lambda: read_settings(found))
+
+    @api.get("/{run}/findings")
+    async def findings(run: str) -> FindingsAnswer:
+        """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try."""
+        return await reader.findings(reader.run(run))
 
     @api.get("/{run}/history")
     async def history(

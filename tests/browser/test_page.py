@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from servers import KEY, SCRIPTED, Job, until
 
+from palestra.doctor.examination import examine
 from palestra.renderers import ByteTokenizer
 from palestra.store.browsing import browse, list_episodes, read_episode
 
@@ -155,7 +156,15 @@ def test_the_page_is_ready_soon_and_asks_little(finished, dashboard, open_page):
 def test_nothing_serious_keeps_anybody_from_using_any_view(finished, dashboard, open_page, axe, scheme):
     link, _ = dashboard(finished.run_dir)
     episode = finished.manifests()[2][0]
-    of_run = ("steps", "step/2", f"group/train/{int(episode[6:12])}", f"episode/{episode}", "episodes", "settings")
+    of_run = (
+        "steps",
+        "step/2",
+        f"group/train/{int(episode[6:12])}",
+        f"episode/{episode}",
+        "episodes",
+        "findings",
+        "settings",
+    )
     views = ["#/", *(f"#/run/run/{view}" for view in (*of_run, "events", "nowhere"))]
     page = open_page(link, scheme=scheme)
     page.evaluate(axe)
@@ -383,6 +392,57 @@ def test_a_tab_that_is_shown_again_has_every_step_once(finished, dashboard, open
         assert steps.all_inner_texts() == ["14", "13", "12", "11", *before]
         visit(page, "#/run/two/steps")
         assert steps.all_inner_texts() == ["13", "11", *before]
+
+
+def skip_updates(run: Path, *steps: int) -> None:
+    """Plant what the doctor calls `updates_skipped` in steps that are finished."""
+    with contextlib.closing(sqlite3.connect(run / "run.db")) as connection, connection:
+        for step in steps:
+            connection.execute(
+                "UPDATE metric_rows SET data = json_set(data, '$.\"train/updates_skipped\"', 1.0) WHERE step = ?",
+                (step,),
+            )
+
+
+def finding_of(page: Any, code: str) -> dict[str, str]:
+    """What the page says of a finding; its badge and its steps stand under `when`."""
+    node = page.locator(f".finding:has(h2:text-is('{code.replace('_', ' ')}'))")
+    facts = dict(zip(node.locator("dt").all_inner_texts(), node.locator("dd").all_inner_texts(), strict=True))
+    return facts | {"when": node.locator(".head").inner_text()}
+
+
+def test_findings_are_those_of_the_doctor_and_lead_to_their_episodes(finished, dashboard, open_page, tmp_path):
+    with as_if_running(finished, tmp_path / "runs", "one") as (one,):
+        skip_updates(one, 2)
+        link, _ = dashboard(one)
+        page = open_page(link)
+        visit(page, "#/run/one/findings")
+        wanted = {finding.code: finding for finding in examine(one).findings}
+        assert [text.replace(" ", "_") for text in page.locator(".finding h2").all_inner_texts()] == list(wanted)
+        said, skipped = finding_of(page, "updates_skipped"), wanted["updates_skipped"]
+        assert (said["seen"], said["it means"], said["try"]) == (skipped.seen, skipped.means, skipped.remedy)
+        assert "in step 2, not any more" in said["when"]
+
+        # While it runs: the newest step shows the sign, and the page says so without being asked
+        page.wait_for_selector("#live.live")
+        end_step(one, 4)
+        with contextlib.closing(sqlite3.connect(one / "run.db")) as connection, connection:
+            row = json.dumps({"step": 4, "train/episodes": 4, "train/updates_skipped": 1})
+            connection.execute("UPDATE metric_rows SET data = ? WHERE step = 4", (row,))
+        page.wait_for_selector(".finding.holds h2:text-is('updates skipped')")
+        assert "since step 4" in finding_of(page, "updates_skipped")["when"]
+
+    with_episodes = tmp_path / "finished"
+    shutil.copytree(finished.run_dir, with_episodes)
+    with contextlib.closing(sqlite3.connect(with_episodes / "run.db")) as connection, connection:
+        connection.execute("UPDATE metric_rows SET data = json_set(data, '$.\"rollout/truncated_share\"', 1.0)")
+    link, _ = dashboard(with_episodes)
+    page = open_page(link)
+    visit(page, "#/run/finished/findings")
+    shows = next(finding for finding in examine(with_episodes).findings if finding.code == "truncated")
+    assert finding_of(page, "truncated")["episodes"] == ", ".join(shows.episodes)
+    page.locator(f".finding a:text-is('{shows.episodes[0]}')").first.click()
+    page.wait_for_selector(f"h1:has-text('{shows.episodes[0]}')")
 
 
 def test_a_running_job_shows_each_step_as_it_ends(open_page, tmp_path):
