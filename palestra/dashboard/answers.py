@@ -322,6 +322,8 @@ class TokensAnswer(Answer):
     texts: list[str] | None = Field(description="None: the tokenizer is not on this machine; `notes` says why.")
     calls: list[int] = Field(description="The call that sampled the token; -1: part of a prompt.")
     logprobs: list[float | None] = Field(description="When it was sampled, natural logarithm.")
+    trained_logprobs: list[float | None] = Field(description="Under the weights of the token's first gradient.")
+    ratios: list[float | None] = Field(description="exp(logprob when it was trained - logprob when it was sampled).")
     advantages: list[float | None]
     weights: list[float | None] = Field(description="Share in the loss.")
     versions: list[int] = Field(description="Place in `version_names`; -1: not sampled.")
