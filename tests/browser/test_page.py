@@ -314,10 +314,12 @@ def as_if_running(finished: Job, folder: Path, *names: str) -> Iterator[list[Pat
         yield runs
 
 
-def end_step(run: Path, step: int) -> None:
-    """Write what a learner writes at the end of a step."""
-    row = json.dumps({"step": step, "train/reward_mean": step / 8})
+def end_step(run: Path, step: int, **further: float) -> None:
+    """Write what a learner writes at the end of a step; `__` in a metric's name stands for `/`."""
+    more = {name.replace("__", "/"): value for name, value in further.items()}
     with contextlib.closing(sqlite3.connect(run / "run.db")) as connection, connection:
+        (newest,) = connection.execute("SELECT data FROM metric_rows ORDER BY step DESC LIMIT 1").fetchone()
+        row = json.dumps(json.loads(newest) | {"step": step, "train/reward_mean": step / 8} | more)
         connection.execute("INSERT INTO metric_rows (step, data) VALUES (?, ?)", (step, row))
         connection.execute("INSERT INTO events (at, kind, data) VALUES (1.0, 'step', ?)", (row,))
 
@@ -425,10 +427,7 @@ def test_findings_are_those_of_the_doctor_and_lead_to_their_episodes(finished, d
 
         # While it runs: the newest step shows the sign, and the page says so without being asked
         page.wait_for_selector("#live.live")
-        end_step(one, 4)
-        with contextlib.closing(sqlite3.connect(one / "run.db")) as connection, connection:
-            row = json.dumps({"step": 4, "train/episodes": 4, "train/updates_skipped": 1})
-            connection.execute("UPDATE metric_rows SET data = ? WHERE step = 4", (row,))
+        end_step(one, 4, train__updates_skipped=1.0)
         page.wait_for_selector(".finding.holds h2:text-is('updates skipped')")
         assert "since step 4" in finding_of(page, "updates_skipped")["when"]
 

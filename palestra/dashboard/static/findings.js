@@ -6,29 +6,36 @@ import { href } from "./curves.js";
 import { runHead } from "./run.js";
 import { onChange, state } from "./state.js";
 
+const PAUSE = 1000, TURNS = 20;  // milliseconds between questions after a step, and the most of them
+
 export async function findingsView({ run }) {
   const place = h("div", { class: "findings", "aria-live": "polite" });
   let said = "";   // what is drawn; news that change nothing leave it alone, and with it the focus
   async function load() {
     const found = await get(at(run, "findings"));
     const text = JSON.stringify(found);
-    if (text === said) return;
+    if (text === said) return found.step;
     said = text;
     replace(place, h("p", { class: "muted" }, summary(found)), found.findings.map((one) => finding(run, one)));
+    return found.step;
   }
   await load();
-  let asking = false, again = false;
+  // The answer may be a little old, so it is asked for until it is of the newest step.
+  let newest = 0, asking = false;
   async function reload() {
-    if (asking) { again = true; return; }
+    if (asking) return;
     asking = true;
-    do {
-      again = false;
-      await new Promise((resolve) => setTimeout(resolve, 1000));  // the answer may be as old as that
-      try { await load(); } catch { /* the stream says that the connection is lost */ }
-    } while (again);
+    for (let turn = 0; turn < TURNS; turn++) {
+      await new Promise((resolve) => setTimeout(resolve, PAUSE));
+      try { if (await load() >= newest) break; } catch { /* the stream says that the connection is lost */ }
+    }
     asking = false;
   }
-  const stop = onChange((what, name, event) => { if (what === "event" && name === run && ["step", "evaluated", "completed", "failed"].includes(event.kind)) reload(); });
+  const stop = onChange((what, name, event) => {
+    if (what !== "event" || name !== run || event.kind !== "step") return;
+    newest = Math.max(newest, event.data.step);
+    reload();
+  });
   const { title } = state.runs.get(run);
   return { title: `Findings in ${title}`, crumbs: [[title, href(run, "steps")]], node: h("div", { class: "view" }, runHead(run, "findings"), place), dispose: stop };
 }
