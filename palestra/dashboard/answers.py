@@ -26,6 +26,7 @@ class LiveState(Answer):
     calls_in_flight: int = 0
     tokens_per_second: float = Field(0.0, description="Of the calls that ended in the last ten seconds.")
     workers: int = 0
+    policies: list[str] = Field([], description="That its engine answers as; past versions by names such as white@5.")
 
 
 class Warned(Answer):
@@ -60,6 +61,7 @@ class RunAnswer(Answer):
     warnings: list[Warned] = []
     started_at: float | None = Field(None, description="Unix seconds of the first event.")
     changed_at: float | None = Field(None, description="Unix seconds of the newest event.")
+    serve: str = Field("", description="Command that serves what the run has trained, to talk to it.")
     last_event: int = Field(0, description="Number of the newest event; a stream opened after it gives the later ones.")
     live: LiveState | None = None
 
@@ -281,7 +283,20 @@ class CallAnswer(Answer):
     started_at: float
     seconds: float
     messages: list[MessageAnswer] = Field(description="Those that are new in this call.")
+    messages_before: int = Field(description="How many messages stand before them in the call's prompt.")
     reply: MessageAnswer
+
+
+class ConversationAnswer(Answer):
+    """What a call was asked and what it replied, as a request of OpenAI's chat completions has it."""
+
+    run: str
+    policy: str
+    temperature: float
+    max_tokens: int
+    messages: list[dict[str, JsonValue]] = Field(description="Those of the prompt, and the reply as the last one.")
+    tools: list[dict[str, JsonValue]] = Field(description="That were offered.")
+    notes: list[str] = Field(description="What of it can't be sent again, and why.")
 
 
 class RowAnswer(Answer):

@@ -190,6 +190,7 @@ def _call(chat: Chat, reading: EpisodeReading) -> CallAnswer:
         started_at=chat.started_at,
         seconds=chat.finished_at - chat.started_at,
         messages=[_message(message) for message in chat.new_messages],
+        messages_before=chat.shared_messages,
         reply=_message(chat.reply),
     )
 

@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from palestra import __version__
 from palestra.dashboard.access import PageAccess
 from palestra.dashboard.answers import (
+    ConversationAnswer,
     EpisodeAnswer,
     EpisodesAnswer,
     EventsAnswer,
@@ -28,6 +29,7 @@ from palestra.dashboard.answers import (
     StepAnswer,
     TokensAnswer,
 )
+from palestra.dashboard.conversation import read_conversation
 from palestra.dashboard.episode import MOST_TOKENS, episode_answer, read_tokens
 from palestra.dashboard.files import PAGE, add_files
 from palestra.dashboard.progress import read_columns, read_settings
@@ -50,6 +52,10 @@ class ViewerKey(BaseModel):
     """The answer to `POST /dashboard/session`."""
 
     key: str = Field(description="Opens the routes of the page, and nothing else.")
+    talk: str | None = Field(
+        description="Calls the job's policies (`/v1/chat/completions`) outside any episode: nothing of it is recorded "
+        "or trained. None: no engine runs here, or the given key may only look."
+    )
 
 
 class Search(BaseModel):
@@ -113,7 +119,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
     async def session(request: Request, response: Response) -> ViewerKey:
         """Return the viewer's key for the one-time code of a link, or for a key that opens more."""
         response.headers["cache-control"] = "no-store"
-        return ViewerKey(key=access.exchange(request))
+        return ViewerKey(key=access.exchange(request), talk=access.talk(request))
 
     api = APIRouter(prefix=f"{PAGE}/api/runs", dependencies=[Depends(private)], tags=["page"])
     _add_run_routes(api, reader)
@@ -236,6 +242,12 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         """Return an episode with its calls, and the outline of its rows of tokens."""
         found, reading = reader.run(run), await reader.reading(run, episode)
         return await reader.read(found, lambda: episode_answer(found, reading))
+
+    @api.get("/{run}/episodes/{episode}/calls/{call}")
+    async def conversation(run: str, episode: str, call: Whole) -> ConversationAnswer:
+        """Return a call as a conversation, to go on from any message of it."""
+        found = reader.run(run)
+        return await reader.read(found, lambda: read_conversation(found, episode, call))
 
     @api.get("/{run}/episodes/{episode}/rows/{row}")
     async def tokens(

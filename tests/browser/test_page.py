@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from servers import KEY, SCRIPTED, Job, until
 
@@ -163,6 +164,7 @@ def test_nothing_serious_keeps_anybody_from_using_any_view(finished, dashboard, 
         f"episode/{episode}",
         "episodes",
         "findings",
+        "talk",
         "settings",
     )
     views = ["#/", *(f"#/run/run/{view}" for view in (*of_run, "events", "nowhere"))]
@@ -442,6 +444,53 @@ def test_findings_are_those_of_the_doctor_and_lead_to_their_episodes(finished, d
     assert finding_of(page, "truncated")["episodes"] == ", ".join(shows.episodes)
     page.locator(f".finding a:text-is('{shows.episodes[0]}')").first.click()
     page.wait_for_selector(f"h1:has-text('{shows.episodes[0]}')")
+
+
+def test_a_policy_is_talked_to_from_a_message_of_an_episode_and_nothing_is_recorded(open_page, tmp_path):
+    with Job(tmp_path, SCRIPTED | {"steps": 50, "evaluation": {"every_steps": 0}}) as job:
+        job.start()
+        worker = job.work()
+        until(lambda: 2 in job.manifests(), "the batch of the second step")
+        worker.kill()
+        viewer = httpx2.post(f"{job.url}/dashboard/session", headers={"authorization": f"Bearer {KEY}"}).json()["key"]
+        page = open_page(f"{job.url}/dashboard", key=viewer)
+        name = job.manifests()[1][0]
+        visit(page, f"#/run/job/episode/{name}")
+        page.locator(".message.user .talkfrom").first.click()
+        page.wait_for_selector("#talk-key")
+        assert "may look" in page.locator(".talk form").inner_text()
+        page.fill("#talk-key", viewer)
+        page.click(".talk form button")
+        page.wait_for_selector("[role=alert]:has-text('may look, and not talk')")
+        page.fill("#talk-key", KEY)
+        page.click(".talk form button")
+        page.wait_for_selector(".composer textarea")
+        assert KEY not in json.dumps(page.evaluate("[{...sessionStorage}, location.href]"))
+        before = job.query("SELECT count(*) AS n FROM chats")[0]["n"]
+        assert page.locator(".talk .message").count() == 1
+        page.click(".composer .primary")
+        until(lambda: page.locator(".talk .message.assistant button").count() == 2, "the end of the reply")
+        page.fill(".composer textarea", "and now?")
+        page.keyboard.press("Control+Enter")
+        until(lambda: page.locator(".talk .message.assistant button").count() == 4, "the end of the second reply")
+        page.locator(".talk .message.user button:text-is('edit')").last.click()
+        assert page.input_value(".composer textarea") == "and now?"
+        assert page.locator(".talk .message").count() == 2
+        assert job.query("SELECT count(*) AS n FROM chats")[0]["n"] == before
+
+
+def test_a_folder_says_which_command_serves_what_it_has_trained(finished, dashboard, open_page):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    visit(page, f"#/run/run/episode/{finished.manifests()[2][0]}")
+    page.locator(".message.assistant .talkfrom").first.click()
+    page.wait_for_selector(".talk")
+    said = page.locator(".talk").inner_text()
+    assert "No engine runs here" in said
+    assert f"--set policies.policy.model={finished.run_dir}" in said
+    page.click(".talk summary:has-text('body of a request')")
+    body = json.loads(page.locator(".talk details pre").inner_text())
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant"]
 
 
 def test_a_running_job_shows_each_step_as_it_ends(open_page, tmp_path):
