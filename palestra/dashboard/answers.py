@@ -196,6 +196,23 @@ class StepAnswer(Answer):
     events: list[EventLine] = Field(description="What was left out of the step, and warnings.")
 
 
+class SlowCall(Answer):
+    """A call of a model that took long."""
+
+    episode_id: str
+    call: int
+    agent: str
+    seconds: float
+    ended: float = Field(description="Unix seconds.")
+
+
+class SlowCallsAnswer(Answer):
+    """The slowest of the newest calls, the slowest first."""
+
+    run: str
+    calls: list[SlowCall]
+
+
 class Member(Answer):
     """An episode beside the others of its group."""
 

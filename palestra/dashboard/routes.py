@@ -26,6 +26,7 @@ from palestra.dashboard.answers import (
     RunAnswer,
     RunsAnswer,
     SettingsAnswer,
+    SlowCallsAnswer,
     StepAnswer,
     TokensAnswer,
 )
@@ -35,6 +36,7 @@ from palestra.dashboard.files import PAGE, add_files
 from palestra.dashboard.progress import read_columns, read_settings
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
+from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
@@ -204,6 +206,12 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
     async def findings(run: str) -> FindingsAnswer:
         """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try."""
         return await reader.findings(reader.run(run))
+
+    @api.get("/{run}/calls")
+    async def calls(run: str) -> SlowCallsAnswer:
+        """Return the slowest of the newest calls."""
+        found = reader.run(run)
+        return await reader.read(found, lambda: read_slow_calls(found))
 
     @api.get("/{run}/history")
     async def history(

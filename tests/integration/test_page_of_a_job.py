@@ -30,7 +30,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
             paths: dict[str, dict[str, object]] = plane.get("/openapi.json").json()["paths"]
             known = VALUES | {"episode": episode["episode_id"]}
             pages = [path for path in paths if path.startswith("/dashboard/api/")]
-            assert len(pages) == 13
+            assert len(pages) == 14
             for path, methods in paths.items():
                 address = re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
                 for method in methods:
