@@ -20,6 +20,7 @@ from servers import KEY, SCRIPTED, Job, until
 from palestra.doctor.examination import examine
 from palestra.renderers import ByteTokenizer
 from palestra.store.browsing import browse, list_episodes, read_episode
+from palestra.store.trained_tokens import read_trained
 
 pytestmark = pytest.mark.browser
 READY_SECONDS = 1.5  # until the first view is drawn, on two shared cores
@@ -120,6 +121,10 @@ def test_from_a_curve_to_a_token_with_the_numbers_of_the_run(finished, dashboard
     chat = chats[0]
     assert facts["id"] == str(chat.completion_ids[1])
     assert facts["logprob when sampled"] == shown(float(chat.logprobs[1]), 6)
+    with browse(finished.run_dir / "run.db") as connection:
+        trained = read_trained(connection, 2, name)[0]
+    assert facts["logprob when trained"] == shown(float(trained.logprobs[1]), 6)
+    assert facts["ratio"] == shown(math.exp(trained.logprobs[1] - chat.logprobs[1]), 6)
     assert facts["version"] == str(chat.versions[0].version)
     assert facts["call"] == "0 of agent"
     assert page.locator(".token-text").inner_text() == ByteTokenizer().decode([int(chat.completion_ids[1])])

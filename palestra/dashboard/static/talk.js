@@ -36,7 +36,7 @@ export async function talkView({ run, query }) {
   function said(message, place) {
     const cut = h("button", { type: "button", class: "link", onclick: () => { messages.length = place + 1; render(); text.focus(); } }, "go on from here");
     const edit = h("button", { type: "button", class: "link", onclick: () => { messages.length = place; role.value = ROLES.includes(message.role) ? message.role : "user"; text.value = message.content; render(); text.focus(); } }, "edit");
-    return h("div", { class: `message ${message.role}` }, h("p", { class: "role" }, message.role, message.note ? badge(message.note, "warn") : null, stopping === null ? [cut, edit] : null),
+    return h("div", { class: `message ${message.role}` }, h("p", { class: "role" }, message.role, message.note ? badge(message.note, "warn") : null, stopping === null && policies.length > 0 ? [cut, edit] : null),
       message.reasoning_content ? h("details", { class: "thought" }, h("summary", {}, "thought"), h("pre", { dir: "auto" }, visible(message.reasoning_content))) : null,
       message.content === "" ? null : h("pre", { dir: "auto" }, visible(message.content)),
       (message.tool_calls ?? []).map((one) => h("pre", { class: "toolcall" }, h("b", {}, `→ ${visible(one.function.name)}`), `(${visible(one.function.arguments)})`)));
