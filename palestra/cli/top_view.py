@@ -11,14 +11,15 @@ from rich.text import Text
 from sqlalchemy import Connection, select
 
 from palestra.cli.episode_list import rewards_of
-from palestra.dashboard.answers import RunAnswer
+from palestra.dashboard.answers import RunAnswer, SlowCall
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.runs import Run
+from palestra.dashboard.slow_calls import slow_calls
 from palestra.errors import PalestraError
 from palestra.store.browsing import EpisodeSummary
 from palestra.store.run_log import read_metrics
 from palestra.store.search import readable_summaries
-from palestra.store.tables import chats, episodes
+from palestra.store.tables import episodes
 from palestra.terminal import one_line
 from palestra.types.metrics import names_of_policies
 from palestra.types.progress import duration
@@ -33,7 +34,6 @@ CURVES = (
     ("time/step_seconds", "step, s"),
 )
 NEWEST = 8  # episodes
-SLOWEST, LOOKED_AT = 5, 2000  # calls, of the newest ones
 LABEL = 12
 
 
@@ -73,11 +73,11 @@ def _one(run: Run, width: int, now: float) -> list[RenderableType]:
         with run.open() as connection:
             return [
                 Text(one_line(run.name), style="bold"),
-                *_curves(read_metrics(connection), width),
+                *curve_lines(read_metrics(connection), width),
                 Text(),
                 _ended(connection, now),
                 Text(),
-                _calls(connection, now),
+                calls_table(slow_calls(connection), now),
             ]
     except PalestraError as error:
         return [Text(one_line(str(error)))]
@@ -101,7 +101,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in means)
 
 
-def _curves(rows: Sequence[dict[str, float]], width: int) -> list[RenderableType]:
+def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[RenderableType]:
+    """Return a line for each curve that a run has: its name, bars, the newest value and the range.
+
+    Args:
+        rows: metrics of the steps, oldest first.
+        width: columns of the terminal.
+    """
     lines: list[RenderableType] = []
     found = [
         (f"{whole.removesuffix(name).removesuffix('/')} {label}".lstrip(), whole)
@@ -119,42 +125,57 @@ def _curves(rows: Sequence[dict[str, float]], width: int) -> list[RenderableType
 
 def _ended(connection: Connection, now: float) -> Table:
     wanted = select(episodes).where(episodes.c.ended_at.is_not(None)).order_by(episodes.c.ended_at.desc()).limit(NEWEST)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("episodes that ended", "task", "state", "reward", "calls", "tokens", "ended"):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("reward", "calls", "tokens") else "left")
     rows = connection.execute(wanted).all()
+    found = []
     for row, one in zip(rows, readable_summaries(connection, rows), strict=True):
         ended = f"{duration(now - row.ended_at)} ago"
         if isinstance(one, EpisodeSummary):
-            cells = (one.task_id, one.state, rewards_of(one), str(one.calls), str(one.completion_tokens), ended)
+            counts = (str(one.calls), str(one.completion_tokens))
+            found.append((one.episode_id, one.task_id, one.state, rewards_of(one), *counts, ended))
         else:
-            cells = ("", "damaged", "", "", "", ended)
-        table.add_row(*(Text(one_line(cell)) for cell in (one.episode_id, *cells)))
+            found.append((one.episode_id, "", "damaged", "", "", "", ended))
+    return episodes_table("episodes that ended", found, "ended")
+
+
+def episodes_table(title: str, rows: Sequence[Sequence[str]], *more: str) -> Table:
+    """Return a table of episodes.
+
+    Args:
+        title: of the first column.
+        rows: of each episode its id, task, state, reward, calls and tokens, and then what `more` names.
+        more: titles of further columns.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (title, "task", "state", "reward", "calls", "tokens", *more):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("reward", "calls", "tokens") else "left")
+    for row in rows:
+        table.add_row(*(Text(one_line(cell)) for cell in row))
     return table
 
 
-def _calls(connection: Connection, now: float) -> Table:
-    """Return the slowest of the newest calls."""
-    seconds = (chats.c.finished_at - chats.c.started_at).label("seconds")
-    recent = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
-    newest = recent.order_by(chats.c.finished_at.desc()).limit(LOOKED_AT).subquery()
-    wanted = select(newest).order_by(newest.c.seconds.desc()).limit(SLOWEST)
+def calls_table(calls: Sequence[SlowCall], now: float) -> Table:
+    """Return a table of slow calls.
+
+    Args:
+        calls: the slowest first.
+        now: Unix seconds.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("slowest calls", "call", "agent", "seconds", "ended"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("call", "seconds") else "left")
-    for row in connection.execute(wanted):
-        ended = f"{duration(now - row.finished_at)} ago"
-        cells = (row.episode_id, str(row.idx), row.agent, f"{row.seconds:.2f}", ended)
+    for one in calls:
+        cells = (one.episode_id, str(one.call), one.agent, f"{one.seconds:.2f}", f"{duration(now - one.ended)} ago")
         table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a number with three digits; empty: there is none."""
     return "" if value is None else f"{value:.3g}"
 
 
 def _rewards(sole: float | None, by_policy: Mapping[str, float]) -> str:
     """Return a mean reward as text; where several policies are trained, that of each."""
     if not by_policy:
-        return _number(sole)
+        return number(sole)
     return one_line(" ".join(f"{policy} {value:.3g}" for policy, value in by_policy.items()))

@@ -195,6 +195,12 @@ class StoreConfig(Section):
         "FULL",
         description="SQLite's synchronous level. NORMAL survives kill -9; FULL also survives a loss of power.",
     )
+    trained_logprobs_steps: int = Field(
+        100,
+        ge=0,
+        description="Number of newest steps of which the logprob of each token when it was trained is kept, about "
+        "4 bytes a token, for the page and for `load_run`; 0: none is recorded.",
+    )
 
 
 class ServerConfig(Section):

@@ -31,6 +31,14 @@ class PageAccess(Protocol):
         """
         ...
 
+    def talk(self, request: Request) -> str | None:
+        """Return the key with which a browser may call the policies; None: no engine runs, or it may only look.
+
+        Args:
+            request: one that `exchange` has answered.
+        """
+        ...
+
 
 class OneTimeLink:
     """The access to a page of `palestra dashboard`: a code that is good once, for a key that lives as long as the page.
@@ -67,3 +75,7 @@ class OneTimeLink:
         if hmac.compare_digest(given, self._key.encode()):
             return self._key
         raise Unauthorized("the link was used already, or is of another page; press Enter where it runs for a new one")
+
+    def talk(self, request: Request) -> None:
+        """Return None, because no engine runs beside runs in folders; see `PageAccess`."""
+        return None

@@ -26,6 +26,7 @@ class LiveState(Answer):
     calls_in_flight: int = 0
     tokens_per_second: float = Field(0.0, description="Of the calls that ended in the last ten seconds.")
     workers: int = 0
+    policies: list[str] = Field([], description="That its engine answers as; past versions by names such as white@5.")
 
 
 class Warned(Answer):
@@ -60,6 +61,7 @@ class RunAnswer(Answer):
     warnings: list[Warned] = []
     started_at: float | None = Field(None, description="Unix seconds of the first event.")
     changed_at: float | None = Field(None, description="Unix seconds of the newest event.")
+    serve: str = Field("", description="Command that serves what the run has trained, to talk to it.")
     last_event: int = Field(0, description="Number of the newest event; a stream opened after it gives the later ones.")
     live: LiveState | None = None
 
@@ -88,6 +90,31 @@ class SettingsAnswer(Answer):
     run: str
     config: dict[str, JsonValue] = Field(description="As config.toml has it, defaults included.")
     changed: list[str] = Field(description="Dotted keys that differ from their defaults.")
+
+
+class FindingAnswer(Answer):
+    """A sign that a run shows, or has shown; see `palestra.doctor`."""
+
+    code: str = Field(description="Of the rule, such as `reward_collapse`.")
+    policy: str = Field(description="That shows it; empty: the only one that is trained, or the whole job.")
+    seen: str = Field(description="What was seen in step `until`, in words.")
+    since: int = Field(description="First of the consecutive steps that show it; of several stretches, of the last.")
+    until: int = Field(description="Last of these steps.")
+    holds: bool = Field(description="Whether the newest step shows it.")
+    steps: int = Field(description="How many steps show it, in all.")
+    means: str = Field(description="What it usually means.")
+    remedy: str = Field(description="What to try.")
+    episodes: list[str] = Field(description="Of step `until`: those that show it best, the clearest first.")
+
+
+class FindingsAnswer(Answer):
+    """What the doctor's rules say about a run."""
+
+    run: str
+    step: int = Field(description="The newest step that was looked at; 0: none is finished.")
+    steps: int = Field(description="Of the job.")
+    rules: int = Field(description="How many rules were asked.")
+    findings: list[FindingAnswer] = Field(description="Those that hold first, then those of the past.")
 
 
 class EventLine(Answer):
@@ -167,6 +194,23 @@ class StepAnswer(Answer):
     groups: list[GroupLine]
     validation: list[GroupLine] = Field(description="Groups of the evaluation after the step.")
     events: list[EventLine] = Field(description="What was left out of the step, and warnings.")
+
+
+class SlowCall(Answer):
+    """A call of a model that took long."""
+
+    episode_id: str
+    call: int
+    agent: str
+    seconds: float
+    ended: float = Field(description="Unix seconds.")
+
+
+class SlowCallsAnswer(Answer):
+    """The slowest of the newest calls, the slowest first."""
+
+    run: str
+    calls: list[SlowCall]
 
 
 class Member(Answer):
@@ -256,7 +300,20 @@ class CallAnswer(Answer):
     started_at: float
     seconds: float
     messages: list[MessageAnswer] = Field(description="Those that are new in this call.")
+    messages_before: int = Field(description="How many messages stand before them in the call's prompt.")
     reply: MessageAnswer
+
+
+class ConversationAnswer(Answer):
+    """What a call was asked and what it replied, as a request of OpenAI's chat completions has it."""
+
+    run: str
+    policy: str
+    temperature: float
+    max_tokens: int
+    messages: list[dict[str, JsonValue]] = Field(description="Those of the prompt, and the reply as the last one.")
+    tools: list[dict[str, JsonValue]] = Field(description="That were offered.")
+    notes: list[str] = Field(description="What of it can't be sent again, and why.")
 
 
 class RowAnswer(Answer):
@@ -297,6 +354,8 @@ class TokensAnswer(Answer):
     texts: list[str] | None = Field(description="None: the tokenizer is not on this machine; `notes` says why.")
     calls: list[int] = Field(description="The call that sampled the token; -1: part of a prompt.")
     logprobs: list[float | None] = Field(description="When it was sampled, natural logarithm.")
+    trained_logprobs: list[float | None] = Field(description="Under the weights of the token's first gradient.")
+    ratios: list[float | None] = Field(description="exp(logprob when it was trained - logprob when it was sampled).")
     advantages: list[float | None]
     weights: list[float | None] = Field(description="Share in the loss.")
     versions: list[int] = Field(description="Place in `version_names`; -1: not sampled.")

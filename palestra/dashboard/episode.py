@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from palestra.dashboard.answers import (
     CallAnswer,
@@ -32,6 +33,7 @@ from palestra.dashboard.steps import episode_line, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
 from palestra.store.run_log import read_manifest
+from palestra.store.trained_tokens import TrainedCall, read_trained
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.calls import Chat, SamplingParams
 from palestra.types.forks import MEANINGS
@@ -39,6 +41,11 @@ from palestra.types.messages import ChatMessage, ImagePart
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
 MOST_TOKENS = 5_000  # tokens of one answer
+MOST_LOG_RATIO = 80.0  # of a ratio that is shown, so that it is a number
+NOT_RECORDED = (
+    "the logprobs when it was trained are not recorded: store.trained_logprobs_steps says of how many of the newest "
+    "steps they are kept"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,7 @@ class EpisodeReading:
         rows: of the tokens, those that are trained first.
         fates: why tokens are trained or not.
         credits: what each trained policy learned from the episode's group.
+        trained: logprobs of its tokens when they were trained, by call, where they are recorded.
     """
 
     view: EpisodeView
@@ -62,6 +70,7 @@ class EpisodeReading:
     rows: list[TokenRow]
     fates: TokenFates
     credits: Mapping[str, Credit]
+    trained: Mapping[int, TrainedCall]
 
     @property
     def notes(self) -> list[str]:
@@ -88,9 +97,11 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         events = episode_events(connection, view)
         manifest = None if view.step is None else read_manifest(connection, view.step)
         credits: dict[str, Credit] = {}
+        trained: dict[int, TrainedCall] = {}
         if manifest is not None:
             group = group_in_batch(connection, manifest, view.trajectory.episode.group_index)
             credits = {name: group_credit(connection, config, manifest, group, name) for name in manifest.versions}
+            trained = read_trained(connection, manifest.step, episode_id)
     chats = view.trajectory.chats
     trie = TokenTrie(chats)
     kept = kept_calls(view.trajectory, config)
@@ -113,6 +124,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         rows=rows,
         fates=fates,
         credits=credits,
+        trained=trained,
     )
 
 
@@ -178,6 +190,7 @@ def _call(chat: Chat, reading: EpisodeReading) -> CallAnswer:
         started_at=chat.started_at,
         seconds=chat.finished_at - chat.started_at,
         messages=[_message(message) for message in chat.new_messages],
+        messages_before=chat.shared_messages,
         reply=_message(chat.reply),
     )
 
@@ -259,6 +272,9 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
         for place, version in enumerate(sorted({tuple(v) for v in row.versions[here].tolist() if v[0] >= 0}))
     }
     advantages, weights = _credit_of(reading, row, here)
+    trained = _trained_of(reading, row, here)
+    if reading.fates.episode.trained and not reading.trained:
+        notes.append(NOT_RECORDED)
     fates = _Fates(reading, row, here)
     return TokensAnswer(
         run=run.name,
@@ -268,6 +284,8 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
         texts=texts or None,
         calls=calls,
         logprobs=_numbers(row.logprobs[here]),
+        trained_logprobs=_numbers(trained),
+        ratios=_numbers(np.exp(np.minimum(trained - row.logprobs[here].astype(np.float64), MOST_LOG_RATIO))),
         advantages=_numbers(advantages),
         weights=_numbers(weights),
         versions=[names.get(tuple(version), -1) for version in row.versions[here].tolist()],
@@ -330,6 +348,19 @@ def _credit_of(reading: EpisodeReading, row: TokenRow, here: slice) -> tuple[Any
         if weight is not None:
             weights[places] = np.where(np.isnan(advantages[places]), np.nan, weight)
     return advantages, weights
+
+
+def _trained_of(reading: EpisodeReading, row: TokenRow, here: slice) -> NDArray[np.float64]:
+    """Return the logprobs of tokens of a row when they were trained, NaN where they were not, or are not recorded."""
+    found = np.full(len(row.ids), np.nan, np.float64)
+    for index in set(row.chats[here].tolist()) - {-1}:
+        call = reading.trained.get(index)
+        if call is None:
+            continue
+        values = call.logprobs[: max(len(row.ids) - call.start, 0)]
+        own = row.chats[call.start : call.start + len(values)] == index
+        found[call.start : call.start + len(values)][own] = values[own]
+    return found[here]
 
 
 def _numbers(values: Any) -> list[float | None]:

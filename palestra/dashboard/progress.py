@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
-from palestra.config import JobConfig
+from palestra.config import SAVED_CONFIG, JobConfig
 from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import PalestraError
@@ -87,11 +88,29 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         tokens_per_second=newest_value(rows, "rollout/tokens_per_second"),
         episodes=counts,
         warnings=_warnings(connection),
+        serve=serve_command(run, config),
         started_at=first,
         changed_at=last,
         last_event=number,
         live=live,
     )
+
+
+def serve_command(run: Run, config: JobConfig) -> str:
+    """Return the command that serves the newest checkpoint of what a run trains; empty: it trains nothing.
+
+    Args:
+        run: of the page.
+        config: of the run.
+    """
+    trained = config.trained_policies if config.kind == "training" else ()
+    if not trained:
+        return ""
+    models = {name: run.folder if len(trained) == 1 else run.folder / "checkpoints" / name for name in trained}
+    settings = {"kind": "inference", "run_dir": f"{run.folder}-served", "server.port": "0"}
+    settings |= {f"policies.{name}.model": str(model) for name, model in models.items()}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return shlex.join(["palestra", "run", str(run.folder / SAVED_CONFIG), *words])
 
 
 def newest_value(rows: Sequence[Mapping[str, float]], name: str) -> float | None:

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from palestra.dashboard.answers import RunAnswer
+from palestra.dashboard.answers import FindingsAnswer, RunAnswer
 from palestra.dashboard.episode import EpisodeReading, read_reading
+from palestra.dashboard.findings import read_findings
 from palestra.dashboard.progress import describe_run, unreadable
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import NotFound, PalestraError, ServerStopping, StoreError, StoreUnreachable
@@ -26,8 +27,8 @@ AT_ONCE = 2  # reads of a run at the same time, so that many pages do not hold u
 READ_SECONDS = 30.0
 MOST_PAUSE_SECONDS = 1.0  # between two searches of a run
 LIST_SECONDS = 5.0  # what the list of runs waits for a run
-DESCRIBED_SECONDS = 0.9  # how old the line of a run may be
-COST = 3.0  # a line that took long is kept for so many times as long
+KEPT_SECONDS = 0.9  # how old the line of a run may be, and its findings
+COST = 3.0  # what took long is kept for so many times as long
 
 
 class _Turn:
@@ -40,6 +41,40 @@ class _Turn:
 
     def __init__(self) -> None:
         self.lock, self.after = asyncio.Lock(), 0.0
+
+
+class _Kept(Generic[T]):
+    """Answers about runs that may be a little old, so that many pages ask for them no more often than one."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, T]] = {}  # by name of the run: until when the answer is good, by the clock
+        self._asking: dict[str, asyncio.Task[T]] = {}
+
+    async def get(self, name: str, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the answer about a run, read now or a moment ago. Errors of reading are raised, and not kept.
+
+        Args:
+            name: of the run.
+            read: reads the answer.
+        """
+        known = self._known.get(name)
+        if known is not None and time.monotonic() < known[0]:
+            return known[1]
+        if name not in self._asking:
+            task = self._asking[name] = asyncio.create_task(self._read(name, read))
+            # Those who wait get the error; asyncio would log it if all of them have gone.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(self._asking[name])
+
+    async def _read(self, name: str, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        began = time.monotonic()
+        try:
+            found = await read()
+        finally:
+            del self._asking[name]
+        now = time.monotonic()
+        self._known[name] = now + max(KEPT_SECONDS, COST * (now - began)), found
+        return found
 
 
 class Reader:
@@ -56,8 +91,7 @@ class Reader:
         self.runs: Mapping[str, Run] = {run.name: run for run in runs}
         self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
         self._searches = {run.name: _Turn() for run in runs}
-        self._described: dict[str, tuple[float, RunAnswer]] = {}
-        self._describing: dict[str, asyncio.Task[RunAnswer]] = {}
+        self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
         self._readings: OrderedDict[tuple[str, str], tuple[tuple[int, ...], EpisodeReading]] = OrderedDict()
 
     def run(self, name: str) -> Run:
@@ -131,25 +165,22 @@ class Reader:
                 turn.after = now + min(now - began, MOST_PAUSE_SECONDS)
 
     async def described(self, run: Run) -> RunAnswer:
-        """Return how far a run is. The answer is a little old, so that many pages ask for it no more often than one."""
-        known = self._described.get(run.name)
-        if known is not None and time.monotonic() < known[0]:
-            return known[1]
-        if run.name not in self._describing:
-            self._describing[run.name] = asyncio.create_task(self._describe(run))
-        return await asyncio.shield(self._describing[run.name])
+        """Return how far a run is; one that can't be read says why. The answer may be a little old."""
+        return await self._described.get(run.name, lambda: self._describe(run))
 
     async def _describe(self, run: Run) -> RunAnswer:
-        began = time.monotonic()
         try:
-            found = await self.read(run, lambda: describe_run(run))
+            return await self.read(run, lambda: describe_run(run))
         except PalestraError as error:
-            found = unreadable(run, str(error))
-        finally:
-            del self._describing[run.name]
-        now = time.monotonic()
-        self._described[run.name] = now + max(DESCRIBED_SECONDS, COST * (now - began)), found
-        return found
+            return unreadable(run, str(error))
+
+    async def findings(self, run: Run) -> FindingsAnswer:
+        """Return what the doctor's rules find in a run; the answer may be a little old.
+
+        Raises:
+            StoreUnreachable, StoreError: see `read`.
+        """
+        return await self._findings.get(run.name, lambda: self.search(run, lambda: read_findings(run)))
 
     async def described_all(self) -> list[RunAnswer]:
         """Return how far each run is; one that takes too long is said to be unreadable."""

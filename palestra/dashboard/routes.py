@@ -16,22 +16,27 @@ from starlette.responses import Response, StreamingResponse
 from palestra import __version__
 from palestra.dashboard.access import PageAccess
 from palestra.dashboard.answers import (
+    ConversationAnswer,
     EpisodeAnswer,
     EpisodesAnswer,
     EventsAnswer,
+    FindingsAnswer,
     GroupAnswer,
     MetricsAnswer,
     RunAnswer,
     RunsAnswer,
     SettingsAnswer,
+    SlowCallsAnswer,
     StepAnswer,
     TokensAnswer,
 )
+from palestra.dashboard.conversation import read_conversation
 from palestra.dashboard.episode import MOST_TOKENS, episode_answer, read_tokens
 from palestra.dashboard.files import PAGE, add_files
 from palestra.dashboard.progress import read_columns, read_settings
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
+from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
@@ -49,6 +54,10 @@ class ViewerKey(BaseModel):
     """The answer to `POST /dashboard/session`."""
 
     key: str = Field(description="Opens the routes of the page, and nothing else.")
+    talk: str | None = Field(
+        description="Calls the job's policies (`/v1/chat/completions`) outside any episode: nothing of it is recorded "
+        "or trained. None: no engine runs here, or the given key may only look."
+    )
 
 
 class Search(BaseModel):
@@ -112,7 +121,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
     async def session(request: Request, response: Response) -> ViewerKey:
         """Return the viewer's key for the one-time code of a link, or for a key that opens more."""
         response.headers["cache-control"] = "no-store"
-        return ViewerKey(key=access.exchange(request))
+        return ViewerKey(key=access.exchange(request), talk=access.talk(request))
 
     api = APIRouter(prefix=f"{PAGE}/api/runs", dependencies=[Depends(private)], tags=["page"])
     _add_run_routes(api, reader)
@@ -193,6 +202,17 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
         found = reader.run(run)
         return await reader.read(found, lambda: read_settings(found))
 
+    @api.get("/{run}/findings")
+    async def findings(run: str) -> FindingsAnswer:
+        """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try."""
+        return await reader.findings(reader.run(run))
+
+    @api.get("/{run}/calls")
+    async def calls(run: str) -> SlowCallsAnswer:
+        """Return the slowest of the newest calls."""
+        found = reader.run(run)
+        return await reader.read(found, lambda: read_slow_calls(found))
+
     @api.get("/{run}/history")
     async def history(
         run: str,
@@ -230,6 +250,12 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         """Return an episode with its calls, and the outline of its rows of tokens."""
         found, reading = reader.run(run), await reader.reading(run, episode)
         return await reader.read(found, lambda: episode_answer(found, reading))
+
+    @api.get("/{run}/episodes/{episode}/calls/{call}")
+    async def conversation(run: str, episode: str, call: Whole) -> ConversationAnswer:
+        """Return a call as a conversation, to go on from any message of it."""
+        found = reader.run(run)
+        return await reader.read(found, lambda: read_conversation(found, episode, call))
 
     @api.get("/{run}/episodes/{episode}/rows/{row}")
     async def tokens(

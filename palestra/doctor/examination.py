@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
-from palestra.config import SAVED_CONFIG, load_config
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.doctor.rule import History, JobSize, Row, Rule
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
@@ -82,14 +82,24 @@ def examine(folder: Path | str) -> Examination:
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
     config = load_config(folder / SAVED_CONFIG)
-    job = JobSize.of(config)
     with browse(folder / "run.db") as connection:
-        rows, facts = read_metrics(connection), store_facts(connection)
-        known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]
-        if known:
-            known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
-        found = findings_of(known, job, config.players.rivals)
-        shown = [_with_episodes(connection, finding) for finding in found]
+        return examine_store(connection, config, folder)
+
+
+def examine_store(connection: Connection, config: JobConfig, folder: Path) -> Examination:
+    """Return what the rules say about a run whose store is open.
+
+    Args:
+        connection: from `browse`.
+        config: of the run.
+        folder: of the run, for the size of its files and what its disk has left.
+    """
+    rows, facts = read_metrics(connection), store_facts(connection)
+    known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]
+    if known:
+        known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
+    found = findings_of(known, JobSize.of(config), config.players.rivals)
+    shown = [_with_episodes(connection, finding) for finding in found]
     return Examination(step=int(known[-1]["step"]) if known else 0, steps=config.steps, findings=tuple(shown))
 
 

@@ -35,6 +35,7 @@ from palestra.learner.metrics import loss_metrics
 from palestra.learner.replay import ReplayBuffer
 from palestra.learner.shares import shares_of
 from palestra.learner.teacher import ServedTeacher
+from palestra.learner.trained_calls import Row, trained_calls
 from palestra.store import RunStore
 from palestra.trainer.base import (
     TRAINER_METRICS,
@@ -106,12 +107,14 @@ class _Passes:
         last: reports of the gradients of the last epoch.
         update: the last one.
         skipped: updates that were left out because a gradient was not finite.
+        trained: the rows of the first epoch with their logprobs; empty: they were not asked for.
     """
 
     first: StepReport
     last: Sequence[StepReport]
     update: OptimReport
     skipped: int
+    trained: Sequence[Row]
 
     @property
     def counts(self) -> dict[str, float]:
@@ -149,7 +152,8 @@ class PolicyUpdate:
             policy: name of the policy.
             budget: knows how far the training is, and so the learning rate of a step.
             add_event: records an event of the job.
-            store: has the episodes of earlier steps, for an algorithm that trains them again.
+            store: gets the logprobs of trained tokens; has the episodes of earlier steps, for an algorithm that trains
+                them again.
             teacher: a server that teaches; None: there is none.
         """
         self._budget, self._teacher = budget, teacher
@@ -159,6 +163,7 @@ class PolicyUpdate:
         self._roles, self._add_event = config.players, add_event
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
+        self._store = store
         self._choices = CallChoices(trainer, policy, self._settings.name) if algorithm.every_choice else None
         self._replay = (
             None
@@ -361,6 +366,9 @@ class PolicyUpdate:
         optimizer = self._config.policies[self._policy].optimizer
         params = OptimParams.of(optimizer, self._budget.learning_rate(optimizer, step))
         made = await self._passes(step, batch, loss, params, self._settings.epochs, "policy", request)
+        if made.trained:
+            calls = await asyncio.to_thread(trained_calls, made.trained)
+            await self._store.trained.record(step, calls, self._config.store.trained_logprobs_steps)
         row = loss_metrics(made.first, made.last[-1], self._loss_metrics) | made.counts
         row |= {
             "train/grad_norm": made.update.grad_norm,
@@ -392,16 +400,21 @@ class PolicyUpdate:
         """
         algorithm = self._settings
         whose = "" if network == "policy" else f" {network}"
-        reports, last, skipped = list[StepReport](), list[StepReport](), 0
+        reports, last, skipped, trained = list[StepReport](), list[StepReport](), 0, list[Row]()
+        # What is drawn from a replay buffer is of earlier steps, and has been recorded in its own.
+        recorded = network == "policy" and self._replay is None and self._config.store.trained_logprobs_steps > 0
         for epoch in range(epochs):
             # The parts follow from the seed and the step alone, so that a step that is repeated makes the same updates.
             draw = np.random.default_rng((self._config.seed, step, epoch))
             last = []
             for number, samples in enumerate(batch.parts(algorithm.minibatches, algorithm.loss_agg_mode, draw)):
                 name = f"{request}{whose} epoch {epoch}" + (f" part {number}" if algorithm.minibatches > 1 else "")
-                report = await self._trainer.forward_backward(self._policy, samples, loss, f"{name} gradient")
+                wanted = recorded and epoch == 0
+                report = await self._trainer.forward_backward(self._policy, samples, loss, f"{name} gradient", wanted)
+                if report.logprobs is not None:
+                    trained += zip(samples, report.logprobs, strict=True)
                 update = await self._trainer.optim_step(self._policy, params, f"{name} update", network)
                 last.append(report)
                 skipped += not update.applied
             reports += last
-        return _Passes(first=reports[0], last=last, update=update, skipped=skipped)
+        return _Passes(first=reports[0], last=last, update=update, skipped=skipped, trained=trained)

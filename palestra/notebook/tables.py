@@ -13,7 +13,8 @@ from palestra.store.browsing import EpisodeSummary
 from palestra.store.codec import fork_of, unpack
 from palestra.store.run_store import UNREADABLE
 from palestra.store.search import DamagedEpisode, readable_summaries
-from palestra.store.tables import chats, episodes, groups
+from palestra.store.tables import chats, episodes, groups, trained_tokens
+from palestra.store.trained_tokens import TrainedCall, trained_call
 from palestra.types.calls import PolicyVersion
 
 DAMAGED = (*UNREADABLE, KeyError, IndexError, TypeError)
@@ -139,7 +140,8 @@ def token_columns(connection: Connection, wanted: Select[Any]) -> dict[str, Any]
         wanted: rows of `episodes_where`.
     """
     names: dict[str, list[Any]] = {name: [] for name in ("episode_id", "policy", "agent", "version")}
-    calls, places, ids, logprobs = list[Any](), list[Any](), list[Any](), list[Any]()
+    calls, places, ids, logprobs, trained = list[Any](), list[Any](), list[Any](), list[Any](), list[Any]()
+    recorded = _trained_of(connection, wanted)
     for row in connection.execute(_calls_of(wanted)):
         try:
             sampled, found = unpack(row.completion, "i4"), unpack(row.logprobs, "f4")
@@ -156,16 +158,34 @@ def token_columns(connection: Connection, wanted: Select[Any]) -> dict[str, Any]
         places.append(np.arange(count, dtype=np.int32))
         ids.append(sampled)
         logprobs.append(found)
+        trained.append(np.full(count, np.nan, np.float32))
+        if (call := recorded.get((row.episode_id, row.idx))) is not None:
+            first = call.start - row.shared - len(unpack(row.prompt_tail, "i4"))
+            trained[-1][first : first + len(call.logprobs)] = call.logprobs
     return {
         "episode_id": names["episode_id"],
         "call": _joined(calls, np.int32),
         "place": _joined(places, np.int32),
         "token": _joined(ids, np.int32),
         "logprob": _joined(logprobs, np.float32),
+        "trained_logprob": _joined(trained, np.float32),
         "version": names["version"],
         "policy": names["policy"],
         "agent": names["agent"],
     }
+
+
+def _trained_of(connection: Connection, wanted: Select[Any]) -> dict[tuple[str, int], TrainedCall]:
+    """Return what is recorded of the calls of episodes when they were trained, by episode and call.
+
+    Args:
+        connection: from `browse`.
+        wanted: rows of `episodes_where`.
+    """
+    of = wanted.order_by(None).with_only_columns(episodes.c.episode_id).subquery()
+    rows = connection.execute(select(trained_tokens).join(of, trained_tokens.c.episode_id == of.c.episode_id))
+    found = (trained_call(row) for row in rows.all())
+    return {(call.episode_id, call.index): call for call in found}
 
 
 def _joined(parts: list[Any], kind: Any) -> Any:

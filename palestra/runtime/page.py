@@ -49,6 +49,10 @@ class _JobAccess:
         self._keys.require_view(request)
         return self._keys.viewer_key
 
+    def talk(self, request: Request) -> str | None:
+        """Return the key that calls the policies to those who have the job's key; see `PageAccess`."""
+        return self._keys.talk_key if self._keys.opens_job(request) else None
+
 
 def _live(plane: DataPlane) -> LiveState:
     progress, sessions = plane.progress, plane.sessions
@@ -64,6 +68,7 @@ def _live(plane: DataPlane) -> LiveState:
         calls_in_flight=sessions.in_flight,
         tokens_per_second=sessions.context.rate.per_second,
         workers=plane.workers.busy,
+        policies=list(plane.sessions.context.policies.names),
     )
 
 

@@ -22,6 +22,7 @@ from palestra.store import Episodes
 from palestra.store.key_files import job_key, seat_key, sign
 
 MOST_EPISODES = 4096  # whose keys are kept
+MODEL_ROUTES = "/v1/"  # beginning of the paths of all dialects
 _OPENS = "palestra.opens"  # the place in a request's scope for the checked key
 OpenSession = Callable[[], AbstractAsyncContextManager[CallMaker]]  # open for one request
 
@@ -39,6 +40,11 @@ class RoleKey:
     """The seat that a key may claim. A `RoleKey` exists only after the key's signature has been checked."""
 
     role: str
+
+
+@dataclass(frozen=True, slots=True)
+class TalkKey:
+    """Calls of the job's policies outside any episode. A `TalkKey` exists only after the key has been checked."""
 
 
 class KeyRing:
@@ -80,6 +86,14 @@ class KeyRing:
         """Return the key that only shows the job's page. It is derived, and void when the secret is replaced."""
         return self._viewer_key(self._secret())
 
+    @property
+    def talk_key(self) -> str:
+        """Return the key with which the page calls the policies; nothing is recorded. It is void with the secret."""
+        return self._talk_key(self._secret())
+
+    def _talk_key(self, secret: bytes) -> str:
+        return f"pt-{sign(secret, self._job, 'talk')}"
+
     def _viewer_key(self, secret: bytes) -> str:
         return f"pv-{sign(secret, self._job, 'view')}"
 
@@ -98,8 +112,8 @@ class KeyRing:
         parts = (seat.episode_id, str(seat.fence), str(place), str(seat.seat_fence))
         return f"ps-{'.'.join(parts)}.{sign(secret, self._job, 'seat-lease', seat.role, *parts)}"
 
-    def check(self, key: str | None) -> EpisodeKey | SeatKey | RoleKey | None:
-        """Return what a key opens: an episode, a seat of one, or claims of a seat; None for the job's key.
+    def check(self, key: str | None) -> EpisodeKey | SeatKey | RoleKey | TalkKey | None:
+        """Return what a key opens: an episode, a seat of one, claims of a seat, or talk; None for the job's key.
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
@@ -113,6 +127,8 @@ class KeyRing:
         # The beginning is looked at first, so that the check of an episode's key signs nothing else.
         if key.startswith("pv-") and hmac.compare_digest(key.encode(), self._viewer_key(secret).encode()):
             raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
+        if key.startswith("pt-") and hmac.compare_digest(key.encode(), self._talk_key(secret).encode()):
+            return TalkKey()
         prefix, _, _ = key.rpartition(".")
         episode_id, _, fence = prefix.removeprefix("pe-").rpartition(".")
         known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
@@ -141,8 +157,11 @@ class KeyRing:
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key only calls models, and the route is another one.
         """
-        request.scope[_OPENS] = self.check(bearer(request))
+        opens = request.scope[_OPENS] = self.check(bearer(request))
+        if isinstance(opens, TalkKey) and not request.scope["path"].startswith(MODEL_ROUTES):
+            raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
 
     def require_view(self, request: Request) -> None:
         """Check that a request carries the viewer's key, or the job's present key.
@@ -162,7 +181,7 @@ class KeyRing:
             Forbidden: the key is an episode's.
         """
         if self.check(bearer(request)) is not None:
-            raise Forbidden("this is an episode's key, or a seat's; this route takes the job's key")
+            raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
 
     def require_role(self, request: Request, role: str) -> bool:
         """Check that a request carries the job's present key, or the key that claims this seat.
@@ -218,7 +237,18 @@ class KeyRing:
             raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
         if isinstance(key, RoleKey):
             raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
+        if isinstance(key, TalkKey):
+            raise Forbidden("this key calls models outside any episode; this route takes the key of an episode")
         return key
+
+    def opens_talk(self, request: Request) -> bool:
+        """Return whether a request carries the key with which the page calls the policies.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+        """
+        key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
+        return isinstance(key, TalkKey)
 
     async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey | SeatKey:
         """Check that a request carries a key of one episode, or of a seat of it, and return what the key opens.
@@ -234,7 +264,7 @@ class KeyRing:
             NotFound: there is no such episode.
         """
         key = self.check(bearer(request))
-        if key is None or isinstance(key, RoleKey) or key.episode_id != episode_id:
+        if key is None or isinstance(key, RoleKey | TalkKey) or key.episode_id != episode_id:
             await episodes.get(episode_id)
             raise Forbidden(f"this key is not the key of episode {episode_id}")
         return key
@@ -265,6 +295,8 @@ def caller_of(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request
         Unauthorized: there is no key, or it is not a key of this job.
         Forbidden: the key is the job's and episodes are played, or an episode's and a model is served.
     """
+    if keys.opens_talk(request):
+        return Caller(sessions.stateless)
     if kind == "inference":
         keys.require_job(request)
         return Caller(sessions.stateless)

@@ -18,7 +18,7 @@ from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
-from palestra.store.tables import SCHEMA, chats, episodes, events, manifests
+from palestra.store.tables import RECORDS_TRAINED, SCHEMA, chats, episodes, events, manifests, trained_tokens
 from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 
@@ -109,7 +109,8 @@ def browse(path: Path) -> Iterator[Connection]:
 def _complete_older(connection: Connection) -> None:
     """Let statements of this version read the file of an earlier one, which may not be changed.
 
-    A temporary view of each table that lacks columns takes the table's name, and has NULL in their places.
+    A temporary view of each table that lacks columns takes the table's name, and has NULL in their places. That of a
+    table that is not there has no rows.
     """
     for table in (episodes, chats):
         found = {row[1] for row in connection.exec_driver_sql(f"PRAGMA main.table_info({table.name})")}
@@ -119,6 +120,9 @@ def _complete_older(connection: Connection) -> None:
             connection.exec_driver_sql(
                 f"CREATE TEMP VIEW {table.name} AS SELECT *, {nulls} FROM main.{table.name}"  # names of ours
             )
+    if 0 < SCHEMA.read_version(connection) < RECORDS_TRAINED:
+        nulls = ", ".join(f"NULL AS {column.name}" for column in trained_tokens.columns)
+        connection.exec_driver_sql(f"CREATE TEMP VIEW {trained_tokens.name} AS SELECT {nulls} WHERE 0")
 
 
 def called_by(connection: Connection, policy: str) -> set[str]:

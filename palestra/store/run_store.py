@@ -27,6 +27,7 @@ from palestra.store.groups import Groups
 from palestra.store.leases import LeaseBook
 from palestra.store.run_log import RunLog
 from palestra.store.tasks import Tasks
+from palestra.store.trained_tokens import TrainedTokens
 from palestra.types.clock import Clock, SystemClock
 
 DAMAGED_CODES = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT))
@@ -148,6 +149,7 @@ class RunStore:
         episodes: claims and ends, for workers.
         calls: the recorded calls, for sessions; and trajectories, for the learner.
         groups: episodes of one task, for the learner.
+        trained: logprobs of tokens when they were trained, of the newest steps.
         log: manifests, metrics, events and facts of the run.
     """
 
@@ -158,6 +160,7 @@ class RunStore:
     episodes: Episodes
     calls: Calls
     groups: Groups
+    trained: TrainedTokens
     log: RunLog
 
     def close(self) -> None:
@@ -209,5 +212,6 @@ def open_run_store(path: Path, rollout: RolloutConfig, store: StoreConfig, clock
         episodes=episodes,
         calls=Calls(db),
         groups=Groups(db, episodes.available, episodes.settled),
+        trained=TrainedTokens(db),
         log=RunLog(db, clock),
     )

@@ -121,6 +121,17 @@ manifests = Table(
     Column("versions", Text, nullable=False),  # {policy: [incarnation, n]} of those that are trained
 )
 
+trained_tokens = Table(
+    "trained_tokens",
+    metadata,
+    Column("step", Integer, primary_key=True),
+    Column("episode_id", String, primary_key=True),
+    Column("idx", Integer, primary_key=True),  # of the call
+    Column("start", Integer, nullable=False),  # place of the first value, from the beginning of the call's prompt
+    Column("logprobs", LargeBinary, nullable=False),  # when trained: zlib of float32, NaN where a token was not
+    sqlite_with_rowid=False,
+)
+
 metric_rows = Table(
     "metric_rows", metadata, Column("step", Integer, primary_key=True), Column("data", Text, nullable=False)
 )
@@ -156,8 +167,12 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ("ALTER TABLE episodes ADD COLUMN named_rewards TEXT",),
     ("ALTER TABLE episodes ADD COLUMN agent_step_rewards TEXT",),
     ("ALTER TABLE episodes ADD COLUMN players TEXT",),
+    (
+        "CREATE TABLE trained_tokens (step INTEGER NOT NULL, episode_id VARCHAR NOT NULL, idx INTEGER NOT NULL, "
+        "start INTEGER NOT NULL, logprobs BLOB NOT NULL, PRIMARY KEY (step, episode_id, idx)) WITHOUT ROWID",
+    ),
 )
-
+RECORDS_TRAINED = 8  # version of the tables from which on there are `trained_tokens`
 
 T = TypeVar("T")
 _DIALECT = sqlite.dialect()

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from palestra.errors import InvalidRequest, NotFound, Unauthorized
+from palestra.http.tenant_keys import Tenants
 from palestra.threads import in_thread
 from palestra.tinker.records import EXTERNAL, SCHEME, Checkpoint
 from palestra.tinker.saved import Saved
-from palestra.tinker.tenants import Tenants
 from palestra.tinker.training import usable
 from palestra.types.clock import Clock
 

@@ -16,12 +16,14 @@ class TrackedRun:
     Attributes:
         name: of the job.
         key: stands for the run's folder: the same after a restart, and another one in another folder.
+        store: file of the run's store, for trackers that show more than metrics; `browse` opens it.
         folder: where a tracker that writes files puts them; it exists, and no other tracker uses it.
         settings: values of the configuration, by dotted key.
     """
 
     name: str
     key: str
+    store: Path
     folder: Path
     settings: Mapping[str, Any]
 

@@ -36,7 +36,9 @@ def tracked_run(folder: Path, name: str) -> TrackedRun:
     config = load_config(folder / SAVED_CONFIG)
     files = folder / FOLDER / name
     files.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return TrackedRun(name=config.name, key=key_of(folder), folder=files, settings=_settings(config))
+    return TrackedRun(
+        name=config.name, key=key_of(folder), store=folder / "run.db", folder=files, settings=_settings(config)
+    )
 
 
 def _settings(config: JobConfig) -> dict[str, Any]:

@@ -16,6 +16,11 @@ SHIPPED = {
     "tensorboard": ("palestra.tracking.tensorboard:TensorBoardTracker", "tensorboard", "tensorboard"),
     "wandb": ("palestra.tracking.wandb:WandbTracker", "wandb", "wandb"),
     "mlflow": ("palestra.tracking.mlflow:MlflowTracker", "mlflow", "mlflow-skinny"),
+    "opentelemetry": (
+        "palestra.tracking.opentelemetry:OpenTelemetryTracker",
+        "opentelemetry.exporter.otlp.proto.http",
+        "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
+    ),
     "trackio": ("palestra.tracking.trackio:TrackioTracker", "trackio", "trackio"),
 }
 
@@ -37,9 +42,17 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"tracking: there is no tracker {name!r}; there are {', '.join(known)}")
-        if name in SHIPPED and find_spec(SHIPPED[name][1]) is None:
+        if name in SHIPPED and not _installed(SHIPPED[name][1]):
             package = SHIPPED[name][2]
             raise ConfigError(f"tracking: {name} needs {package}, which is not installed: pip install {package}")
+
+
+def _installed(module: str) -> bool:
+    """Return whether a module could be imported; of one in a package, the packages around it are."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def create_tracker(name: str, run: TrackedRun) -> Tracker:

@@ -60,7 +60,7 @@ class Gradient:
         self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
         self._sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, _measured_with(batch))])
         self._means = SequenceMeans(micro_batches) if loss.over_sequences else None
-        self._rows: list[Floats] | None = [] if logprobs else None
+        self._trained: list[tuple[MicroBatch, Tensor]] | None = [] if logprobs else None
 
     @property
     def unmeasured(self) -> Sequence[MicroBatch]:
@@ -99,8 +99,8 @@ class Gradient:
             _check_numbers(self._loss, micro, output.loss)
             losses, measured = _add_penalties(output.loss, inputs, entropy, self._spec)
             total = (losses * targets["loss_weights"]).sum()
-        if self._rows is not None:
-            self._rows += rows_of(micro, logprobs.detach())
+        if self._trained is not None:
+            self._trained.append((micro, logprobs.detach()))  # they stay on the device until all are computed
         sampled = targets["sampling_logprobs"].isfinite()  # other tokens could have been sampled, and were not
         gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
         found: dict[str, Reduction] = {
@@ -117,7 +117,9 @@ class Gradient:
     def report(self) -> StepReport:
         """Return metrics and counts, after `loss_of` each micro-batch."""
         report = report_of(self.micro_batches, self._sums)
-        return report if self._rows is None else replace(report, logprobs=tuple(self._rows))
+        if self._trained is None:
+            return report
+        return replace(report, logprobs=tuple(row for micro, found in self._trained for row in rows_of(micro, found)))
 
     def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
         """Return the inputs of a loss for the tokens of a micro-batch.

@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from servers import KEY, SCRIPTED, Job, until
 
+from palestra.doctor.examination import examine
 from palestra.renderers import ByteTokenizer
 from palestra.store.browsing import browse, list_episodes, read_episode
+from palestra.store.trained_tokens import read_trained
 
 pytestmark = pytest.mark.browser
 READY_SECONDS = 1.5  # until the first view is drawn, on two shared cores
@@ -118,6 +121,10 @@ def test_from_a_curve_to_a_token_with_the_numbers_of_the_run(finished, dashboard
     chat = chats[0]
     assert facts["id"] == str(chat.completion_ids[1])
     assert facts["logprob when sampled"] == shown(float(chat.logprobs[1]), 6)
+    with browse(finished.run_dir / "run.db") as connection:
+        trained = read_trained(connection, 2, name)[0]
+    assert facts["logprob when trained"] == shown(float(trained.logprobs[1]), 6)
+    assert facts["ratio"] == shown(math.exp(trained.logprobs[1] - chat.logprobs[1]), 6)
     assert facts["version"] == str(chat.versions[0].version)
     assert facts["call"] == "0 of agent"
     assert page.locator(".token-text").inner_text() == ByteTokenizer().decode([int(chat.completion_ids[1])])
@@ -155,7 +162,16 @@ def test_the_page_is_ready_soon_and_asks_little(finished, dashboard, open_page):
 def test_nothing_serious_keeps_anybody_from_using_any_view(finished, dashboard, open_page, axe, scheme):
     link, _ = dashboard(finished.run_dir)
     episode = finished.manifests()[2][0]
-    of_run = ("steps", "step/2", f"group/train/{int(episode[6:12])}", f"episode/{episode}", "episodes", "settings")
+    of_run = (
+        "steps",
+        "step/2",
+        f"group/train/{int(episode[6:12])}",
+        f"episode/{episode}",
+        "episodes",
+        "findings",
+        "talk",
+        "settings",
+    )
     views = ["#/", *(f"#/run/run/{view}" for view in (*of_run, "events", "nowhere"))]
     page = open_page(link, scheme=scheme)
     page.evaluate(axe)
@@ -305,10 +321,12 @@ def as_if_running(finished: Job, folder: Path, *names: str) -> Iterator[list[Pat
         yield runs
 
 
-def end_step(run: Path, step: int) -> None:
-    """Write what a learner writes at the end of a step."""
-    row = json.dumps({"step": step, "train/reward_mean": step / 8})
+def end_step(run: Path, step: int, **further: float) -> None:
+    """Write what a learner writes at the end of a step; `__` in a metric's name stands for `/`."""
+    more = {name.replace("__", "/"): value for name, value in further.items()}
     with contextlib.closing(sqlite3.connect(run / "run.db")) as connection, connection:
+        (newest,) = connection.execute("SELECT data FROM metric_rows ORDER BY step DESC LIMIT 1").fetchone()
+        row = json.dumps(json.loads(newest) | {"step": step, "train/reward_mean": step / 8} | more)
         connection.execute("INSERT INTO metric_rows (step, data) VALUES (?, ?)", (step, row))
         connection.execute("INSERT INTO events (at, kind, data) VALUES (1.0, 'step', ?)", (row,))
 
@@ -383,6 +401,101 @@ def test_a_tab_that_is_shown_again_has_every_step_once(finished, dashboard, open
         assert steps.all_inner_texts() == ["14", "13", "12", "11", *before]
         visit(page, "#/run/two/steps")
         assert steps.all_inner_texts() == ["13", "11", *before]
+
+
+def skip_updates(run: Path, *steps: int) -> None:
+    """Plant what the doctor calls `updates_skipped` in steps that are finished."""
+    with contextlib.closing(sqlite3.connect(run / "run.db")) as connection, connection:
+        for step in steps:
+            connection.execute(
+                "UPDATE metric_rows SET data = json_set(data, '$.\"train/updates_skipped\"', 1.0) WHERE step = ?",
+                (step,),
+            )
+
+
+def finding_of(page: Any, code: str) -> dict[str, str]:
+    """What the page says of a finding; its badge and its steps stand under `when`."""
+    node = page.locator(f".finding:has(h2:text-is('{code.replace('_', ' ')}'))")
+    facts = dict(zip(node.locator("dt").all_inner_texts(), node.locator("dd").all_inner_texts(), strict=True))
+    return facts | {"when": node.locator(".head").inner_text()}
+
+
+def test_findings_are_those_of_the_doctor_and_lead_to_their_episodes(finished, dashboard, open_page, tmp_path):
+    with as_if_running(finished, tmp_path / "runs", "one") as (one,):
+        skip_updates(one, 2)
+        link, _ = dashboard(one)
+        page = open_page(link)
+        visit(page, "#/run/one/findings")
+        wanted = {finding.code: finding for finding in examine(one).findings}
+        assert [text.replace(" ", "_") for text in page.locator(".finding h2").all_inner_texts()] == list(wanted)
+        said, skipped = finding_of(page, "updates_skipped"), wanted["updates_skipped"]
+        assert (said["seen"], said["it means"], said["try"]) == (skipped.seen, skipped.means, skipped.remedy)
+        assert "in step 2, not any more" in said["when"]
+
+        # While it runs: the newest step shows the sign, and the page says so without being asked
+        page.wait_for_selector("#live.live")
+        end_step(one, 4, train__updates_skipped=1.0)
+        page.wait_for_selector(".finding.holds h2:text-is('updates skipped')")
+        assert "since step 4" in finding_of(page, "updates_skipped")["when"]
+
+    with_episodes = tmp_path / "finished"
+    shutil.copytree(finished.run_dir, with_episodes)
+    with contextlib.closing(sqlite3.connect(with_episodes / "run.db")) as connection, connection:
+        connection.execute("UPDATE metric_rows SET data = json_set(data, '$.\"rollout/truncated_share\"', 1.0)")
+    link, _ = dashboard(with_episodes)
+    page = open_page(link)
+    visit(page, "#/run/finished/findings")
+    shows = next(finding for finding in examine(with_episodes).findings if finding.code == "truncated")
+    assert finding_of(page, "truncated")["episodes"] == ", ".join(shows.episodes)
+    page.locator(f".finding a:text-is('{shows.episodes[0]}')").first.click()
+    page.wait_for_selector(f"h1:has-text('{shows.episodes[0]}')")
+
+
+def test_a_policy_is_talked_to_from_a_message_of_an_episode_and_nothing_is_recorded(open_page, tmp_path):
+    with Job(tmp_path, SCRIPTED | {"steps": 50, "evaluation": {"every_steps": 0}}) as job:
+        job.start()
+        worker = job.work()
+        until(lambda: 2 in job.manifests(), "the batch of the second step")
+        worker.kill()
+        viewer = httpx2.post(f"{job.url}/dashboard/session", headers={"authorization": f"Bearer {KEY}"}).json()["key"]
+        page = open_page(f"{job.url}/dashboard", key=viewer)
+        name = job.manifests()[1][0]
+        visit(page, f"#/run/job/episode/{name}")
+        page.locator(".message.user .talkfrom").first.click()
+        page.wait_for_selector("#talk-key")
+        assert "may look" in page.locator(".talk form").inner_text()
+        page.fill("#talk-key", viewer)
+        page.click(".talk form button")
+        page.wait_for_selector("[role=alert]:has-text('may look, and not talk')")
+        page.fill("#talk-key", KEY)
+        page.click(".talk form button")
+        page.wait_for_selector(".composer textarea")
+        assert KEY not in json.dumps(page.evaluate("[{...sessionStorage}, location.href]"))
+        before = job.query("SELECT count(*) AS n FROM chats")[0]["n"]
+        assert page.locator(".talk .message").count() == 1
+        page.click(".composer .primary")
+        until(lambda: page.locator(".talk .message.assistant button").count() == 2, "the end of the reply")
+        page.fill(".composer textarea", "and now?")
+        page.keyboard.press("Control+Enter")
+        until(lambda: page.locator(".talk .message.assistant button").count() == 4, "the end of the second reply")
+        page.locator(".talk .message.user button:text-is('edit')").last.click()
+        assert page.input_value(".composer textarea") == "and now?"
+        assert page.locator(".talk .message").count() == 2
+        assert job.query("SELECT count(*) AS n FROM chats")[0]["n"] == before
+
+
+def test_a_folder_says_which_command_serves_what_it_has_trained(finished, dashboard, open_page):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    visit(page, f"#/run/run/episode/{finished.manifests()[2][0]}")
+    page.locator(".message.assistant .talkfrom").first.click()
+    page.wait_for_selector(".talk")
+    said = page.locator(".talk").inner_text()
+    assert "No engine runs here" in said
+    assert f"--set policies.policy.model={finished.run_dir}" in said
+    page.click(".talk summary:has-text('body of a request')")
+    body = json.loads(page.locator(".talk details pre").inner_text())
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant"]
 
 
 def test_a_running_job_shows_each_step_as_it_ends(open_page, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from servers import KEY, SCRIPTED, Job, Plane, until
 
 API = "/dashboard/api/runs"
-VALUES = {"run": "job", "step": "1", "kind": "train", "group": "0", "row": "0"}
+VALUES = {"run": "job", "step": "1", "kind": "train", "group": "0", "row": "0", "call": "0"}
 
 
 def viewer_key(plane: Plane, key: str = KEY) -> str:
@@ -32,7 +32,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
             paths: dict[str, dict[str, object]] = plane.get("/openapi.json").json()["paths"]
             known = VALUES | {"episode": episode["episode_id"]}
             pages = [path for path in paths if path.startswith("/dashboard/api/")]
-            assert len(pages) == 11
+            assert len(pages) == 14
             for path, methods in paths.items():
                 address = re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
                 for method in methods:
@@ -41,7 +41,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
                         ask["params"] = {}
                     found = plane.http.request(method, job.url + address, **ask)
                     if path.startswith("/dashboard/"):
-                        expected = 404 if path.endswith("{row}") else 200  # the episode has no call yet
+                        expected = 404 if path.endswith(("{row}", "{call}")) else 200  # the episode has no call yet
                         assert found.status_code == expected, (path, found.text)
                     else:
                         assert found.status_code in (401, 403), (path, found.status_code)
@@ -53,6 +53,40 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
             assert plane.post("/dashboard/session", key=None).status_code == 401
             assert plane.post("/dashboard/session", key=episode["api_key"]).status_code == 403
         assert key not in job.servers[-1].output
+
+
+def test_only_the_jobs_key_brings_one_to_talk_which_opens_model_calls_that_leave_nothing(tmp_path):
+    with Job(tmp_path, {**SCRIPTED, "steps": 100, "evaluation": {"every_steps": 0}}) as job:
+        job.start()
+        with Plane(job.url) as plane:
+            viewer = viewer_key(plane)
+            assert plane.post("/dashboard/session", key=viewer).json()["talk"] is None
+            talk = plane.post("/dashboard/session").json()["talk"]
+            episode, paths = plane.claim(), plane.get("/openapi.json").json()["paths"]
+            known = VALUES | {"episode": episode["episode_id"], "episode_id": episode["episode_id"]}
+            opened = set()
+            for path, methods in paths.items():
+                address = re.sub(r"\{(\w+)\}", lambda match: known.get(match[1], "x"), path)
+                for method in methods:
+                    headers = {"authorization": f"Bearer {talk}"}
+                    found = plane.http.request(method, job.url + address, headers=headers, json={})
+                    if found.status_code not in (401, 403):
+                        opened.add(path)
+            models = {path for path in paths if path.startswith("/v1/") and "post" in paths[path]}
+            assert opened == models | {"/v1/models"}
+
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+            for other, status in ((viewer, 403), (KEY, 403), (None, 401)):
+                assert plane.post("/v1/chat/completions", asked, key=other).status_code == status
+            answer = plane.post("/v1/chat/completions", asked, key=talk)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] > 0
+            assert plane.post("/v1/chat/completions", asked | {"model": "other"}, key=talk).status_code == 404
+            assert job.query("SELECT count(*) AS n FROM chats")[0]["n"] == 0
+            assert [
+                row["state"] for row in job.query("SELECT state FROM episodes WHERE claim_request_id IS NOT NULL")
+            ] == ["claimed"]
+        assert talk not in job.servers[-1].output
 
 
 @pytest.mark.slow

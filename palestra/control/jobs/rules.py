@@ -59,6 +59,7 @@ CAPS: Mapping[str, float] = {
     "trainer.threads": 256,
     "trainer.micro_batch_tokens": 262_144,
     "trainer.logit_chunk": 65_536,
+    "store.trained_logprobs_steps": 10_000,
     "server.max_body_bytes": 64 * 2**20,
     "server.max_waiting_calls": 16_384,
     "server.max_wait_seconds": 600,

@@ -83,7 +83,7 @@ export async function follow(positions, onEvent, onState, signal) {
   }
 }
 
-async function* events(body) {
+export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   while (true) {
@@ -93,7 +93,7 @@ async function* events(body) {
     rest = pieces.pop();
     for (const piece of pieces) {
       const data = piece.split("\n").find((line) => line.startsWith("data: "));
-      if (data !== undefined) yield JSON.parse(data.slice("data: ".length));
+      if (data !== undefined && data !== "data: [DONE]") yield JSON.parse(data.slice("data: ".length));
     }
   }
 }

@@ -63,7 +63,7 @@ function card(run) {
       tile("tokens/s", number(live === null ? run.tokens_per_second : live.tokens_per_second, 3)),
       tile("time", duration(run.seconds))),
     run.warnings.length === 0 ? null : h("details", { class: "warnings", "data-run": run.run }, h("summary", {}, plural(run.warnings.length, "warning")),
-      h("ul", {}, run.warnings.map((one) => h("li", {}, h("a", { href: href(run.run, "step", one.step) }, `step ${one.step}`), ` ${one.text}`)))));
+      h("ul", {}, run.warnings.map((one) => h("li", {}, h("a", { href: href(run.run, "step", one.step) }, `step ${one.step}`), ` ${one.text}`)), h("li", {}, h("a", { href: href(run.run, "findings") }, "all findings, with what they mean and the episodes that show them")))));
 }
 
 // The reward of the only policy that is trained, or of each of several.

@@ -29,7 +29,8 @@ export async function episodeView({ run, rest, query }) {
   const several = { agents: agents.size > 1, policies: policies.size > 1 };
   const tokens = found.rows.length === 0 ? null : tokensPart({ run, episode: found, query });
   const conversation = h("div", { class: "conversation" });
-  replace(conversation, calls.length === 0 ? empty("No call of a model was recorded.") : calls.map((call, place) => callPart(call, calls[place - 1], several, tokens)));
+  const talkFrom = (call, keep) => h("a", { class: "talkfrom", href: `${href(run, "talk")}?${new URLSearchParams({ episode: name, call: call.index, keep })}`, title: "Talk to a policy, going on from this message" }, "talk from here");
+  replace(conversation, calls.length === 0 ? empty("No call of a model was recorded.") : calls.map((call, place) => callPart(call, calls[place - 1], several, tokens, talkFrom)));
   return {
     title: `${name} of ${title}`, crumbs, up: line.kind === "adhoc" ? href(run, "episodes") : href(run, "group", line.kind, line.group_index),
     node: h("div", { class: "view wide episode" },
@@ -82,7 +83,7 @@ function node(call, several) {
     call.fork === null ? null : h("span", { class: `fork ${call.fork.drift ? "drift" : ""}` }, [badge("forked", call.fork.drift ? "warn" : "plain"), ` ${words(call.fork.reason)}: ${call.fork.text}`]));
 }
 
-function callPart(call, before, several, tokens) {
+function callPart(call, before, several, tokens, talkFrom) {
   const goesOn = call.after === null ? (before === undefined ? "" : "from the beginning") : before !== undefined && call.after === before.index ? "" : `goes on from call ${call.after}`;
   const details = [["policy", `${call.policy}, ${call.versions.map(([version, count]) => (call.versions.length > 1 ? `${version} (${plural(count, "token")})` : version)).join(", ")}`], ["temperature", number(call.temperature)], ["most tokens", whole(call.max_tokens)], ["seed", call.seed],
     ...Object.entries(call.sampling).map(([name, value]) => [words(name), json(value)]), ["tools offered", call.tools.join(", ")], ["stop string", call.stop], ["began", clock(call.started_at)], ["took", duration(call.seconds)], ["mean logprob", number(call.mean_logprob)]];
@@ -90,20 +91,20 @@ function callPart(call, before, several, tokens) {
     h("h3", {}, `call ${call.index}`, h("span", { class: "muted" }, several.agents ? ` ${call.agent},` : "", ` step ${call.time_step}`, several.policies ? `, ${call.policy}` : "", goesOn ? `, ${goesOn}` : ""),
       tokens === null ? null : h("button", { type: "button", class: "link", onclick: () => tokens.toCall(call.index) }, "tokens")),
     call.fork === null ? null : h("p", { class: `forkline ${call.fork.drift ? "drift" : ""}` }, [badge("forked", call.fork.drift ? "warn" : "plain"), ` ${words(call.fork.reason)}: ${call.fork.text}`], call.fork.call === null ? "" : ` (call ${call.fork.call}, message ${call.fork.message}, token ${whole(call.fork.position)})`),
-    call.messages.length === 0 ? empty("a prompt of token ids or raw text") : call.messages.map((message) => messagePart(message, "")),
-    messagePart(call.reply, call.finish_reason === "length" ? "cut at its limit" : ""),
+    call.messages.length === 0 ? empty("a prompt of token ids or raw text") : call.messages.map((message, place) => messagePart(message, "", talkFrom(call, call.messages_before + place + 1))),
+    messagePart(call.reply, call.finish_reason === "length" ? "cut at its limit" : "", call.messages.length === 0 && call.messages_before === 0 ? null : talkFrom(call, call.messages_before + call.messages.length + 1)),
     h("details", { class: "calldetails" }, h("summary", {}, "how it was sampled"), h("dl", {}, details.filter(([, value]) => value !== "" && value !== null && value !== "–").map(([name, value]) => [h("dt", {}, name), h("dd", {}, visible(String(value)))])),
       call.grammar === "" ? null : [h("h4", {}, "Grammar that the reply has to match"), box(call.grammar)], h("p", { class: "muted" }, call.why)));
 }
 
-function messagePart(message, note) {
+function messagePart(message, note, fork) {
   const body = [];
   if (message.reasoning) body.push(h("details", { class: "thought", open: message.reasoning.length < 400 }, h("summary", {}, "thought"), longText(message.reasoning, 0)));
   if (message.text !== "") body.push(longText(message.text, message.cut));
   for (const call of message.tool_calls) body.push(h("pre", { class: "toolcall" }, h("b", {}, `→ ${visible(call.name)}`), `(${visible(call.arguments)})`));
   for (const digest of message.images) body.push(h("p", { class: "muted" }, `image ${digest.slice(0, 12)}…`));
   if (body.length === 0) body.push(h("p", { class: "muted" }, "(empty)"));
-  return h("div", { class: `message ${message.role}` }, h("p", { class: "role" }, message.role, message.name ? ` ${visible(message.name)}` : "", note ? badge(note, "warn") : null), body);
+  return h("div", { class: `message ${message.role}` }, h("p", { class: "role" }, message.role, message.name ? ` ${visible(message.name)}` : "", note ? badge(note, "warn") : null, fork), body);
 }
 
 function longText(text, cut) {

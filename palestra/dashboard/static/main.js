@@ -5,12 +5,14 @@ import * as session from "./session.js";
 import { curvesView } from "./curves.js";
 import { episodesView } from "./episodes.js";
 import { episodeView } from "./episode.js";
+import { findingsView } from "./findings.js";
 import { eventsView, settingsView, stepsView } from "./run.js";
 import { groupView, stepView } from "./step.js";
+import { talkView } from "./talk.js";
 import { changed, followAll, loadRuns, onChange, state } from "./state.js";
 
 const main = document.getElementById("main");
-const VIEWS = { steps: stepsView, step: stepView, group: groupView, episodes: episodesView, episode: episodeView, settings: settingsView, events: eventsView };
+const VIEWS = { steps: stepsView, step: stepView, group: groupView, episodes: episodesView, episode: episodeView, findings: findingsView, talk: talkView, settings: settingsView, events: eventsView };
 let shown = null, turn = 0;
 
 function parse() {

@@ -9,7 +9,7 @@ import { loadMetrics, onChange, state } from "./state.js";
 export const PARTS = [["rollout", "time/rollout_seconds"], ["train", "time/train_seconds"], ["publish", "time/publish_seconds"]];
 
 export function tabs(run, current) {
-  return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, [["steps", "Steps"], ["episodes", "Episodes"], ["settings", "Settings"], ["events", "Events"]].map(([name, label]) =>
+  return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, [["steps", "Steps"], ["episodes", "Episodes"], ["findings", "Findings"], ["talk", "Talk"], ["settings", "Settings"], ["events", "Events"]].map(([name, label]) =>
     h("a", { href: href(run, name), "aria-current": name === current ? "page" : null }, label)));
 }
 

@@ -3,8 +3,9 @@
 // which browsers would also send to other servers of this machine.
 import { h, replace } from "./dom.js";
 
-const STORED = "palestra-key";
+const STORED = "palestra-key", STORED_TALK = "palestra-talk";
 let key = null;
+let talk = null;   // the key that calls policies; null: this tab may only look
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("palestra-key") : null;
 
 export function header() {
@@ -15,16 +16,38 @@ async function exchange(given) {
   const answer = await fetch("/dashboard/session", { method: "POST", headers: { authorization: `Bearer ${given}` }, cache: "no-store" });
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.error ? body.error.message : `the server answered ${answer.status}`);
-  return body.key;
+  return body;
 }
 
+// Keep the viewer's key, and the one that calls policies where the given key brought one.
 function keep(found) {
-  key = found;
-  try { sessionStorage.setItem(STORED, found); } catch { /* the key then lives as long as the page */ }
+  key = found.key;
+  talk = found.talk ?? talk;
+  try {
+    sessionStorage.setItem(STORED, key);
+    if (talk !== null) sessionStorage.setItem(STORED_TALK, talk);
+  } catch { /* the keys then live as long as the page */ }
+}
+
+export function talkHeader() {
+  return talk === null ? null : { authorization: `Bearer ${talk}` };
+}
+
+// Take a key that opens more, so that this tab may talk. Raises what the server says of another one.
+export async function allowTalk(given) {
+  const found = await exchange(given);
+  if (found.talk === null) throw new Error("this key may look, and not talk; the job's key is in RUN/api_key");
+  keep(found);
+}
+
+export function forgetTalk() {
+  talk = null;
+  try { sessionStorage.removeItem(STORED_TALK); } catch { /* nothing was kept */ }
 }
 
 function forget() {
   key = null;
+  forgetTalk();
   try { sessionStorage.removeItem(STORED); } catch { /* nothing was kept */ }
 }
 
@@ -53,7 +76,7 @@ export async function open(main) {
     history.replaceState(null, "", `${location.pathname}#/`);  // the code is no part of the history
     try { keep(await exchange(code[1])); return; } catch (error) { said = error.message; }
   }
-  try { key = sessionStorage.getItem(STORED); } catch { key = null; }
+  try { key = sessionStorage.getItem(STORED); talk = sessionStorage.getItem(STORED_TALK); } catch { key = null; }
   if (key === null) key = await fromOtherTab();
   if (key !== null) {
     try { keep(await exchange(key)); return; } catch { forget(); }

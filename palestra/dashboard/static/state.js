@@ -18,8 +18,8 @@ export function onChange(listener) {
   return () => listeners.delete(listener);
 }
 
-export function changed(what, run) {
-  for (const listener of [...listeners]) listener(what, run);
+export function changed(what, run, event) {
+  for (const listener of [...listeners]) listener(what, run, event);
 }
 
 export async function loadRuns() {
@@ -105,7 +105,7 @@ function take(event) {
     loading.get(name)?.rows.push(event.data);
     if (metrics !== undefined) { putRow(metrics, event.data); changed("metrics", name); }
   }
-  changed("event", name);
+  changed("event", name, event);
   refresh(name);
 }
 

@@ -5,8 +5,13 @@ import { at, get } from "./api.js";
 
 const PAGE = 2000;
 const FOLD = 60;  // tokens of a prompt that are shown unfolded
+const PROBABILITIES = [["p-0", "≥ 90 %"], ["p-1", "≥ 50 %"], ["p-2", "≥ 20 %"], ["p-3", "≥ 5 %"], ["p-4", "≥ 1 %"], ["p-5", "less"]];
+const BOUNDS = [0.9, 0.5, 0.2, 0.05, 0.01].map(Math.log);
+const probability = (logprob) => (logprob === null ? "" : `p-${BOUNDS.filter((bound) => logprob < bound).length}`);
 const COLOURS = {
-  logprob: { label: "probability", legend: [["p-0", "≥ 90 %"], ["p-1", "≥ 50 %"], ["p-2", "≥ 20 %"], ["p-3", "≥ 5 %"], ["p-4", "≥ 1 %"], ["p-5", "less"]], of: (t) => (t.logprob === null ? "" : `p-${[-0.10536, -0.69315, -1.60944, -2.99573, -4.60517].filter((bound) => t.logprob < bound).length}`) },
+  logprob: { label: "probability", legend: PROBABILITIES, of: (t) => probability(t.logprob) },
+  trained_logprob: { label: "probability when trained", legend: PROBABILITIES, of: (t) => probability(t.trainedLogprob) },
+  ratio: { label: "ratio", legend: [["a-n2", "< 0.8"], ["a-n1", "< 0.99"], ["a-0", "about 1"], ["a-p1", "> 1.01"], ["a-p2", "> 1.25"]], of: (t) => (t.ratio === null ? "" : t.ratio < 0.8 ? "a-n2" : t.ratio < 0.99 ? "a-n1" : t.ratio <= 1.01 ? "a-0" : t.ratio <= 1.25 ? "a-p1" : "a-p2") },
   advantage: { label: "advantage", legend: [["a-n2", "< −1"], ["a-n1", "< 0"], ["a-0", "0"], ["a-p1", "> 0"], ["a-p2", "> 1"]], of: (t) => (t.advantage === null ? "" : t.advantage === 0 ? "a-0" : `a-${t.advantage < 0 ? "n" : "p"}${Math.abs(t.advantage) > 1 ? 2 : 1}`) },
   trained: { label: "trained or not", legend: [["t-yes", "trained"], ["t-no", "sampled, not trained"], ["t-else", "trained in another row"], ["", "prompt"]], of: (t) => (t.trained ? "t-yes" : t.call >= 0 ? "t-no" : t.fate.startsWith("sampled") ? "t-else" : "") },
   version: { label: "version", legend: null, of: (t) => (t.version === null ? "" : `v-${Number(t.version.split(".")[1]) % 6}`) },
@@ -40,7 +45,7 @@ export function tokensPart({ run, episode, query }) {
 
   function tokenAt(data, i) {
     return {
-      place: data.start + i, id: data.ids[i], text: data.texts === null ? null : data.texts[i], call: data.calls[i], logprob: data.logprobs[i], advantage: data.advantages[i], weight: data.weights[i],
+      place: data.start + i, id: data.ids[i], text: data.texts === null ? null : data.texts[i], call: data.calls[i], logprob: data.logprobs[i], trainedLogprob: data.trained_logprobs[i], ratio: data.ratios[i], advantage: data.advantages[i], weight: data.weights[i],
       version: data.versions[i] < 0 ? null : data.version_names[data.versions[i]], temperature: data.temperatures[i], fate: data.fate_texts[data.fates[i]], trained: data.trained[i],
     };
   }
@@ -137,6 +142,7 @@ export function tokensPart({ run, episode, query }) {
     const call = episode.calls.find((one) => one.index === token.call);
     const facts = [["place", `${whole(token.place)} of ${whole(episode.rows[row].tokens)}`], ["id", String(token.id)],
       ["logprob when sampled", token.logprob === null ? null : number(token.logprob, 6)], ["probability", token.logprob === null ? null : `${number(Math.exp(token.logprob) * 100, 4)} %`],
+      ["logprob when trained", token.trainedLogprob === null ? null : number(token.trainedLogprob, 6)], ["ratio", token.ratio === null ? null : number(token.ratio, 6)],
       ["advantage", token.advantage === null ? null : number(token.advantage, 5)], ["share in the loss", token.weight === null ? null : number(token.weight, 5)],
       ["version", token.version], ["temperature", token.temperature === null ? null : number(token.temperature)], ["call", token.call < 0 ? null : `${token.call}${call ? ` of ${call.agent}` : ""}`],
       ["grammar", call && call.grammar ? "the reply had to match one; see the call" : null]];

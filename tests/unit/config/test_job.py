@@ -105,6 +105,7 @@ OTHER: dict[str, Any] = {
     "trainer.logit_chunk": 99,
     "trainer.adapter_slots": 1,
     "store.synchronous": "NORMAL",
+    "store.trained_logprobs_steps": 3,
     "server.host": "0.0.0.0",
     "server.port": 1,
     "server.max_body_bytes": 99,

@@ -16,8 +16,9 @@ from palestra.renderers import ByteTokenizer
 from palestra.store.browsing import browse
 from palestra.store.calls import read_trajectory
 from palestra.store.search import EpisodeFilter
+from palestra.store.trained_tokens import TrainedCall
 from palestra.types.forks import MEANINGS, ForkReason
-from unit.building import make_train_batch
+from unit.building import make_train_batch, open_store
 from unit.dashboard.recorded import REWARDS, VERSION, calls_of, config, nan_equal, record
 
 MODES = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
@@ -108,12 +109,49 @@ async def test_tokens_have_text_version_temperature_and_a_reason_in_words(tmp_pa
     assert first.prompt_tokens == 3
 
 
+async def test_tokens_have_their_logprob_when_they_were_trained_and_the_ratio(tmp_path):
+    run = await record(tmp_path)
+    first, second = calls_of(0, 0)
+    moved = {0: first.logprobs + np.float32(0.25), 1: second.logprobs - np.float32(0.5)}
+    moved[1][1] = np.nan  # a token that was not trained
+    calls = [
+        TrainedCall(episode_id=first.episode_id, index=chat.index, start=chat.prompt_tokens, logprobs=moved[chat.index])
+        for chat in (first, second)
+    ]
+    before = read_tokens(run, read_reading(run, first.episode_id), 0, 0, 1000)
+    assert set(before.trained_logprobs) == set(before.ratios) == {None}
+    assert "store.trained_logprobs_steps" in before.notes[-1]
+    with open_store(tmp_path) as store:
+        await store.trained.record(5, calls, 3)
+    found = read_tokens(run, read_reading(run, first.episode_id), 0, 0, 1000)
+    wanted = np.full(len(found.ids), np.nan)
+    for chat in (first, second):
+        wanted[chat.prompt_tokens : chat.prompt_tokens + len(chat.completion_ids)] = moved[chat.index]
+    assert nan_equal(found.trained_logprobs, wanted)
+    sampled = [place for place, call in enumerate(found.calls) if call >= 0]
+    assert [found.calls[place] for place in sampled] == [0, 0, 1, 1, 1]
+    assert [found.ratios[place] for place in sampled] == pytest.approx(
+        [np.exp(0.25), np.exp(0.25), np.exp(-0.5), None, np.exp(-0.5)]
+    )
+    assert not [note for note in found.notes if "trained_logprobs_steps" in note]
+
+
 async def test_pages_of_tokens_are_the_whole(tmp_path):
     run = await record(tmp_path)
     reading = read_reading(run, "train-000000-02")
     whole = read_tokens(run, reading, 0, 0, 1000)
     pages = [read_tokens(run, reading, 0, start, 2) for start in range(0, len(whole.ids) + 4, 2)]
-    for column in ("ids", "texts", "logprobs", "advantages", "weights", "calls", "trained"):
+    for column in (
+        "ids",
+        "texts",
+        "logprobs",
+        "trained_logprobs",
+        "ratios",
+        "advantages",
+        "weights",
+        "calls",
+        "trained",
+    ):
         assert [value for page in pages for value in getattr(page, column) or []] == getattr(whole, column)
     with pytest.raises(NotFound, match="no row 1"):
         read_tokens(run, reading, 1, 0, 10)

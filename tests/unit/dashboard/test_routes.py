@@ -14,7 +14,15 @@ from palestra.dashboard.files import public_paths
 from palestra.dashboard.server import create_page_app
 from unit.dashboard.recorded import record
 
-VALUES = {"run": "recorded", "step": "5", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0"}
+VALUES = {
+    "run": "recorded",
+    "step": "5",
+    "kind": "train",
+    "group": "0",
+    "episode": "train-000000-00",
+    "row": "0",
+    "call": "1",
+}
 
 
 @pytest.fixture
@@ -39,7 +47,7 @@ async def test_every_route_of_data_needs_the_viewers_key(page):
     app, access, http = page
     key = (await key_of(http, access.code)).json()["key"]
     paths = api_paths(app)
-    assert len(paths) == 11
+    assert len(paths) == 14
     for path in paths:
         address = path + ("?follow=false" if path.endswith("/events") else "")
         for wrong in ({}, {"authorization": "Bearer pv-no"}, {"cookie": f"key={key}"}):
@@ -105,6 +113,9 @@ async def test_wrong_values_are_answered_with_what_is_wrong(page):
         ("/groups/other/1", 422),
         ("/groups/train/77", 404),
         ("/episodes/nope", 404),
+        ("/episodes/nope/calls/0", 404),
+        ("/episodes/train-000000-00/calls/2", 404),
+        ("/episodes/train-000000-00/calls/-1", 422),
         ("/episodes/train-000000-00/rows/9", 404),
         ("/episodes?limit=0", 422),
         ("/episodes?unknown=1", 422),

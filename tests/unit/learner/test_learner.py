@@ -216,9 +216,9 @@ async def test_an_error_while_a_checkpoint_is_written_waits_for_it_and_tells_if_
             raise StoreError(problem)
         return await save(*arguments)
 
-    async def broken(policy, batch, loss, request_id):
+    async def broken(*arguments):
         if not saving.is_set():
-            return await train(policy, batch, loss, request_id)
+            return await train(*arguments)
         raise TrainerBroken
 
     job.trainer.save, job.trainer.forward_backward = slow, broken
@@ -331,9 +331,9 @@ async def test_several_minibatches_are_several_updates_of_one_version_each_with_
     job = ScriptedJob(tmp_path, config(algorithm={"epochs": 2, "minibatches": 2}))
     batches, real = [], job.trainer.forward_backward
 
-    async def watched(policy, batch, loss, request_id):
+    async def watched(policy, batch, loss, request_id, logprobs):
         batches.append((request_id, [sample.episode_id for sample in batch]))
-        return await real(policy, batch, loss, request_id)
+        return await real(policy, batch, loss, request_id, logprobs)
 
     job.trainer.forward_backward = watched
     await job.run()

@@ -9,6 +9,8 @@ import numpy as np
 
 from palestra.notebook.tables import call_columns, episode_columns, episodes_where, token_columns
 from palestra.store.browsing import browse
+from palestra.store.trained_tokens import TrainedCall
+from unit.building import open_store
 from unit.dashboard.recorded import REWARDS, calls_of, record
 
 
@@ -43,6 +45,20 @@ async def test_calls_and_tokens_are_those_that_were_recorded_bit_by_bit(tmp_path
     assert np.array_equal(tokens["token"], np.concatenate([chat.completion_ids for chat in recorded]))
     assert np.array_equal(tokens["logprob"], np.concatenate([chat.logprobs for chat in recorded]))
     assert tokens["logprob"].dtype == np.float32
+    assert np.isnan(tokens["trained_logprob"]).all()
+    first, second = recorded[0], recorded[1]
+    only = TrainedCall(
+        episode_id=second.episode_id,
+        index=second.index,
+        start=second.prompt_tokens + 1,
+        logprobs=np.array([-0.125], np.float32),
+    )
+    with open_store(tmp_path) as store:
+        await store.trained.record(5, [only], 1)
+    after = read(tmp_path, token_columns, "train", None, None)
+    wanted = np.full(len(after["token"]), np.nan, np.float32)
+    wanted[len(first.completion_ids) + 1] = -0.125
+    assert np.array_equal(after["trained_logprob"], wanted, equal_nan=True)
     assert tokens["version"][-3:] == ["0.3", "0.4", "0.4"]
     assert {len(column) for column in tokens.values()} == {len(tokens["token"])}
     one = read(tmp_path, token_columns, None, None, None, "train-000001-02")

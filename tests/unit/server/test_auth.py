@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from palestra.errors import Forbidden, NotFound, Unauthorized
 from palestra.http.guard import bearer
-from palestra.server.auth import EpisodeKey, KeyRing, RoleKey
+from palestra.server.auth import EpisodeKey, KeyRing, RoleKey, TalkKey
 from palestra.session import SeatKey
 from palestra.store.key_files import seat_key
 from unit.building import TASK, open_store
@@ -75,6 +75,28 @@ def test_the_viewers_key_opens_the_page_and_nothing_else():
         RING.require_view(request())
     with pytest.raises(Unauthorized):
         KeyRing(lambda: b"other" * 8, "job").require_view(viewer)
+
+
+def test_the_key_of_a_talk_opens_model_calls_and_nothing_else():
+    talk = carrying(RING.talk_key)
+    assert RING.check(RING.talk_key) == TalkKey()
+    assert RING.opens_talk(talk)
+    for check in (RING.require_job, RING.require_view, RING.require_episode):
+        with pytest.raises(Forbidden):
+            check(talk)
+    with pytest.raises(Forbidden):
+        RING.require_seat(talk, "e")
+    with pytest.raises(Forbidden):
+        RING.require_role(talk, "white")
+    assert not RING.opens_job(talk)
+    for other in (RING.job_key, RING.episode_key("e", 1)):
+        assert not RING.opens_talk(carrying(other))
+    with pytest.raises(Forbidden):
+        RING.opens_talk(carrying(RING.viewer_key))
+    with pytest.raises(Unauthorized):
+        KeyRing(lambda: b"other" * 8, "job").check(RING.talk_key)
+    with pytest.raises(Unauthorized):
+        KeyRing(lambda: SECRET, "other").check(RING.talk_key)
 
 
 def test_a_job_key_may_be_given():

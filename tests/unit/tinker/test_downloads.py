@@ -11,7 +11,7 @@ from safetensors.numpy import load
 
 from palestra.errors import Unauthorized
 from palestra.tinker.downloads import LINK_SECONDS, Links
-from palestra.tinker.tenants import Tenants
+from palestra.http.tenant_keys import Tenants
 from unit.building import FakeClock
 from unit.tinker.serving import Client, running
 
@@ -104,13 +104,13 @@ class Asked:
 
 def test_a_link_ends_after_an_hour_and_with_the_key(tmp_path):
     clock = FakeClock()
-    tenants = Tenants(tmp_path / "keys", ("ada",))
+    tenants = Tenants(tmp_path / "keys", ("ada",), "tml-")
     links = Links(tenants, clock)
     asked = Asked(links.link("ada", "session:train:0", "mine", "adapter_config.json", links.expiry()))
     clock.advance(LINK_SECONDS - 2)
     assert links.tenant(asked) == "ada"  # type: ignore[arg-type]
     (tmp_path / "keys" / "ada").write_text("tml-" + "1" * 48)
-    renewed = Links(Tenants(tmp_path / "keys", ("ada",)), clock)
+    renewed = Links(Tenants(tmp_path / "keys", ("ada",), "tml-"), clock)
     for late, which in ((0, renewed), (2, links)):
         clock.advance(late)
         with pytest.raises(Unauthorized, match="not valid"):

@@ -1,0 +1,116 @@
+"""What `palestra top` draws of a service: machines, jobs and why each waits, and the newest running job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from palestra.cli.top_view import calls_table, curve_lines, episodes_table, number
+from palestra.client.control import ControlClient
+from palestra.dashboard.answers import EpisodesAnswer, MetricsAnswer, RunsAnswer, SlowCallsAnswer
+from palestra.errors import PalestraError
+from palestra.terminal import one_line
+from palestra.types.control_wire import ClusterView, JobView, ServerView
+from palestra.types.progress import duration
+
+JOBS = 30  # the newest
+NEWEST = 8  # episodes
+READ_SECONDS = 5.0  # what a job's own server may take for an answer
+
+
+def service_view(control: ControlClient, width: int, now: float) -> RenderableType:
+    """Return what is drawn of a service.
+
+    Args:
+        control: asks it, with the key of a user.
+        width: columns of the terminal.
+        now: Unix seconds.
+
+    Raises:
+        PalestraError: the service can't be reached, or refuses the key.
+    """
+    jobs = list(islice(control.jobs(), JOBS))
+    cluster: ClusterView = control.request("GET", "/cluster", ClusterView)
+    parts: list[RenderableType] = [_machines(cluster), Text(), _jobs(jobs, now)]
+    running = next((job for job in jobs if job.state == "running"), None)
+    if running is not None:
+        parts += [Text(), Text(one_line(f"{running.job_id} {running.name}"), style="bold")]
+        try:
+            parts += _job(control.job(running.job_id).server(), width, now)
+        except PalestraError as error:
+            parts.append(Text(one_line(str(error))))
+    return Group(*parts)
+
+
+def _machines(cluster: ClusterView) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("machine", "state", "cpus held", "gpus held", "jobs"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("machine", "state") else "right")
+    for node in cluster.nodes:
+        state = "gone" if not node.alive else "draining" if node.draining or cluster.draining else "up"
+        cpus, gpus = node.cpus - node.free_cpus, node.gpus - node.free_gpus
+        held = (f"{cpus:g}/{node.cpus:g}", f"{gpus:g}/{node.gpus}", str(node.jobs))
+        table.add_row(Text(one_line(node.node_id)), state, *held)
+    most, mine = cluster.quota, cluster.in_use
+    amounts = (("jobs", mine.jobs, most.jobs), ("cpus", mine.cpus, most.cpus), ("gpus", mine.gpus, most.gpus))
+    quota = ", ".join(f"{name} {held:g}{'' if limit is None else f' of {limit:g}'}" for name, held, limit in amounts)
+    return Group(table, Text(f"your tenant holds: {quota}; {cluster.queued} jobs of all tenants wait"))
+
+
+def _jobs(jobs: Sequence[JobView], now: float) -> RenderableType:
+    if not jobs:
+        return Text("no jobs")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("job", "name", "user", "state", "since", "why"):
+        table.add_column(name, no_wrap=True)
+    for job in jobs:
+        since = f"{duration(max(now - job.changed_at, 0.0))} ago"
+        cells = (job.job_id, job.name, job.user, job.state, since, job.reason)
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
+    return table
+
+
+def _job(server: ServerView, width: int, now: float) -> list[RenderableType]:
+    """Return curves, episodes and slow calls of a running job, as its own page has them."""
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    try:
+        with httpx2.Client(base_url=server.url, headers=headers, timeout=READ_SECONDS) as http:
+            run = RunsAnswer.model_validate_json(_read(http, "")).runs[0]
+            base = f"/{quote(run.run, safe='')}"
+            metrics = MetricsAnswer.model_validate_json(_read(http, f"{base}/metrics"))
+            query = {"state": "completed", "limit": NEWEST}
+            episodes = EpisodesAnswer.model_validate_json(_read(http, f"{base}/episodes", query))
+            calls = SlowCallsAnswer.model_validate_json(_read(http, f"{base}/calls"))
+    except httpx2.HTTPError as error:
+        return [Text(one_line(f"its server at {server.url} can't be read from here: {error}"))]
+    columns = metrics.columns
+    rows = [
+        {name: value for name, column in columns.items() if (value := column[place]) is not None}
+        for place in range(metrics.rows)
+    ]
+    left = "" if run.seconds_left is None else f", about {duration(run.seconds_left)} left"
+    return [
+        Text(f"step {run.step} of {run.steps}{left}, {len(run.warnings)} warnings"),
+        *curve_lines(rows, width),
+        Text(),
+        episodes_table(
+            "newest episodes",
+            [
+                (one.episode_id, one.task_id, one.state, number(one.reward), str(one.calls), str(one.tokens))
+                for one in episodes.episodes
+            ],
+        ),
+        Text(),
+        calls_table(calls.calls, now),
+    ]
+
+
+def _read(http: httpx2.Client, path: str, query: dict[str, Any] | None = None) -> bytes:
+    return http.get(f"/dashboard/api/runs{path}", params=query).raise_for_status().content

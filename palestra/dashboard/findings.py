@@ -1,0 +1,28 @@
+"""What the doctor's rules say about a run of the page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from palestra.dashboard.answers import FindingAnswer, FindingsAnswer
+from palestra.dashboard.runs import Run
+from palestra.doctor.examination import examine_store
+from palestra.doctor.rules import RULES
+
+
+def read_findings(run: Run) -> FindingsAnswer:
+    """Return what the rules find in all steps of a run.
+
+    Args:
+        run: of the page.
+    """
+    config = run.config
+    with run.open() as connection:
+        found = examine_store(connection, config, run.folder)
+    return FindingsAnswer(
+        run=run.name,
+        step=found.step,
+        steps=found.steps,
+        rules=len(RULES),
+        findings=[FindingAnswer(**asdict(finding)) for finding in found.findings],
+    )

@@ -1,0 +1,37 @@
+"""The calls of a run that took longest, of those that ended last."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, select
+
+from palestra.dashboard.answers import SlowCall, SlowCallsAnswer
+from palestra.dashboard.runs import Run
+from palestra.store.tables import chats
+
+SLOWEST, LOOKED_AT = 5, 2000  # calls, of the newest ones
+
+
+def slow_calls(connection: Connection) -> list[SlowCall]:
+    """Return the slowest of the newest calls, the slowest first.
+
+    Args:
+        connection: from `browse`.
+    """
+    seconds = (chats.c.finished_at - chats.c.started_at).label("seconds")
+    recent = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
+    newest = recent.order_by(chats.c.finished_at.desc()).limit(LOOKED_AT).subquery()
+    found = connection.execute(select(newest).order_by(newest.c.seconds.desc()).limit(SLOWEST))
+    return [
+        SlowCall(episode_id=row.episode_id, call=row.idx, agent=row.agent, seconds=row.seconds, ended=row.finished_at)
+        for row in found
+    ]
+
+
+def read_slow_calls(run: Run) -> SlowCallsAnswer:
+    """Return the slowest of the newest calls of a run.
+
+    Args:
+        run: of the page.
+    """
+    with run.open() as connection:
+        return SlowCallsAnswer(run=run.name, calls=slow_calls(connection))

@@ -1,0 +1,92 @@
+"""The logprobs of tokens when they were trained, for the newest steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, bindparam, select
+
+from palestra.database import Database
+from palestra.store.codec import pack, unpack
+from palestra.store.tables import Prepared, trained_tokens
+from palestra.types.calls import Floats
+
+_PUT = Prepared(
+    trained_tokens.insert().prefix_with("OR REPLACE").values({c.name: bindparam(c.name) for c in trained_tokens.c})
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedCall:
+    """The tokens of one call that a step trains.
+
+    Attributes:
+        episode_id: of the episode.
+        index: of the call.
+        start: place of the first of `logprobs`, from the beginning of the call's prompt.
+        logprobs: float32 [C] under the weights that the token's first gradient is of; NaN where the token is not
+            trained.
+    """
+
+    episode_id: str
+    index: int
+    start: int
+    logprobs: Floats
+
+
+class TrainedTokens:
+    """Records the logprobs of tokens when they were trained, and drops those of early steps."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def record(self, step: int, calls: Iterable[TrainedCall], steps: int) -> None:
+        """Record calls of a step, in place of what an earlier attempt at the step has recorded of them.
+
+        Args:
+            step: that trains them.
+            calls: of the episodes of the step's manifest.
+            steps: how many of the newest steps are kept; at least 1.
+        """
+        rows = [
+            {
+                "step": step,
+                "episode_id": one.episode_id,
+                "idx": one.index,
+                "start": one.start,
+                "logprobs": pack(one.logprobs, "f4"),
+            }
+            for one in calls
+        ]
+
+        def put(connection: Connection) -> None:
+            for row in rows:
+                _PUT.change(connection, row)
+            connection.execute(sa.delete(trained_tokens).where(trained_tokens.c.step <= step - steps))
+
+        await self._db.write(put)
+
+
+def read_trained(connection: Connection, step: int, episode_id: str) -> dict[int, TrainedCall]:
+    """Return the calls of an episode that a step has trained, by index; none where they are not recorded.
+
+    Args:
+        connection: from `browse`.
+        step: whose manifest has the episode.
+        episode_id: of the episode.
+    """
+    wanted = select(trained_tokens).where(trained_tokens.c.step == step, trained_tokens.c.episode_id == episode_id)
+    return {row.idx: trained_call(row) for row in connection.execute(wanted)}
+
+
+def trained_call(row: Any) -> TrainedCall:
+    """Return the call of a row of `trained_tokens`.
+
+    Raises:
+        zlib.error: the row is damaged.
+    """
+    values = unpack(row.logprobs, "f4")
+    return TrainedCall(episode_id=row.episode_id, index=row.idx, start=row.start, logprobs=values)

@@ -1,0 +1,108 @@
+"""The calls and episodes of a step as spans: names, times and attributes by OpenTelemetry's conventions for GenAI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, select
+
+from palestra.store.codec import unpack
+from palestra.store.tables import chats, episodes, groups
+from palestra.types.calls import PolicyVersion
+
+PROVIDER = "palestra"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpan:
+    """A span, without ids that belong to a library.
+
+    Attributes:
+        key: stands for the span in its run; equal after a restart.
+        name: of the span.
+        kind: `internal` or `client`.
+        start: Unix seconds.
+        end: Unix seconds.
+        attributes: by name.
+        failed: why it failed; None: it did not.
+        children: spans within.
+    """
+
+    key: str
+    name: str
+    kind: str
+    start: float
+    end: float
+    attributes: Mapping[str, Any]
+    failed: str | None = None
+    children: tuple[RunSpan, ...] = field(default=())
+
+
+def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
+    """Yield a span for each episode of a step that has ended, with its calls within.
+
+    Args:
+        connection: from `browse`.
+        step: that trains the episodes or, of validation, before which they are scored.
+    """
+    of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
+    wanted = select(episodes).join(groups, of_group).where(groups.c.step == step, episodes.c.ended_at.is_not(None))
+    for row in connection.execute(wanted.order_by(episodes.c.episode_id)).all():
+        calls = tuple(_calls(connection, row))
+        rewards = {} if row.rewards is None else orjson.loads(row.rewards)
+        agent = calls[0].attributes["gen_ai.agent.name"] if calls else "agent"
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.agent.name": agent,
+            "gen_ai.conversation.id": row.episode_id,
+            "palestra.step": step,
+            "palestra.episode.kind": row.kind,
+            "palestra.episode.state": row.state,
+            "palestra.episode.attempts": row.attempts,
+            "palestra.task.id": row.task_id,
+        }
+        if rewards:
+            attributes["palestra.reward"] = float(sum(rewards.values()))
+        yield RunSpan(
+            key=f"{row.episode_id}.{row.fence}",
+            name=f"invoke_agent {agent}",
+            kind="internal",
+            start=min((call.start for call in calls), default=row.ended_at),
+            end=max(row.ended_at, *(call.end for call in calls)) if calls else row.ended_at,
+            attributes=attributes,
+            failed=row.reason if row.state == "discarded" else None,
+            children=calls,
+        )
+
+
+def _calls(connection: Connection, episode: Any) -> Iterator[RunSpan]:
+    """Yield the calls of an episode's last lease."""
+    mine = select(chats).where(chats.c.episode_id == episode.episode_id, chats.c.fence == episode.fence)
+    for row in connection.execute(mine.order_by(chats.c.idx)):
+        versions = orjson.loads(row.versions)
+        newest = str(PolicyVersion(*versions[-1][:2])) if versions else ""
+        yield RunSpan(
+            key=f"{row.episode_id}.{row.fence}.{row.idx}",
+            name=f"chat {row.policy}",
+            kind="client",
+            start=row.started_at,
+            end=row.finished_at,
+            attributes={
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.agent.name": row.agent,
+                "gen_ai.conversation.id": row.episode_id,
+                "gen_ai.request.model": row.policy,
+                "gen_ai.response.model": f"{row.policy}@{newest}",
+                "gen_ai.request.temperature": row.temperature,
+                "gen_ai.request.max_tokens": row.max_tokens,
+                "gen_ai.usage.input_tokens": row.shared + len(unpack(row.prompt_tail, "i4")),
+                "gen_ai.usage.output_tokens": sum(count for _, _, count in versions),
+                "gen_ai.response.finish_reasons": [row.finish_reason],
+                "palestra.call": row.idx,
+            },
+        )

@@ -1,0 +1,120 @@
+"""`palestra top` of a service: jobs with the reason why each waits, machines, quota, and the newest running job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from palestra.cli import top_service
+from palestra.cli.main import main
+from palestra.dashboard.access import OneTimeLink
+from palestra.dashboard.server import create_page_app
+from palestra.errors import NotFound
+from palestra.http.server import listen, served, url_of
+from palestra.terminal import TerminalConsole
+from palestra.types.control_wire import ClusterView, InUse, JobView, NodeView, QuotaBody, ResourcesBody, ServerView
+from unit.dashboard.recorded import record
+
+NODE = {"alive": True, "draining": False, "memory_gib": 8.0, "free_gpus": 0.0}
+
+
+def job(number: int, state: str, reason: str, name: str = "addition") -> JobView:
+    return JobView(
+        job_id=f"job-{number}",
+        name=name,
+        user="ada",
+        kind="training",
+        priority="normal",
+        state=state,
+        reason=reason,
+        resources=ResourcesBody(),
+        attached=False,
+        created_at=1.0,
+        changed_at=time.time() - 90,
+        starts=1,
+        restarts_left=0,
+        node="n1",
+        cancel_requested=False,
+        config={},
+        log_tail=None,
+    )
+
+
+class Service:
+    """A control plane that answers with what the test has put there."""
+
+    def __init__(self, jobs: list[JobView], server: ServerView | Exception) -> None:
+        self._jobs, self._server = jobs, server
+
+    def jobs(self):
+        return iter(self._jobs)
+
+    def job(self, job_id: str):
+        return self
+
+    def server(self) -> ServerView:
+        if isinstance(self._server, Exception):
+            raise self._server
+        return self._server
+
+    def request(self, method: str, path: str, answer: object) -> ClusterView:
+        assert (method, path) == ("GET", "/cluster")
+        nodes = [NodeView(node_id="n1", cpus=8.0, gpus=2, free_cpus=2.5, jobs=3, **NODE)]
+        held = InUse(jobs=2, cpus=4.0, gpus=1.0, memory_gib=3.0)
+        return ClusterView(nodes=nodes, draining=False, queued=4, live=3, quota=QuotaBody(jobs=5), in_use=held)
+
+
+def drawn(service: Service, capsys, width: int = 160) -> str:
+    TerminalConsole(highlight=False, width=width).print(top_service.service_view(service, width, time.time()))
+    return capsys.readouterr().out
+
+
+def test_each_job_has_its_state_and_why_it_waits(capsys):
+    jobs = [job(3, "queued", "waits for 4 cpus: 2.5 are free"), job(2, "failed", "\x1b[2Jout of memory", "a\x07b")]
+    text = drawn(Service(jobs, NotFound("no server")), capsys)
+    for part in ("job-3", "queued", "waits for 4 cpus: 2.5 are free", "90 s ago", "out of memory"):
+        assert part in text
+    for part in ("5.5/8", "2/2", "jobs 2 of 5", "cpus 4,", "4 jobs of all tenants wait"):
+        assert part in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+async def test_the_newest_running_job_is_shown_as_its_own_page_has_it(tmp_path, capsys):
+    access, stopping, listener = OneTimeLink(), asyncio.Event(), listen("127.0.0.1", 0)
+    app = create_page_app([await record(tmp_path)], access, stopping)
+    async with served(app, listener, stopping.set):
+        server = ServerView(url=url_of(listener), api_key=access._key)
+        service = Service([job(2, "queued", "waits"), job(1, "running", "it runs")], server)
+        text = await asyncio.to_thread(drawn, service, capsys)
+    assert "job-1 addition" in text
+    assert "step 5 of 8" in text
+    assert "reward" in text
+    assert "0.625" in text
+    assert "train-000002-02" in text
+    assert "slowest calls" in text
+
+
+def test_a_job_whose_server_is_not_there_says_so_and_the_rest_is_shown(capsys):
+    service = Service([job(1, "running", "it runs")], ServerView(url="http://127.0.0.1:9", api_key="k"))
+    text = drawn(service, capsys)
+    assert "can't be read from here" in text
+    assert "n1" in text
+    assert "no data plane" in drawn(Service([job(1, "running", "")], NotFound("it has no data plane yet")), capsys)
+
+
+def test_without_runs_and_without_a_service_it_is_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("PALESTRA_URL", raising=False)
+    with contextlib.suppress(SystemExit):
+        assert main(["top", "--once"]) != 0
+    said = capsys.readouterr().err
+    assert "PALESTRA_URL" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("jobs", [[]])
+def test_a_tenant_without_jobs_sees_machines(jobs, capsys):
+    assert "no jobs" in drawn(Service(jobs, NotFound("")), capsys)

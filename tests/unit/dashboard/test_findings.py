@@ -1,0 +1,61 @@
+"""The page's findings are those of `palestra doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from palestra.dashboard.findings import read_findings
+from palestra.dashboard.reader import Reader
+from palestra.dashboard.runs import Run
+from palestra.doctor.examination import examine
+from palestra.doctor.rules import RULES
+from palestra.errors import StoreError
+from unit.doctor.test_examination import STEPS, record
+
+
+def truncated(step: int) -> dict[str, float]:
+    return {"rollout__truncated_share": 1.0} if step > 3 else {}
+
+
+async def test_they_are_those_of_the_doctor_with_their_episodes(tmp_path):
+    await record(tmp_path, truncated)
+    (wanted,) = examine(tmp_path).findings
+    found = read_findings(Run(name="r", folder=tmp_path))
+    (one,) = found.findings
+    assert one.model_dump() == {name: getattr(wanted, name) for name in one.model_dump()} | {
+        "episodes": list(wanted.episodes)
+    }
+    assert (one.code, one.since, one.holds, one.episodes[0]) == ("truncated", 6, True, "train-000008-02")
+    assert (found.step, found.steps, found.rules) == (STEPS, 30, len(RULES))
+
+
+async def test_a_healthy_run_has_none(tmp_path):
+    await record(tmp_path)
+    assert read_findings(Run(name="r", folder=tmp_path)).findings == []
+
+
+async def test_many_pages_ask_for_them_once(tmp_path, monkeypatch):
+    await record(tmp_path, truncated)
+    run, read = Run(name="r", folder=tmp_path), []
+    monkeypatch.setattr(
+        "palestra.dashboard.reader.read_findings", lambda run: read.append(run.name) or read_findings(run)
+    )
+    reader = Reader([run], asyncio.Event())
+    answers = await asyncio.gather(*(reader.findings(run) for _ in range(10)))
+    assert len({id(answer) for answer in answers}) == 1
+    assert await reader.findings(run) is answers[0]
+    assert read == ["r"]
+
+
+async def test_a_damaged_run_says_so_to_each_and_again(tmp_path):
+    await record(tmp_path)
+    (tmp_path / "run.db").write_bytes(b"rubbish " * 999)
+    run = Run(name="r", folder=tmp_path)
+    reader = Reader([run], asyncio.Event())
+    for _ in range(2):
+        found = await asyncio.gather(reader.findings(run), reader.findings(run), return_exceptions=True)
+        assert [type(one) for one in found] == [StoreError, StoreError]
+    with pytest.raises(StoreError):
+        await reader.findings(run)
