@@ -13,7 +13,8 @@ from palestra.config import parse_config
 from palestra.envs import Environment
 from palestra.envs.catalog import catalog_entry
 from palestra.runtime import checking
-from palestra.runtime.checking import check_job, environment_of, existing_parent, model_facts
+from palestra.runtime.checking import check_job, existing_parent, model_facts
+from palestra.runtime.environments import environment_of
 
 FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
 TINY = {"model": "tiny-random", "server": {"port": 0}}
