@@ -21,7 +21,6 @@ from palestra.env_server import SessionLimits, SessionTable
 from palestra.env_server.app import served_environment
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
 from palestra.envs.remote import RemoteEnvironment
-from palestra.errors import EpisodeOver
 from palestra.http.server import listen, url_of
 from palestra.types.messages import text_message
 
@@ -70,14 +69,11 @@ async def play(environment: ConcurrentEnvironment, trips: list[float]) -> None:
     """Play one episode, and append the seconds of each action and its observation."""
     await environment.reset({})
     observation = await environment.observe()
-    try:
-        while True:
-            begun = time.perf_counter()
-            environment.act(observation.id, ACTION)
-            observation = await environment.observe()
-            trips.append(time.perf_counter() - begun)
-    except EpisodeOver:
-        return
+    while not observation.is_last:
+        begun = time.perf_counter()
+        environment.act(observation.id, ACTION)
+        observation = await environment.observe()
+        trips.append(time.perf_counter() - begun)
 
 
 async def measure(make: Callable[[], ConcurrentEnvironment], sessions: int) -> tuple[list[float], float]:
@@ -113,7 +109,7 @@ def main() -> None:
         steps = max(10, arguments.round_trips // sessions)
         used = processor_seconds()
         trips, seconds = uvloop.run(measure(lambda: SerialEnvironment(Corridor(steps)), sessions))
-        print(json.dumps(row("in process", sessions, trips, seconds, processor_seconds() - used)))
+        print(json.dumps(row("in process", sessions, trips, seconds, processor_seconds() - used)), flush=True)
         pipe, other = multiprocessing.Pipe()
         server = multiprocessing.get_context("spawn").Process(target=serve, args=(steps, sessions, other), daemon=True)
         server.start()
@@ -125,7 +121,7 @@ def main() -> None:
         used += pipe.recv()
         pipe.send("end")
         server.join()
-        print(json.dumps(row("remote, both sides", sessions, trips, seconds, used)))
+        print(json.dumps(row("remote, both sides", sessions, trips, seconds, used)), flush=True)
 
 
 if __name__ == "__main__":

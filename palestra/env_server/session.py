@@ -114,6 +114,8 @@ class EnvironmentSession:
         self._state: State = "idle"
         self._open: set[str] = set()  # observations that wait for an action of the client
         self._episode: asyncio.Task[None] | None = None
+        self._resetting = 0  # number of the message that began the episode
+        self._moved_at = self._begun_at  # monotonic: of the last action or observation
         self._orders: asyncio.Queue[Reset | Abandon | Close] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._episodes = self._observations = self._actions = 0
@@ -132,7 +134,11 @@ class EnvironmentSession:
     def is_idle(self) -> bool:
         """Return whether an episode was played, and none is, and the client knows how the last one has ended."""
         known = self.stream.acknowledged == self.stream.sent and self._orders.empty()
-        return self._episodes > 0 and self._state not in ("resetting", "playing") and known
+        return self._episodes > 0 and not self._plays and known
+
+    @property
+    def _plays(self) -> bool:
+        return self._state in ("resetting", "playing")
 
     def line(self) -> SessionLine:
         """Return the session as the list of sessions shows it."""
@@ -197,8 +203,10 @@ class EnvironmentSession:
             order = await self._orders.get()
             await self._stop()
             if isinstance(order, Reset):
-                self._state, self._episode = "resetting", asyncio.create_task(self._play(order))
+                self._state, self._resetting = "resetting", order.number
+                self._moved_at = self._clock.monotonic()
                 self._episodes += 1
+                self._episode = asyncio.create_task(self._play(order))
                 continue
             if isinstance(order, Close):
                 await self._discard()
@@ -230,6 +238,7 @@ class EnvironmentSession:
             self._fail(error, message.number)
         else:
             self._open.discard(name)
+            self._moved_at = self.heard_at
 
     async def _play(self, order: Reset) -> None:
         """Reset the environment and send everything that it shows, until the episode is over or fails."""
@@ -247,35 +256,24 @@ class EnvironmentSession:
             self._fail(error, None if begun else order.number)
 
     async def _reset(self, order: Reset) -> ConcurrentEnvironment:
-        """Begin an episode in the environment, or in a new one if it is not reusable, and return the environment.
-
-        Raises:
-            InvalidEnvironment: that took too long.
-            Exception: what the environment raised.
-        """
-        try:
-            async with asyncio.timeout(self._limits.hang_seconds) as limit:
-                if self._environment is None or (self._used and not self._environment.reusable):
-                    await self._renew()
-                assert self._environment is not None
-                self._used = True
-                await self._environment.reset(order.task)
-                return self._environment
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise InvalidEnvironment(f"reset was not over after {self._limits.hang_seconds:g} s") from None
+        """Begin an episode in the environment, or in a new one if it is not reusable, and return the environment."""
+        if self._environment is None or (self._used and not self._environment.reusable):
+            await self._renew()
+        assert self._environment is not None
+        self._used = True
+        await self._environment.reset(order.task)
+        return self._environment
 
     async def _show_all(self, environment: ConcurrentEnvironment) -> None:
         """Send the observations of an episode until it is over.
 
         Raises:
-            InvalidEnvironment: an observation does not keep to the rules, or none has come for too long.
+            InvalidEnvironment: an observation does not keep to the rules.
             Exception: what the environment raised.
         """
         while True:
             try:
-                observation = await self._next(environment)
+                observation = await environment.observe()
             except EpisodeOver:
                 self._withdraw(environment)
                 self._state = "over"
@@ -291,27 +289,9 @@ class EnvironmentSession:
             except PalestraError as error:
                 raise InvalidEnvironment(f"an observation of {observation.agent!r}: {error}") from error
             self._observations += 1
+            self._moved_at = self._clock.monotonic()
             if not observation.is_last:
                 self._open.add(observation.id)
-
-    async def _next(self, environment: ConcurrentEnvironment) -> Any:
-        """Return the next observation.
-
-        Raises:
-            InvalidEnvironment: the client waits, and the environment has shown nothing for `hang_seconds`.
-        """
-        while True:
-            actions = self._actions
-            try:
-                async with asyncio.timeout(self._limits.hang_seconds) as limit:
-                    return await environment.observe()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                if not self._open and actions == self._actions:
-                    raise InvalidEnvironment(
-                        f"nothing was shown for {self._limits.hang_seconds:g} s, and the episode is not over"
-                    ) from None
 
     def _withdraw(self, environment: ConcurrentEnvironment) -> None:
         """Tell the client for which observations the environment no longer waits."""
@@ -320,6 +300,17 @@ class EnvironmentSession:
             action = environment.action_in_place(name)
             shown = None if action is None else action.model_dump(mode="json", exclude_none=True)
             self._send(type="withdrawn", observation_id=name, action=shown)
+
+    def check_hanging(self) -> None:
+        """Fail the episode if the environment, and not an agent, has been silent for `hang_seconds`."""
+        silent = self._clock.monotonic() - self._moved_at
+        if self._episode is None or self._open or not self._plays or silent < self._limits.hang_seconds:
+            return
+        self._episode.cancel()
+        what = "reset is not over" if self._state == "resetting" else "nothing was shown, and the episode is not over"
+        of = self._resetting if self._state == "resetting" else None
+        self._state = "failed"
+        self._fail(InvalidEnvironment(f"{what}, after {self._limits.hang_seconds:g} s"), of)
 
     async def _stop(self) -> None:
         """Stop the episode that is being played, if there is one."""

@@ -133,9 +133,9 @@ class SessionTable:
         return SessionAnswer(status="created", session=created)
 
     async def sweep(self) -> None:
-        """End the sessions whose clients are gone, until cancelled."""
+        """End the sessions whose clients are gone, and fail episodes whose environments hang, until cancelled."""
         while True:
-            await asyncio.sleep(min(SWEEP_SECONDS, self.limits.lease_seconds / 4))
+            await asyncio.sleep(min(SWEEP_SECONDS, self.limits.lease_seconds / 4, self.limits.hang_seconds / 4))
             now = self._clock.monotonic()
             for session in list(self._sessions.values()):
                 if now - session.heard_at > self.limits.lease_seconds:
@@ -144,6 +144,8 @@ class SessionTable:
                 elif now - session.asked_at > self.limits.idle_seconds:
                     log.info("session %s: idle for %g s", session.session_id, now - session.asked_at)
                     self.end(session)
+                else:
+                    session.check_hanging()
 
     def end(self, session: EnvironmentSession) -> None:
         """End a session; when its environment is closed, the client that has waited longest gets its place."""

@@ -167,7 +167,7 @@ class SessionLink:
         self._stream.resume(first.ack)
         self._address.endpoint.answered()
         self._take(first.ack, first.messages)
-        await race(self._read(websocket), self._write(websocket))
+        await race(self._read(websocket), self._write(websocket), self._renew_lease())
 
     async def _read(self, websocket: ClientConnection) -> None:
         with contextlib.suppress(ConnectionClosed):
@@ -176,7 +176,7 @@ class SessionLink:
                 self._take(frame.ack, frame.messages)
 
     async def _write(self, websocket: ClientConnection) -> None:
-        """Send what the server does not have, and a sign of life in each third of the lease."""
+        """Send what the server does not have."""
         stream, sent = self._stream, self._stream.acknowledged
         with contextlib.suppress(ConnectionClosed):
             while True:
@@ -184,11 +184,15 @@ class SessionLink:
                 self._acknowledged, self._urgent = stream.received, False
                 frame, sent = stream.frame(sent)
                 await websocket.send(frame, text=True)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.created.lease_seconds / 3):
-                        while sent == stream.sent and not self._urgent:
-                            await self._wake.wait()
-                            self._wake.clear()
+                while sent == stream.sent and not self._urgent:
+                    await self._wake.wait()
+                    self._wake.clear()
+
+    async def _renew_lease(self) -> None:
+        """Send a frame in each third of the lease, even if there is nothing else to send."""
+        while True:
+            await asyncio.sleep(self.created.lease_seconds / 3)
+            self._soon()
 
     def _take(self, ack: int, messages: tuple[ServerMessage, ...]) -> None:
         """Handle the messages of a frame that have not been handled before."""
