@@ -163,11 +163,12 @@ class SessionLink:
 
     async def _converse(self, websocket: ClientConnection) -> None:
         """Exchange frames until the connection is lost."""
-        first = SERVER_FRAME.validate_json(await websocket.recv())
-        self._stream.resume(first.ack)
-        self._address.endpoint.answered()
-        self._take(first.ack, first.messages)
-        await race(self._read(websocket), self._write(websocket), self._renew_lease())
+        with contextlib.suppress(ConnectionClosed):
+            first = SERVER_FRAME.validate_json(await websocket.recv())
+            self._stream.resume(first.ack)
+            self._address.endpoint.answered()
+            self._take(first.ack, first.messages)
+            await race(self._read(websocket), self._write(websocket), self._renew_lease())
 
     async def _read(self, websocket: ClientConnection) -> None:
         with contextlib.suppress(ConnectionClosed):
