@@ -55,6 +55,7 @@ class EnvironmentFacts(Lenient):
     gives_choices: bool = Field(False, description="Whether observations may have `choices`.")
     moves: tuple[str, ...] = Field((), description="Texts that may be choices, as far as they are known.")
     max_steps: int | None = Field(None, description="Actions after which an episode is truncated; null: no limit.")
+    time_limited: tuple[str, ...] = Field((), description="Roles whose time the environment limits by its own clock.")
 
 
 class SessionCreated(Lenient):

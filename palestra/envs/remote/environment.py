@@ -107,6 +107,11 @@ class RemoteEnvironment(ConcurrentEnvironment):
         """Return all texts that may be choices, as far as they are known before an episode."""
         return self.facts.moves
 
+    @property
+    def time_limits(self) -> Mapping[str, None]:
+        """Return the roles whose time the environment limits; its clock runs on the server, so none can be a seat."""
+        return dict.fromkeys(self.facts.time_limited)
+
     async def setup(self) -> None:
         """Begin a session; wait for one while all are in use.
 
