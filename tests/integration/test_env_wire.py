@@ -37,6 +37,7 @@ from palestra.errors import (
     TooManyRequests,
     Unauthorized,
 )
+from palestra.runtime.checking import check_job
 from palestra.store.browsing import read_episodes
 from palestra.types.messages import text_message
 
@@ -234,11 +235,11 @@ async def test_a_client_that_waits_too_long_is_told():
 
 
 async def test_sessions_end_when_their_clients_are_gone_and_not_before():
-    with EnvServer(Ledger, lease_seconds=0.6) as server:
+    with EnvServer(Ledger, lease_seconds=0.4) as server:
         environment = server.remote()
         await environment.setup()
         await environment.reset({"name": "x"})
-        await asyncio.sleep(1.5)  # its link renews the lease
+        await asyncio.sleep(0.9)  # its link renews the lease
         assert len(server.table) == 1
         await environment._link.close()  # as if its process had died
         for _ in range(50):
@@ -246,6 +247,17 @@ async def test_sessions_end_when_their_clients_are_gone_and_not_before():
                 break
             await asyncio.sleep(0.1)
         assert len(server.table) == 0
+
+
+async def test_an_idle_session_ends_and_its_client_plays_on_in_another():
+    with EnvServer(Ledger, idle_seconds=0.3, lease_seconds=0.8) as server:
+        environment = server.remote()
+        await environment.setup()
+        assert await played(environment, {"name": "x"}, ACTIONS) == WHOLE
+        await asyncio.sleep(0.8)  # its link has renewed the lease, and has asked for nothing
+        assert len(server.table) == 0
+        assert await played(environment, {"name": "x"}, ACTIONS) == WHOLE
+        await environment.close()
 
 
 class Http:
@@ -388,14 +400,33 @@ def rewards(folder) -> list[float]:
     return [episode.reward for episode in read_episodes(folder) if episode.kind == "train"]
 
 
-def test_a_job_trains_on_a_remote_environment(tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["argument", pytest.param("configuration", marks=pytest.mark.slow)])
+def test_a_job_trains_on_a_remote_environment(tmp_path, monkeypatch, way):
+    monkeypatch.setenv("PALESTRA_ENVIRONMENT_KEY", KEY)
     with EnvServer(Ledger) as server:
-        train(environment=server.remote(), tasks=TASKS, config=job(tmp_path / "a"), quiet=True)
+        named = {"url": server.url} if way == "configuration" else {}
+        config = job(tmp_path / "run", environment=named)
+        train(environment=None if named else server.remote(), tasks=TASKS, config=config, quiet=True)
+    assert rewards(tmp_path / "run") == [10.0] * 8  # the rewards of the steps are 1, 2, 3 and 4
+
+
+@pytest.mark.slow
+def test_the_check_command_plays_the_environment_of_a_server(tmp_path, monkeypatch):
+    config = {"engine": {"kind": "fake"}, "tasks": {"train": str(tmp_path / "tasks.jsonl")}}
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t", "name": "x"}\n')
+    monkeypatch.delenv("PALESTRA_ENVIRONMENT_KEY", raising=False)
+    with EnvServer(Ledger) as server, EnvServer(partial(Broken, "nan")) as broken:
+
+        def said(url: str) -> str:
+            found = check_job(parse_config(config | {"environment": {"url": url}}))
+            return "; ".join(finding.text for finding in found if finding.key == "environment.url")
+
+        assert "PALESTRA_ENVIRONMENT_KEY" in said(server.url)
+        monkeypatch.setenv("PALESTRA_ENVIRONMENT_KEY", "wrong")
+        assert "key" in said(server.url)
         monkeypatch.setenv("PALESTRA_ENVIRONMENT_KEY", KEY)
-        config = job(tmp_path / "b", environment={"url": server.url})
-        train(tasks=TASKS, config=config, quiet=True)
-    # The rewards of the steps are 1, 2, 3 and 4.
-    assert rewards(tmp_path / "a") == rewards(tmp_path / "b") == [10.0] * 8
+        assert said(server.url) == ""
+        assert "finite" in said(broken.url)
 
 
 def test_a_job_names_one_environment():
