@@ -208,25 +208,27 @@ class EnvironmentSession:
                 self._episodes += 1
                 self._episode = asyncio.create_task(self._play(order))
                 continue
+            self._state = "idle"
             if isinstance(order, Close):
                 await self._discard()
-            elif self._environment is not None:
-                await self._environment.abandon()
-            self._state = "idle"
-            self._send(type="done", of=order.number)
-            if isinstance(order, Close):
+                self._send(type="done", of=order.number)
                 self._on_end(self)
                 return
+            try:
+                if self._environment is not None:
+                    await self._environment.abandon()
+                self._send(type="done", of=order.number)
+            except Exception as error:  # noqa: BLE001 - the user's code
+                self._fail(error, order.number)
 
     def _answer(self, message: Act | Cancel) -> None:
         """Pass an action on, or give up on an observation; the episode fails if that is not possible."""
         environment, name = self._environment, message.observation_id
-        if environment is None or self._state != "playing":
-            self._fail(
-                Conflict(f"no episode is being played, so observation {name} waits for no action"), message.number
-            )
+        if environment is not None and environment.is_withdrawn(name):  # message and withdrawal have crossed
             return
-        if environment.is_withdrawn(name):  # the message and the withdrawal have crossed
+        if environment is None or self._state != "playing":
+            idle = Conflict(f"no episode is being played, so observation {name} waits for no action")
+            self._fail(idle, message.number)
             return
         try:
             if isinstance(message, Act):

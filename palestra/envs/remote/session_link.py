@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from typing import Any
 
 from pydantic import ValidationError
@@ -40,7 +39,6 @@ from palestra.types.env_wire import (
 )
 from palestra.waiting import cancelled, race
 
-log = logging.getLogger("palestra.envs.remote")
 ACKNOWLEDGED_AFTER = 32  # messages of the server, where there is nothing to send that would carry the acknowledgement
 PING_SECONDS = 20.0  # between two signs of life, and the longest time for an answer
 _FOR_GOOD = (CLOSE_REFUSED, CLOSE_TOO_LARGE, CLOSE_REPLACED, CLOSE_ENDED)
@@ -80,6 +78,7 @@ class SessionLink:
     def open(self) -> None:
         """Begin to connect."""
         self._running = asyncio.create_task(self._run())
+        self._running.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Stop, without a word to the server."""
@@ -220,6 +219,11 @@ class SessionLink:
         self._events.put_nowait(None)
         for answer in self._answers.values():
             _settle(answer, error)
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        """Tell those that wait of an error that is none of a connection, such as one of a proxy's address."""
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self._fail(EnvironmentFailed(f"{self._address.url}: {type(error).__name__}: {error}"))
 
     def _forget_events(self) -> None:
         while not self._events.empty():
