@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
     from palestra.envs.kuhn_truth import KuhnPolicy as KuhnPolicy
+    from palestra.envs.remote import RemoteEnvironment as RemoteEnvironment
     from palestra.learner.check import check_algorithm as check_algorithm
     from palestra.models.catalog import model_folder as model_folder
     from palestra.notebook import RecordedRun as RecordedRun
@@ -179,6 +180,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "last_number",
         "right_number",
     ),
+    "palestra.envs.remote": ("RemoteEnvironment",),
     "palestra.learner.check": ("check_algorithm",),
     "palestra.notebook": ("RecordedRun", "load_run"),
     "palestra.store.browsing": ("read_episodes",),

@@ -3,6 +3,7 @@
     PalestraError                    500
     ├── InvalidRequest               422  the body, or a value in it, can't be used
     │   ├── UnsupportedField         400  a field of the OpenAI API that is not supported here
+    │   ├── ProtocolMismatch         400  server and client of an environment speak no common version
     │   ├── ControlTokenInText       400  a message spells a control token, and this model's renderer can't write it
     │   └── GrammarRefused           400  a schema that takes too much time or memory
     ├── ContextOverflow              400  prompt and reply do not fit into the model's context
@@ -28,6 +29,7 @@
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
     ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
+    ├── EnvironmentFailed        500  an environment on another machine raised something, or its session has ended
     ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
     ├── WorkerCrashLoop                 500  worker processes die as soon as they are started
@@ -94,6 +96,12 @@ class InvalidRequest(PalestraError):
 
 class UnsupportedField(InvalidRequest):
     """A field of a provider's API has a value that this server does not implement; leave the field out."""
+
+    http_status = 400
+
+
+class ProtocolMismatch(InvalidRequest):
+    """The two sides of the environment protocol have no version of it in common; update the older one."""
 
     http_status = 400
 
@@ -318,6 +326,13 @@ class InvalidAlgorithm(PalestraError):
     """An algorithm or a loss breaks the rules of `Algorithm` or `Loss`: a loss is not a number, say.
 
     The message names the rule and, where some rows are to blame, their episodes.
+    """
+
+
+class EnvironmentFailed(PalestraError):
+    """An environment on another machine raised something, showed nothing for too long, or its session has ended.
+
+    The attempt at the episode has failed, and has no reward.
     """
 
 

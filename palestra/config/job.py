@@ -39,7 +39,7 @@ class TasksConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """An environment that ships with Palestra, whose episodes the job's own process plays."""
+    """An environment that ships with Palestra, or one that a server plays; the job's process plays its episodes."""
 
     name: str | None = Field(
         None,
@@ -48,6 +48,17 @@ class EnvironmentConfig(Section):
         "`palestra.train`.",
     )
     settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
+    url: str | None = Field(
+        None,
+        description="URL of an environment server (`palestra env serve`), such as `http://10.0.0.7:7500`, in place of "
+        "`name`. Its tasks come from files, or clients push them.",
+    )
+    key_variable: str = Field(
+        "PALESTRA_ENVIRONMENT_KEY",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable that holds the key of the environment server. The key itself is never in a "
+        "configuration.",
+    )
     train_tasks: Positive = Field(512, description="Tasks to generate, if no file names any.")
     validation_tasks: int = Field(64, ge=0, description="Held-out tasks to generate, if no file names any.")
     system: str | None = Field(None, description="System message. None: the environment's own, if it has one.")
@@ -57,6 +68,15 @@ class EnvironmentConfig(Section):
     timeout_seconds: Seconds | None = Field(
         None, description="Limit for one attempt at an episode. None: only `rollout.max_episode_seconds` applies."
     )
+
+    @model_validator(mode="after")
+    def _one_environment(self) -> EnvironmentConfig:
+        if self.url is not None and (self.name is not None or self.settings):
+            raise ValueError(
+                "environment.url names a server that has its own environment and settings; leave `name` and "
+                "`settings` out"
+            )
+        return self
 
 
 class RolloutConfig(Section):
@@ -428,7 +448,14 @@ class JobConfig(Section):
             # It changes no token: a call that one setting refuses is sampled without the fields by the other.
             "untrainable_sampling",
         }
-        left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
+        left_out["environment"] = {
+            "train_tasks",
+            "validation_tasks",
+            "max_concurrency",
+            "timeout_seconds",
+            "url",  # a server may move
+            "key_variable",
+        }
         left_out["trainer"] = {"adapter_slots"}  # it changes no number
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 from palestra.http.connections import LOG_SECONDS, Connections
@@ -146,7 +149,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         super().on_message_complete()
-        if self.cycle.response_complete:  # it was answered before its body was there
+        # There is no cycle if the first request is one for a WebSocket.
+        answered = self.cycle is not None and self.cycle.response_complete  # type: ignore[redundant-expr]
+        if answered:  # before its body was there
             self._all.received(self)
 
     def on_response_complete(self) -> None:
@@ -155,6 +160,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if waits and not self.transport.is_closing():
             self._all.answered(self, self.known, self._complete)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection over to a WebSocket, and count it until that ends (called by uvicorn)."""
+        self._all.answering(self)
+        super().handle_websocket_upgrade()
+        websocket = self.transport.get_protocol()
+        assert isinstance(websocket, CountedWebSocket)
+        websocket.ended = partial(self._all.closed, self)
 
     def timeout_keep_alive_handler(self) -> None:
         """Do nothing: `Connections.sweep` has one deadline for all kinds of waiting."""
@@ -200,6 +213,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
         else:  # the client does not read, so a graceful close would wait for it
             self.transport.abort()
+
+
+class CountedWebSocket(WebSocketsSansIOProtocol):
+    """A WebSocket whose connection stays counted until it ends.
+
+    Attributes:
+        ended: is called when the connection is closed.
+    """
+
+    ended: Callable[[], None] | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget a connection that is closed (called by asyncio)."""
+        if self.ended is not None:
+            self.ended()
+        super().connection_lost(exc)
 
 
 def refusal(status: int, message: str) -> bytes:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from palestra.errors import ConfigError
 from palestra.http.connections import Connections
-from palestra.http.protocol import LimitedProtocol, refusal
+from palestra.http.protocol import CountedWebSocket, LimitedProtocol, refusal
 from palestra.waiting import cancelled
 
 BACKLOG = 4096
@@ -60,6 +60,7 @@ async def served(
     listener: socket.socket,
     stop: Callable[[], None] = lambda: None,
     connections: Connections | None = None,
+    websocket_bytes: int | None = None,
 ) -> AsyncIterator[None]:
     """Serve an application inside of the block.
 
@@ -68,13 +69,16 @@ async def served(
         listener: a socket that listens; it is closed at the end.
         stop: called at the end, before the connections are closed.
         connections: counts and limits the connections; None: with the default limits.
+        websocket_bytes: the longest message of a WebSocket; None: the application has no WebSocket.
     """
     known = Connections() if connections is None else connections
     known.fit_descriptors()
     settings = uvicorn.Config(
         app,
         http=LimitedProtocol,
-        ws="none",
+        ws="none" if websocket_bytes is None else CountedWebSocket,
+        ws_max_size=websocket_bytes or 0,
+        ws_per_message_deflate=False,  # takes more time than it saves in a network of machines side by side
         log_config=None,
         access_log=False,
         lifespan="off",

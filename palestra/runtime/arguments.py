@@ -79,13 +79,14 @@ def resolve_rollout(
     Raises:
         ConfigError: none of the arguments says what is played, or more than one does, or one has a wrong type.
     """
-    named = config.environment.name
+    named, served = config.environment.name, config.environment.url
     _check_rollout(rollout)
     given = {
         "rollout": rollout is not None,
         "environment": environment is not None and not isinstance(environment, str),
         "reward": reward is not None,
         f"environment.name = {named!r}": named is not None,
+        f"environment.url = {served!r}": served is not None,
     }
     found = [name for name, is_given in given.items() if is_given]
     if not found:

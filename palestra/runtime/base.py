@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from palestra.grammars.pool import Grammars
     from palestra.models.loading import LoadedModels
     from palestra.trainer.base import PolicySpec, Trainer
+    from palestra.trainer.work_queue import TrainingQueue
 
 KEYS, SOCKET, PREFIX = "keys", "socket", "pb-"
 
@@ -122,14 +123,16 @@ class LoadedBase:
         from palestra.grammars.pool import Grammars
         from palestra.grammars.vocabulary import vocabulary_of
         from palestra.models.adapter_files import saved_adapter
-        from palestra.models.device import device_of
+        from palestra.models.device import device_of, reproducible_products
         from palestra.models.loading import LoadedModels
         from palestra.renderers import select_renderer
         from palestra.trainer.torch_trainer import TorchTrainer
+        from palestra.trainer.work_queue import TrainingQueue
 
         if saved_adapter(options.model) is not None:
             raise ConfigError(f"{options.model} is an adapter; name its base, and the adapter as `model` of a job")
         if options.deterministic:
+            reproducible_products()
             torch.use_deterministic_algorithms(True)
         self._options = options
         self._runs = options.runs.resolve()
@@ -142,7 +145,9 @@ class LoadedBase:
         # The engine has a policy of the base itself, which no job can name and which keeps the weights in memory.
         self._engine: EmbeddedEngine = EmbeddedEngine({"": own}, options.engine, options.deterministic)
         # Each job removes its own older checkpoints.
-        self._trainer: Trainer = TorchTrainer(options.trainer, sys.maxsize, self._models, options.deterministic)
+        self._queue: TrainingQueue = TrainingQueue(
+            TorchTrainer(options.trainer, sys.maxsize, self._models, options.deterministic)
+        )
         self.description = BaseDescription(
             model=options.model,
             vocab_size=model.vocab_size,
@@ -156,8 +161,11 @@ class LoadedBase:
         )
 
     def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
-        """Return the engine and the trainer, which are the same for all tenants."""
-        return self._engine, self._trainer
+        """Return the engine, which is the same for all tenants, and the tenant's place in the queue of the trainer."""
+        from palestra.trainer.tenant_trainer import TenantTrainer
+
+        self._queue.add_tenant(tenant)
+        return self._engine, TenantTrainer(self._queue, tenant)
 
     def folder_of(self, tenant: str) -> Path:
         """Return the folder of all runs."""
@@ -213,7 +221,7 @@ class LoadedBase:
     async def close(self) -> None:
         """Stop the engine and the trainer."""
         await self._engine.close()
-        await self._trainer.close()
+        await self._queue.close()
         self._grammars.close()
 
 

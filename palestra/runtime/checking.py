@@ -12,21 +12,20 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import DEFAULT_CONTEXT, FakeEngineConfig, JobConfig
-from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.task_splits import Split
-from palestra.errors import ConfigError, InvalidEnvironment, ModelError, StoreError
+from palestra.errors import ConfigError, InvalidEnvironment, ModelError, PalestraError, StoreError
 from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
+from palestra.runtime.environments import environment_of
 from palestra.runtime.model_sizes import Sizes, add_policy, add_reference
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import read_files
@@ -77,27 +76,6 @@ def check_job(config: JobConfig) -> list[Finding]:
     if not isinstance(config.engine, FakeEngineConfig) and config.base is None:
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
-
-
-def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
-    """Return what makes an environment that the job names; None where workers outside play.
-
-    Args:
-        config: the job.
-
-    Raises:
-        ConfigError: there is no such environment, or a setting is wrong.
-        ModuleNotFoundError: the environment needs a package that is not installed.
-    """
-    chosen = config.environment
-    if chosen.name is None:
-        return None
-    make = catalog_entry(chosen.name).make
-    settings: dict[str, Any] = dict(chosen.settings)
-    if chosen.system is not None and isinstance(make(**settings), ConcurrentEnvironment):
-        settings["system"] = chosen.system
-    make(**settings)
-    return partial(make, **settings)
 
 
 def existing_parent(folder: Path) -> Path:
@@ -188,6 +166,9 @@ def _tasks(config: JobConfig) -> Iterator[Finding]:
 def _environment(config: JobConfig) -> Iterator[Finding]:
     """Make the environment that the job names, and play it with good and bad actions."""
     name = config.environment.name
+    if config.environment.url is not None:
+        yield from _environment_server(config)
+        return
     if name is None:
         if config.seats.roles and config.kind == "training":
             text = "seats are agents of an environment that the server plays: name one in environment.name"
@@ -213,6 +194,21 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
         yield Finding(key=key, text=str(error))
     except InvalidEnvironment as error:
         yield Finding(key="environment", text=f"environment {name!r} fails its check: {error}")
+
+
+def _environment_server(config: JobConfig) -> Iterator[Finding]:
+    """Play the environment of the job's environment server, with the first task of the job's files, if there is one."""
+    try:
+        make = environment_of(config)
+        assert make is not None
+        for key, text in impossible_roles(config, agents_of(make())):
+            yield Finding(key=key, text=text)
+        if (task := _first_task(config)) is not None:
+            check_environment(make, [task])
+    except InvalidEnvironment as error:
+        yield Finding(key="environment.url", text=f"the environment of {config.environment.url} fails: {error}")
+    except PalestraError as error:
+        yield Finding(key="environment.url", text=str(error))
 
 
 def _first_task(config: JobConfig) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from palestra.runtime.arguments import (
     resolve_tasks,
 )
 from palestra.runtime.console import Console, models_of
+from palestra.runtime.environments import environment_of
 from palestra.runtime.job_thread import Interrupts, JobThread, run
 from palestra.runtime.scores import Evaluation, TaskOutcome
 from palestra.runtime.starting_points import trained_in
@@ -113,7 +113,8 @@ def config_to_score(
     if config is None and isinstance(model, str) and len(trained_in(model)) > 1:
         found = load_config(Path(model) / SAVED_CONFIG)
         # The folder is that of the run. What was played there is played here only if the caller says so.
-        named = found.environment.model_copy(update={"name": environment if isinstance(environment, str) else None})
+        name = environment if isinstance(environment, str) else None
+        named = found.environment.model_copy(update={"name": name, "url": None})
         config = found.model_copy(update={"run_dir": None, "environment": named})
     return resolve_config(config, model, environment)
 
@@ -153,7 +154,7 @@ def evaluate_until_stopped(
         )
     with TemporaryDirectory(prefix="palestra-") as folder:
         run_dir = Path(folder) / "run" if config.run_dir is None else config.run_dir
-        limits = config.environment.model_copy(update={"max_concurrency": concurrency, "name": None})
+        limits = config.environment.model_copy(update={"max_concurrency": concurrency, "name": None, "url": None})
         server = config.server.model_copy(update={"port": 0})
         job = config.model_copy(
             update={"kind": "training", "server": server, "run_dir": run_dir, "environment": limits}
@@ -257,10 +258,9 @@ def _with_random(played: Rollout | RolloutSpec, names: Collection[str]) -> Rollo
 
 
 def _shipped(config: JobConfig) -> RolloutSpec:
-    """Return the environment that `environment.name` names."""
-    name = config.environment.name
-    assert name is not None, "resolve_rollout returns None for nothing else"
-    maker = partial(catalog_entry(name).make, **config.environment.settings)
+    """Return the environment that the configuration names."""
+    maker = environment_of(config)
+    assert maker is not None, "resolve_rollout returns None for nothing else"
     return RolloutSpec(environment=maker, system=config.environment.system)
 
 

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import uvloop
@@ -22,14 +21,13 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.config import JobConfig, past_name
 from palestra.engine.base import Engine
-from palestra.envs import ConcurrentEnvironment
-from palestra.envs.catalog import catalog_entry
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError, EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
+from palestra.runtime.environments import environment_of
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import Parts, build_parts
 from palestra.runtime.renewal import Renewal
@@ -408,8 +406,8 @@ def _environment(config: JobConfig, play: RolloutSpec | None) -> Any:
     """
     if play is not None:
         return play.environment
-    chosen = config.environment
-    return None if chosen.name is None else catalog_entry(chosen.name).make(**chosen.settings)
+    make = environment_of(config)
+    return None if make is None else make()
 
 
 def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:
@@ -446,14 +444,8 @@ def _runners(
     chosen = config.environment
     if config.kind == "inference":
         return None, None
-    if play is None and chosen.name is not None:
-        make = catalog_entry(chosen.name).make
-        settings: dict[str, Any] = dict(chosen.settings)
-        made = make(**settings)  # a wrong setting is refused now
-        if chosen.system is not None and isinstance(made, ConcurrentEnvironment):
-            settings["system"] = chosen.system
-            make(**settings)
-        play = RolloutSpec(environment=partial(make, **settings), system=chosen.system)
+    if play is None and (make := environment_of(config)) is not None:
+        play = RolloutSpec(environment=make, system=chosen.system)
     if play is None:
         if sessions.seats is not None:
             raise ConfigError(

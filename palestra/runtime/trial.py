@@ -274,7 +274,7 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
             f"replies were cut at {_reply_limit(trial)} tokens; the {share:.0%} that reached it are taken to have all "
             f"{_reply_limit(config)} of max_tokens{others}"
         )
-    if config.environment.name is None:
+    if config.environment.name is None and config.environment.url is None:
         what = "the task as JSON" if config.tasks.train is not None else f"{STAND_IN_WORDS} words"
         yield f"your agent plays outside: an episode is taken to be one call, whose prompt is {what}"
 
@@ -318,7 +318,7 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
     with browse(trial.run_dir / "run.db") as connection:
         played = list_episodes(connection, "train", "completed", 10**6)
         # Of a job whose agents play outside, the rewards are those of the stand-in.
-        known = config.environment.name is not None
+        known = config.environment.name is not None or config.environment.url is not None
         teaching = (
             teaching_share_of((read_trajectory(connection, each.episode_id) for each in played), config)
             if known

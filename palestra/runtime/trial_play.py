@@ -14,7 +14,7 @@ from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
 from palestra.learner.shares import shares_of
 from palestra.rollout import RolloutSpec
-from palestra.runtime.checking import environment_of
+from palestra.runtime.environments import environment_of
 from palestra.types.records import Trajectory
 
 STAND_IN_WORDS = 200  # of a prompt where nothing says what prompts are like

@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from env_servers import KEY, EnvServer
 from servers import SCRIPTED, Job
 from service import Service
 
 from documents.blocks import BY_LANGUAGE, BY_MARK, ROOT, Block, blocks_of, with_rule
 from documents.recipes import environment_of
+from palestra.envs import FrozenLake
 
 README = ROOT / "README.md"
 URL, RUN = "http://127.0.0.1:7411", "runs/job"  # where the snippets look for a server
+SERVED = "http://127.0.0.1:7500"  # where they look for an environment server
 JOB_ID = "job-1f3a5c7e9b2d4f60"  # that of a snippet
 
 
@@ -88,6 +91,16 @@ def test_a_script_that_plays_a_seat(block, tmp_path):
         assert server.wait() == 0
         rows = job.query("SELECT rewards FROM episodes WHERE state = 'completed'")
         assert [float(line.split()[0]) for line in said.splitlines()] == [json.loads(row[0])["agent"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", with_rule(BY_MARK["needs an environment server"]), ids=lambda block: block.name)
+def test_a_script_against_an_environment_server(block, tmp_path):
+    with EnvServer(FrozenLake) as server:
+        assert SERVED in block.text
+        assert KEY in block.text
+        executed(block.text.replace(SERVED, server.url), tmp_path, "-m", "documents.small")
+        assert server.table.list().opened > 2
 
 
 EPISODE = """

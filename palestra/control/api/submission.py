@@ -162,11 +162,30 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             rules.weights(policy.model)
         except ConfigError as error:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
+    config = _with_environment_key(config, rules)
     _check_algorithm("algorithm", config.algorithm, rules)
     for name, policy in config.policies.items():
         if policy.algorithm is not None:
             _check_algorithm(f"policies.{name}.algorithm", policy.algorithm, rules)
     return config
+
+
+def _with_environment_key(config: JobConfig, rules: Rules) -> JobConfig:
+    """Return the configuration with the operator's variable for the key of its environment server, if it has one.
+
+    Raises:
+        InvalidRequest: the operator does not allow jobs to connect to that server.
+    """
+    environment = config.environment
+    if environment.url is None:
+        return config
+    try:
+        variable = rules.environment_variable(environment.url)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), "config.environment.url") from error
+    # A variable that the tenant names could be any secret of the job's process.
+    named = environment.model_copy(update={"key_variable": variable})
+    return config.model_copy(update={"environment": named})
 
 
 def _check_recorded_sources(given: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from palestra.config import SMOLLM2, TINY, JobConfig, reference_of
 from palestra.errors import ConfigError
@@ -135,11 +136,15 @@ class Rules:
         caps: largest values, by dotted key.
         models: absolute folder, or name of the hub, by the name under which tenants use the model.
         hub_models: whether tenants may name any model of the hub.
+        environment_hosts: by `host:port` of an environment server to which jobs may connect, the variable of the jobs'
+            processes that holds its key. No job connects to another one: it would do so from inside of the operator's
+            network.
     """
 
     caps: Mapping[str, float] = field(default_factory=lambda: CAPS)
     models: Mapping[str, str] = field(default_factory=dict)
     hub_models: bool = True
+    environment_hosts: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, config: JobConfig) -> None:
         """Refuse a configuration that asks for more than the operator allows.
@@ -175,6 +180,24 @@ class Rules:
                 "operator for more"
             )
         return asked
+
+    def environment_variable(self, url: str) -> str:
+        """Return the variable that holds the key of an environment server to which jobs may connect.
+
+        Args:
+            url: of the server.
+
+        Raises:
+            ConfigError: the operator does not allow it, or it is no URL.
+        """
+        host = _host(url)
+        if host not in self.environment_hosts:
+            known = ", ".join(sorted(self.environment_hosts)) or "none"
+            raise ConfigError(
+                f"jobs of this service may not connect to {host}; its operator allows {known} "
+                "(environment.allowed_hosts)"
+            )
+        return self.environment_hosts[host]
 
     def weights(self, model: str) -> str | None:
         """Return the folder, or the hub's name, of a model in the operator's list.
@@ -231,7 +254,7 @@ def load_rules(path: Path) -> Rules:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key in data:
-        _require_known(path, key, ("hub_models", "models", "caps"))
+        _require_known(path, key, ("hub_models", "models", "caps", "environment"))
     hub = data.get("hub_models", True)
     models, given = data.get("models", {}), data.get("caps", {})
     if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
@@ -240,7 +263,54 @@ def load_rules(path: Path) -> Rules:
     for key, value in _flat(given, ""):
         _require_known(path, key, (*CAPS, TIME_LIMIT))
         caps[key] = _cap(path, key, value)
-    return Rules(caps=caps, models={name: _place(path, name, place) for name, place in models.items()}, hub_models=hub)
+    return Rules(
+        caps=caps,
+        models={name: _place(path, name, place) for name, place in models.items()},
+        hub_models=hub,
+        environment_hosts=_hosts(path, data.get("environment", {})),
+    )
+
+
+def _hosts(path: Path, table: Any) -> dict[str, str]:
+    """Return the environment servers to which jobs may connect, from `[environment.allowed_hosts]`.
+
+    Args:
+        path: of the file, for the error.
+        table: `[environment]`.
+
+    Raises:
+        ConfigError: it has another key, or one that is no `host:port`, or a value that is no variable's name.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
+    for key in table:
+        _require_known(path, key, ("allowed_hosts",))
+    hosts = table.get("allowed_hosts", {})
+    if not isinstance(hosts, dict):
+        raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
+    for host, variable in hosts.items():
+        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}", host):
+            raise ConfigError(f"{path}: environment.allowed_hosts: {host!r} is no host with a port, as 10.0.0.7:7500")
+        if not (isinstance(variable, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable)):
+            raise ConfigError(f"{path}: environment.allowed_hosts: {variable!r} is no name of a variable")
+    return {host.lower(): variable for host, variable in hosts.items()}
+
+
+def _host(url: str) -> str:
+    """Return `host:port` of a URL, with the port that its scheme has by default.
+
+    Raises:
+        ConfigError: it is no URL of a server.
+    """
+    try:
+        parsed = urlsplit(url)
+        port = parsed.port or {"http": 80, "https": 443}[parsed.scheme]
+    except (ValueError, KeyError):
+        raise ConfigError(f"environment.url is {url!r}, and is no URL of a server") from None
+    if not parsed.hostname or parsed.username is not None:
+        raise ConfigError(f"environment.url is {url!r}, and is no URL of a server")
+    host = f"[{parsed.hostname}]" if ":" in parsed.hostname else parsed.hostname
+    return f"{host}:{port}"
 
 
 def _cap(path: Path, key: str, value: Any) -> float:

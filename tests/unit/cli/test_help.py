@@ -22,6 +22,7 @@ UNITS = {
     "STEP",
     "EPISODES",
     "PROCESSES",
+    "SESSIONS",
     "JOBS",
     "CORES",
     "CPUS",
@@ -36,6 +37,7 @@ UNITS = {
 COUNTED = {
     ("dashboard", "--port"),
     ("demo", "--seed"),
+    ("env", "--port"),
     ("matrix", "--seed"),
     ("serve", "--port"),
     ("tinker", "--port"),

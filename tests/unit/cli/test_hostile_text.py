@@ -178,6 +178,7 @@ CASES: dict[str, list[list[str]]] = {
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
     "seat-key": [["run", HOSTILE], [HOSTILE, "white"]],
+    "env": [["serve", HOSTILE], ["serve", "gomoku", "--settings", HOSTILE], ["serve", "gomoku", "--key-file", HOSTILE]],
     "tinker": [
         [HOSTILE, "--port", "0"],
         ["tiny-random", "--tenant", HOSTILE],

@@ -59,6 +59,8 @@ OTHER: dict[str, Any] = {
     "rollout.weight_sync": "between_episodes",
     "environment.name": "gomoku",
     "environment.settings": {"size": 5},
+    "environment.url": "http://127.0.0.1:7500",
+    "environment.key_variable": "NIM_KEY",
     "environment.system": "RolloutSpec.",
     "environment.train_tasks": 3,
     "environment.validation_tasks": 3,
@@ -147,7 +149,8 @@ NOT_TRAINED |= {
     )
 }
 NOT_TRAINED |= {
-    f"environment.{leaf}" for leaf in ("train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds")
+    f"environment.{leaf}"
+    for leaf in ("train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds", "url", "key_variable")
 }
 
 

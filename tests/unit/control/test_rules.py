@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import FakeEngineConfig, JobConfig, parse_config, reference_of
+from palestra.control.api.submission import _checked
 from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, InvalidRequest
 from palestra.learner import policy_spec
 from palestra.types.states import JobState
 from unit.control.launching import FakeLauncher
@@ -158,6 +159,10 @@ def test_an_operator_changes_caps_and_names_models(tmp_path):
         ('[models]\ntiny-random = "org/model"', "another name"),
         ("[models]\nhouse = 1", "has to be a folder"),
         ("hub_models = 1", "true or false"),
+        ("[environment]\nallowed_host = 1", "did you mean 'allowed_hosts'"),
+        ('[environment.allowed_hosts]\n"nim.example" = "KEY"', "no host with a port"),
+        ('[environment.allowed_hosts]\n"http://nim.example:1" = "KEY"', "no host with a port"),
+        ('[environment.allowed_hosts]\n"nim.example:1" = 3', "no name of a variable"),
     ],
 )
 def test_what_can_be_no_rule_is_refused_by_name(tmp_path, text, said):
@@ -172,6 +177,40 @@ async def test_models_are_the_operators_or_the_hubs_as_the_rules_say(http, plane
         answer = await http.post("/jobs", json={"config": {"policies": {"p": {"model": model}}}})
         assert answer.status_code == status, answer.text
         assert (status == 201) or "'house'" in answer.json()["error"]["message"]
+
+
+NIM = "http://10.0.0.7:7500"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://10.0.0.8:7500",
+        "http://10.0.0.7",
+        "http://localhost:7500",
+        "http://127.0.0.1:7500",
+        "http://169.254.169.254/latest",
+        "http://10.0.0.7:7500@127.0.0.1:22",
+        "http://user@10.0.0.7:7500",
+        "file:///etc/passwd",
+        "nonsense",
+        "http://[::1]:7500",
+        "http://10.0.0.7:99999999",
+    ],
+)
+async def test_a_job_connects_to_no_environment_server_that_the_operator_does_not_name(http, plane, url):
+    object.__setattr__(plane, "rules", Rules(environment_hosts={"10.0.0.7:7500": "NIM_KEY"}))
+    answer = await http.post("/jobs", json={"config": {"environment": {"url": url}}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "config.environment.url"), answer.text
+
+
+def test_the_key_of_an_environment_server_is_in_the_variable_that_the_operator_names(tmp_path):
+    (tmp_path / "rules.toml").write_text('[environment.allowed_hosts]\n"10.0.0.7:7500" = "NIM_KEY"\n')
+    rules = load_rules(tmp_path / "rules.toml")
+    given = {"environment": {"url": NIM, "key_variable": "HF_TOKEN"}, "tasks": {}}
+    assert _checked(given, rules).environment.key_variable == "NIM_KEY"
+    with pytest.raises(InvalidRequest, match=r"allows none"):
+        _checked(given, Rules())
 
 
 async def test_a_reference_is_a_model_like_any_other(http, plane):

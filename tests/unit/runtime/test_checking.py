@@ -12,8 +12,9 @@ import pytest
 from palestra.config import parse_config
 from palestra.envs import Environment
 from palestra.envs.catalog import catalog_entry
-from palestra.runtime import checking
-from palestra.runtime.checking import check_job, environment_of, existing_parent, model_facts
+from palestra.runtime import checking, environments
+from palestra.runtime.checking import check_job, existing_parent, model_facts
+from palestra.runtime.environments import environment_of
 
 FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
 TINY = {"model": "tiny-random", "server": {"port": 0}}
@@ -93,7 +94,8 @@ def needs_a_package(**_: object):
 )
 def test_an_environment_that_fails_its_check_or_can_not_be_imported(monkeypatch, make, words):
     entry = replace(catalog_entry("arithmetic"), make=make)
-    monkeypatch.setattr(checking, "catalog_entry", lambda name: entry)
+    for module in (checking, environments):
+        monkeypatch.setattr(module, "catalog_entry", lambda name: entry)
     ((key, text),) = found(**FAKE, environment={"name": "arithmetic"}).items()
     assert key.startswith("environment")
     assert words in text

@@ -1,0 +1,166 @@
+"""`palestra env serve`: an environment for jobs on other machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import ENVIRONMENT, command, load_environment
+from palestra.errors import ConfigError
+from palestra.terminal import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from palestra.env_server import SessionLimits
+    from palestra.envs import ConcurrentEnvironment, Environment
+
+PORT = 7500
+
+
+def add(commands: Any) -> None:
+    """Add the command `env`, with what can be done to an environment."""
+    parser = command(
+        commands,
+        "env",
+        run,
+        "serve an environment to jobs on other machines, over WebSocket and HTTP",
+        "  palestra env serve nim.py:Nim --key-file env_key\n"
+        "  palestra env serve frozen-lake --host 0.0.0.0 --sessions 256\n\n"
+        "then, in the job:\n"
+        """  train(environment=RemoteEnvironment("http://10.0.0.7:7500", key), …)""",
+    )
+    parser.add_argument("action", choices=("serve",), help="what to do: serve until Ctrl-C")
+    parser.add_argument("environment", help=f"the environment: {ENVIRONMENT}, or a function that makes one")
+    parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of the environment, by name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is a proxy's work")
+    parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0: any free one")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        type=Path,
+        help="file with the server's key; without it, the variable PALESTRA_ENVIRONMENT_KEY, or a new key is printed",
+    )
+    parser.add_argument(
+        "--sessions", metavar="SESSIONS", type=int, default=64, help="sessions at the same time; more clients wait"
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="a session ends after so long without a sign of its client",
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=3600.0,
+        help="a session ends after so long without an action or a new episode",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="an episode fails if the environment, and no agent, is silent for so long",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: a number is out of range, the key can't be read, or there is no such environment.
+    """
+    import asyncio
+
+    import uvloop
+
+    from palestra.client.arguments import checked_amount, checked_count
+    from palestra.env_server import SessionLimits
+
+    checked_count("--sessions", arguments.sessions)
+    for name in ("lease_seconds", "idle_seconds", "hang_seconds"):
+        if not checked_amount(f"--{name.replace('_', '-')}", getattr(arguments, name)):
+            raise ConfigError(f"--{name.replace('_', '-')} is 0, and has to be above")
+    limits = SessionLimits(
+        sessions=arguments.sessions,
+        lease_seconds=arguments.lease_seconds,
+        idle_seconds=arguments.idle_seconds,
+        hang_seconds=arguments.hang_seconds,
+    )
+    make = _maker(arguments.environment, arguments.settings)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(make, limits, arguments))
+    return 0
+
+
+def _maker(reference: str, settings: str) -> Callable[[], Environment | ConcurrentEnvironment]:
+    """Return what makes the environment.
+
+    Args:
+        reference: as in ENVIRONMENT.
+        settings: JSON of an object.
+
+    Raises:
+        ConfigError: there is no such environment, or the settings are no JSON object.
+    """
+    from palestra.envs import catalog_entry
+
+    try:
+        given = json.loads(settings)
+    except ValueError as error:
+        raise ConfigError(f"--settings {settings}: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"""--settings {settings}: settings are a JSON object, such as '{{"size": 5}}'""")
+    make = load_environment(reference)
+    return partial(catalog_entry(make).make if isinstance(make, str) else make, **given)
+
+
+def _key(file: Path | None) -> tuple[str, bool]:
+    """Return the server's key, and whether it is new and has to be shown.
+
+    Raises:
+        ConfigError: the file can't be read, or is empty.
+    """
+    from palestra.envs.remote.address import KEY_VARIABLE
+
+    if file is None:
+        found = os.environ.get(KEY_VARIABLE, "").strip()
+        return (found, False) if found else (f"env-{secrets.token_hex(20)}", True)
+    try:
+        found = file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    if not found:
+        raise ConfigError(f"{file} is empty; it has to hold the server's key")
+    return found, False
+
+
+async def _serve(
+    make: Callable[[], Environment | ConcurrentEnvironment], limits: SessionLimits, arguments: argparse.Namespace
+) -> None:
+    import asyncio
+
+    from palestra.env_server import SessionTable
+    from palestra.env_server.app import served_environment
+    from palestra.http.server import listen, url_of
+
+    key, is_new = _key(arguments.key_file)
+    table = SessionTable(make, limits)
+    listener = listen(arguments.host, arguments.port)
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with served_environment(table, key, listener):
+        say(f"{table.facts.name} at {url_of(listener)}, whose page shows the sessions; Ctrl-C ends")
+        if is_new:
+            say(f"the server's key, shown this once:  {key}")
+        await stop.wait()

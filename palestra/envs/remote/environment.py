@@ -1,0 +1,224 @@
+"""`RemoteEnvironment`: an environment that another machine serves, played like one of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from palestra.client.arguments import checked_amount
+from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.remote.address import ServerAddress
+from palestra.envs.remote.observations import observation_of
+from palestra.envs.remote.session_link import SessionEnded, SessionLink, error_of
+from palestra.errors import PalestraError
+from palestra.types.clock import Clock
+from palestra.types.env_wire import EnvironmentFacts, Failed, Observed, Over
+from palestra.types.messages import ChatMessage, Observation
+
+RETRY_SECONDS, WAIT_SECONDS = 60.0, 600.0
+CLOSE_SECONDS = 10.0  # for the server to answer that an episode or a session has ended
+ATTEMPTS = 3  # at the beginning of an episode, if sessions end meanwhile
+
+
+class RemoteEnvironment(ConcurrentEnvironment):
+    """An environment of a server of `palestra env serve`, or of any that speaks the environment protocol.
+
+    It is given to `palestra.train` as it is, or to `check_environment`: each episode then gets one of its own, as
+    calling it returns another one of the same server. Its session is kept from one episode to the next.
+
+    A connection that is lost is made again, and every message is handled once. If the server can't be reached for
+    `retry_seconds`, or has forgotten the session, the attempt at the episode fails, and has no reward.
+    """
+
+    reusable = True  # the server makes a new environment for each episode where it has to
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        system: str | None = None,
+        retry_seconds: float = RETRY_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
+        clock: Clock | None = None,
+    ) -> None:
+        """Take the address of a server; `setup` begins a session.
+
+        Args:
+            url: the server's URL, such as `http://10.0.0.7:7500`.
+            key: of the server; None: the variable `PALESTRA_ENVIRONMENT_KEY`.
+            system: system message of the agent of an environment with one agent; None: the environment's own.
+            retry_seconds: how long to try again while the server can't be reached.
+            wait_seconds: how long to wait for a session while all of the server's are in use.
+            clock: source of the times of observations; None: the system's clock.
+
+        Raises:
+            ConfigError: the URL is no URL, there is no key, or a number is no time.
+        """
+        super().__init__(clock)
+        checked_amount("wait_seconds", wait_seconds, endless=True)
+        self._address = ServerAddress(url, key, retry_seconds, wait_seconds)
+        self._system = system
+        self._facts: EnvironmentFacts | None = None
+        self._link: SessionLink | None = None
+        self._alone: set[str] = set()  # open observations until whose answer nothing can happen
+        self._survivors: set[str] = set()  # open observations whose agent may fail
+        self._playing = False  # whether the server plays an episode of this environment, as far as is known
+
+    def __call__(self) -> RemoteEnvironment:
+        """Return another environment of the same server, with a session of its own."""
+        address = self._address
+        other = RemoteEnvironment(
+            address.url,
+            address.endpoint.key,
+            system=self._system,
+            retry_seconds=address.endpoint.retry_seconds,
+            wait_seconds=address.wait_seconds,
+            clock=self.clock,
+        )
+        other._facts = self._facts
+        return other
+
+    @property
+    def facts(self) -> EnvironmentFacts:
+        """Return what is known of the environment before an episode; the server is asked if no session has told it.
+
+        Raises:
+            PalestraError: the server refuses the key, or can't be reached.
+        """
+        if self._facts is None:
+            self._facts = self._address.facts()
+        return self._facts
+
+    @property
+    def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # known when the server was asked
+        """Return the names of the agents, where they are the same in every episode."""
+        return self.facts.roles
+
+    @property
+    def gives_choices(self) -> bool:  # type: ignore[override]
+        """Return whether observations may have `choices`."""
+        return self.facts.gives_choices
+
+    @property
+    def moves(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Return all texts that may be choices, as far as they are known before an episode."""
+        return self.facts.moves
+
+    @property
+    def time_limits(self) -> Mapping[str, None]:
+        """Return the roles whose time the environment limits; its clock runs on the server, so none can be a seat."""
+        return dict.fromkeys(self.facts.time_limited)
+
+    async def setup(self) -> None:
+        """Begin a session; wait for one while all are in use.
+
+        Raises:
+            PalestraError: the server refuses the request, or can't be reached, or no session has become free.
+        """
+        await self._connect()
+
+    async def close(self) -> None:
+        """End the episode and the session."""
+        await super().abandon()
+        link, self._link, self._playing = self._link, None, False
+        if link is None:
+            return
+        try:
+            with contextlib.suppress(PalestraError, TimeoutError):  # the session ends by itself when its lease does
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await link.ask(type="close")
+        finally:
+            await link.close()
+
+    async def start(self, task: Mapping[str, Any]) -> None:
+        """Begin an episode on the server, in a new session if the last one has ended between two episodes."""
+        self._alone, self._survivors = set(), set()
+        for attempt in range(1, ATTEMPTS + 1):
+            if (link := self._link) is None:
+                link = await self._connect()
+            self._playing = True
+            try:
+                await link.ask(type="reset", task=dict(task))
+            except SessionEnded:  # nothing of the episode has been seen, so it can begin in another session
+                self._link = None
+                await link.close()
+                if attempt == ATTEMPTS:
+                    raise
+            else:
+                self._work("the server", self._listen(link))
+                return
+
+    async def on_action(self, observation: Observation, action: ChatMessage) -> None:
+        """Send an action to the server."""
+        assert self._link is not None
+        self._alone.discard(observation.id)
+        self._survivors.discard(observation.id)
+        self._link.send(
+            type="act",
+            observation_id=observation.id,
+            action=action.model_dump(mode="json", exclude_none=True),
+        )
+
+    def cancel(self, observation_id: str) -> None:
+        """Give up on an observation, here and on the server."""
+        was_open = observation_id in self._open
+        super().cancel(observation_id)
+        if was_open and self._link is not None:
+            self._link.send(type="cancel", observation_id=observation_id)
+
+    def waits_only_for(self, observation_id: str) -> bool:
+        """Return whether nothing can happen in the environment until this observation is answered."""
+        return observation_id in self._alone
+
+    def survives_failure(self, observation_id: str) -> bool:
+        """Return whether the environment scores that the agent of this observation fails."""
+        return observation_id in self._survivors and observation_id in self._open
+
+    async def abandon(self) -> None:
+        """End the episode, here and on the server, and wait until none of its work is running."""
+        await super().abandon()
+        if self._playing and self._link is not None:
+            self._playing = False
+            with contextlib.suppress(PalestraError, TimeoutError):  # the next message says what is wrong
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._link.ask(type="abandon")
+
+    async def _connect(self) -> SessionLink:
+        created = await self._address.create(self._system)
+        self._facts = created.environment
+        self._link = SessionLink(self._address, created)
+        self._link.open()
+        return self._link
+
+    async def _listen(self, link: SessionLink) -> None:
+        """Take what the server shows until the episode is over.
+
+        Raises:
+            PalestraError: the episode has failed on the server, or the session has ended.
+        """
+        while True:
+            event = await link.next()
+            if isinstance(event, Over):
+                self._playing = False
+                self._open.clear()
+                return
+            if isinstance(event, Failed):
+                raise error_of(event)
+            if isinstance(event, Observed):
+                self._show(event)
+            else:
+                self.withdraw(event.observation_id, event.action)
+
+    def _show(self, event: Observed) -> None:
+        observation = observation_of(event, self.clock.now())
+        if not observation.is_last:
+            self._open[observation.id] = observation
+            if event.alone:
+                self._alone.add(observation.id)
+            if event.survives_failure:
+                self._survivors.add(observation.id)
+        self._unseen.put_nowait(observation)
+        self._changed.set()

@@ -1,0 +1,102 @@
+"""Observations as messages of the environment protocol: written and checked by the server, read by the client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from palestra.envs.rewards import checked_names
+from palestra.errors import InvalidEnvironment
+from palestra.types.env_wire import Observed
+from palestra.types.messages import ChatMessage, Observation, StepReward
+
+_INFO = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+MAX_INFO_CHARACTERS = 4_000
+
+
+def message_of(observation: Observation, *, alone: bool, survives_failure: bool) -> dict[str, Any]:
+    """Return an observation as the fields of its message.
+
+    The environment is a user's code, so no field is certain to have its annotated type; JSON would make null, which
+    means "not scored", of a reward that is no number.
+
+    Args:
+        observation: what the environment has shown.
+        alone: whether nothing can happen until the observation is answered.
+        survives_failure: whether the environment scores that its agent fails.
+
+    Raises:
+        InvalidEnvironment: a field has another type, or a reward is not finite.
+    """
+    agent: Any = observation.agent
+    content: Any = observation.content
+    flags: tuple[Any, ...] = (observation.terminated, observation.truncated)
+    if not isinstance(agent, str) or not agent:
+        raise InvalidEnvironment(f"an observation is for an agent by name, not for {agent!r}")
+    if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
+        raise InvalidEnvironment(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
+    if not all(type(flag) is bool for flag in flags):
+        raise InvalidEnvironment("terminated and truncated are True or False")
+    return {
+        "type": "observation",
+        "id": observation.id,
+        "agent": agent,
+        "parents": list(observation.parents),
+        "content": [message.model_dump(mode="json", exclude_none=True) for message in content],
+        "tools": list(observation.tools),
+        "choices": list(observation.choices),
+        "reward": _reward(observation.reward),
+        "terminated": observation.terminated,
+        "truncated": observation.truncated,
+        "info": _info(observation.info),
+        "alone": alone,
+        "survives_failure": survives_failure,
+    }
+
+
+def observation_of(message: Observed, observed_at: float) -> Observation:
+    """Return the observation that a message holds.
+
+    Args:
+        message: from the server.
+        observed_at: Unix seconds of the client, whose clock times the actions too.
+    """
+    return Observation(
+        id=message.id,
+        parents=message.parents,
+        agent=message.agent,
+        content=message.content,
+        tools=message.tools,
+        choices=message.choices,
+        reward=message.reward,
+        terminated=message.terminated,
+        truncated=message.truncated,
+        observed_at=observed_at,
+        info=message.info,
+    )
+
+
+def _reward(reward: StepReward | None) -> Any:
+    if reward is None:
+        return None
+    if isinstance(reward, Mapping):
+        return dict(checked_names(reward))
+    if type(reward) not in (int, float) or not math.isfinite(reward):
+        raise InvalidEnvironment(f"a reward is a finite number or None, not {reward!r}")
+    return reward
+
+
+def _info(info: Mapping[str, Any]) -> Any:
+    """Return information for people as JSON; what is no JSON, or long, becomes a text that is cut off."""
+    if not info:
+        return {}
+    try:
+        encoded = orjson.dumps(dict(info), default=str, option=_INFO)
+    except TypeError:
+        return {"info": repr(info)[:MAX_INFO_CHARACTERS].encode("utf-8", errors="replace").decode()}
+    if len(encoded) <= MAX_INFO_CHARACTERS:
+        return orjson.loads(encoded)
+    return {"info": encoded.decode()[:MAX_INFO_CHARACTERS]}
