@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from palestra import __version__
+from palestra.config import JobConfig
+from palestra.config.comparison import Table
 from palestra.disk import write_whole
 from palestra.errors import ConfigError, StoreError
 from palestra.runtime.comparison.execution import first_difference
 from palestra.runtime.comparison.one_run import AGAIN, cause_of
-from palestra.runtime.comparison.plan import PlannedRun
+from palestra.runtime.comparison.plan import PlannedRun, settings_of
 from palestra.runtime.comparison.results import SECONDS, TOKENS, TOTAL, Row, machine, reward_name
 
 FORMAT = 1
@@ -105,8 +110,14 @@ class KeptResults:
         Raises:
             ConfigError: a setting differs.
         """
-        known = self._runs.get(_key(run))
-        key = None if known is None else first_difference(known["settings"], self._settings(run))
+        entry = self._runs.get(_key(run))
+        if entry is None:
+            return
+        known = dict(entry["settings"])
+        with contextlib.suppress(ValidationError):
+            # Keys that this version has and the version of the file had not get their defaults, as a resumed run's do.
+            known["config"] = _without_seed(settings_of(JobConfig.model_validate(known["config"])))
+        key = first_difference(known, self._settings(run))
         if key is not None:
             raise ConfigError(
                 f"{self._path} has runs of {_key(run)} with another {key}; name another file, or remove that entry to "
@@ -115,7 +126,7 @@ class KeptResults:
 
     def _settings(self, run: PlannedRun) -> dict[str, Any]:
         """Return the settings of a run without its seed, as JSON that is the same on every machine."""
-        settings = run.settings | {"config": {k: v for k, v in run.settings["config"].items() if k != "seed"}}
+        settings = run.settings | {"config": _without_seed(run.settings["config"])}
         return dict(_relative(json.loads(json.dumps(settings)), f"{self._folder}/"))
 
 
@@ -150,6 +161,11 @@ def _has_runs(runs: Any) -> bool:
         and all(isinstance(one, dict) and isinstance(one.get("rows"), list) for one in entry["seeds"].values())
         for entry in runs.values()
     )
+
+
+def _without_seed(config: Table) -> Table:
+    """Return the settings of a job that the runs of an algorithm have in common."""
+    return {key: value for key, value in config.items() if key != "seed"}
 
 
 def _key(run: PlannedRun) -> str:

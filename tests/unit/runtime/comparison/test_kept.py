@@ -61,6 +61,19 @@ def test_other_settings_are_refused_by_their_key(tmp_path, monkeypatch):
         kept_of(tmp_path / "other", tmp_path / "results.json").rows(other[0])
 
 
+def test_keys_that_are_newer_than_the_file_have_their_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], rows((0, 0.1), (400, 0.4)))
+    kept = kept_of(tmp_path)
+    read_results(runs, kept)
+    kept.write()
+    found = json.loads((tmp_path / "results.json").read_text())
+    del found["runs"]["sums/grpo"]["settings"]["config"]["environment"]["max_concurrency"]
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    assert kept_of(tmp_path).rows(runs[0]) is not None
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"format": 1}', '{"format": 1, "runs": {"a/b": {"settings": {}}}}', "\xff"]
 )
