@@ -25,7 +25,7 @@ from palestra.errors import (
     PayloadTooLarge,
     Unauthorized,
 )
-from palestra.waiting import cancelled
+from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra.base")
 LONGEST_PAUSE_SECONDS = 2.0  # between two attempts to connect
@@ -88,11 +88,7 @@ class Link:
             EngineFailure: it could not be reached for longer than the patience.
         """
         self._task = asyncio.create_task(self._run())
-        connected = asyncio.ensure_future(self._is_connected.wait())
-        try:
-            await asyncio.wait((connected, self._failure), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            connected.cancel()
+        await race(self._is_connected.wait(), asyncio.shield(self._failure))
         if self._failure.done():
             raise self._failure.result()
 

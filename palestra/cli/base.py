@@ -53,7 +53,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of engine and trainer")
     parser.add_argument("--threads", metavar="CORES", type=int, help="CPU threads; without it, all cores")
     parser.add_argument(
-        "--slots", metavar="POLICIES", type=int, help="adapters in memory with their moments; others wait on disk"
+        "--slots",
+        metavar="POLICIES",
+        type=int,
+        help="adapters in memory with their moments; others wait on disk. Without it, all",
     )
     parser.add_argument(
         "--deterministic",

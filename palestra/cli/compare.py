@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
         metavar="FILE",
         type=Path,
         help="a JSON file to which the results of finished runs are written; runs that it has count as finished, so "
-        "that a comparison can be continued on another machine, where their folders are not",
+        "that a comparison can be continued on another machine. Without it, only folders of runs count",
     )
     parser.add_argument(
         "--only",

@@ -88,7 +88,7 @@ def test_no_key_or_an_unknown_one_is_401_on_every_route(plane, episode, key):
 
 @pytest.mark.parametrize(("method", "path", "body"), JOB_ROUTES)
 def test_an_episodes_key_on_a_route_of_the_job_is_403(plane, episode, method, path, body):
-    refused(send(plane, method, path, body, episode["api_key"]), 403, "episode's key")
+    refused(send(plane, method, path, body, episode["api_key"]), 403, "key of an episode")
 
 
 @pytest.mark.parametrize(("path", "body"), [*EPISODE_ROUTES, ("/v1/chat/completions", CHAT)])

@@ -23,6 +23,8 @@ from palestra.client import Worker
 PAGE = (  # what the page shows of a run
     "",
     "/metrics",
+    "/calls",
+    "/findings",
     "/settings",
     "/history",
     "/steps/{step}",
@@ -30,6 +32,7 @@ PAGE = (  # what the page shows of a run
     "/episodes",
     "/episodes/{episode}",
     "/episodes/{episode}/rows/{row}",
+    "/episodes/{episode}/calls/{call}",
 )
 
 

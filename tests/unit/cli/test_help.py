@@ -33,8 +33,10 @@ UNITS = {
     "TIME",
     "GAMES",
     "MODELS",
+    "POLICIES",
 }
 COUNTED = {
+    ("base", "--port"),
     ("dashboard", "--port"),
     ("demo", "--seed"),
     ("env", "--port"),

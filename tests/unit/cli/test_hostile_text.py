@@ -179,6 +179,7 @@ CASES: dict[str, list[list[str]]] = {
     "rotate-key": [[JOB], [HOSTILE]],
     "seat-key": [["run", HOSTILE], [HOSTILE, "white"]],
     "env": [["serve", HOSTILE], ["serve", "gomoku", "--settings", HOSTILE], ["serve", "gomoku", "--key-file", HOSTILE]],
+    "base": [[HOSTILE, "--port", "0"], ["tiny-random", "--tenant", HOSTILE]],
     "tinker": [
         [HOSTILE, "--port", "0"],
         ["tiny-random", "--tenant", HOSTILE],
