@@ -191,7 +191,9 @@ class HostedJob:
         return self._named(policy)
 
     def _check_room(self, policy: str, known: set[str]) -> None:
-        """Refuse a policy that the job has, or one more than it may have."""
+        """Refuse a policy that the job has, one more than it may have, or a name that could be read as another job's."""
+        if not policy or "/" in policy:
+            raise ConfigError(f"a policy can't be called {policy!r}: names are not empty, and have no /")
         if policy in known:
             raise ConfigError(f"job {self.name} has a policy {policy!r} already")
         if policy not in self._sampled | self._trained and self.policies >= self._most:
@@ -202,7 +204,8 @@ class HostedJob:
 
     def _check_folder(self, model: str | None) -> None:
         """Refuse a model in a folder that is not the tenant's; the base itself may be in any."""
-        if model is not None and Path(model).is_absolute() and not self._base.is_base(model):
+        # A relative path would be one from where the server runs; names of a hub are no paths here.
+        if model is not None and not self._base.is_base(model) and (Path(model).is_absolute() or Path(model).exists()):
             self._allowed(Path(model))
 
     def _check_spec(self, spec: PolicySpec) -> None:

@@ -147,6 +147,8 @@ class BackendServer:
                 "version of Palestra for both"
             )
         name, process = typed(str, given.get("job"), (), "job"), typed(str, given.get("process"), (), "process")
+        if not name or "/" in name:
+            raise ConfigError(f"a job can't be called {name!r}: names are not empty, and have no /")
         job = self._jobs.get((tenant, name))
         known = job is not None and job.process == process
         if job is not None:

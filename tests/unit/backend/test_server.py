@@ -91,6 +91,17 @@ async def test_a_job_never_reaches_the_policies_of_another(base):
     assert await reply(engine)
 
 
+async def test_a_name_that_could_be_read_as_another_jobs_is_refused(base):
+    engine, trainer = await base.job()
+    for name in ("b/policy", "/", ""):
+        with pytest.raises(ConfigError, match="can't be called"):
+            await engine.sample(name, SPEC)
+        with pytest.raises(ConfigError, match="can't be called"):
+            await trainer.create(name, POLICY)
+    with pytest.raises(ConfigError, match="a job can't be called 'one/policy'"):
+        await base.job(job="one/policy")
+
+
 async def test_files_outside_of_the_folder_are_neither_read_nor_written(base, tmp_path):
     engine, trainer = await base.job()
     await engine.sample("policy", SPEC)
@@ -104,8 +115,9 @@ async def test_files_outside_of_the_folder_are_neither_read_nor_written(base, tm
             await trainer.load("policy", folder)
     with pytest.raises(Forbidden):
         await engine.add_policy("policy@1", "policy", PolicyVersion(0, 1), outside)
-    with pytest.raises(Forbidden):
-        await trainer.create("other", PolicySpec(model="/etc"))
+    for model in ("/etc", "..", "."):
+        with pytest.raises(Forbidden):
+            await trainer.create("other", PolicySpec(model=model))
     assert (await trainer.save("policy", tmp_path / "run", {"step": 1}, "s")).is_dir()
 
 
