@@ -191,7 +191,7 @@ class HostedJob:
         return self._named(policy)
 
     def _check_room(self, policy: str, known: set[str]) -> None:
-        """Refuse a policy that the job has, one more than it may have, or a name that could be read as another job's."""
+        """Refuse a policy that the job has, one more than it may have, or a name with a slash."""
         if not policy or "/" in policy:
             raise ConfigError(f"a policy can't be called {policy!r}: names are not empty, and have no /")
         if policy in known:
