@@ -40,14 +40,18 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
 
 
 def reproducible_products() -> None:
-    """Let float32 products of Intel's library give a row the same bits whatever the number of rows beside it.
+    """Let products give a row the same bits whatever the number of rows beside it, on Intel's processors.
 
-    On Intel's processors MKL chooses its kernels by the shape of a product, unless it is in the strict mode of its
-    conditional numerical reproducibility. It reads the variable before its first product in the process, and never
-    again. On other processors it has no such mode; what it does there, `check_determinism` finds out.
+    There MKL, which computes float32, chooses its kernels by the shape of a product, unless it is in the strict mode of
+    its conditional numerical reproducibility; and so does oneDNN, which computes bfloat16, where it uses the tiles of
+    AMX. Both read these variables before their first product in the process, and never again. Whether the products of a
+    machine keep the promise, `check_determinism` finds out.
     """
-    if "GenuineIntel" in _processor():
+    processor = _processor()
+    if "GenuineIntel" in processor:
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    if "amx_bf16" in processor:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # the best one without AMX
 
 
 def _processor() -> str:

@@ -70,10 +70,13 @@ def free_port() -> int:
             return port
 
 
+PRODUCTS = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA")  # a deterministic job sets them itself
+
+
 def environment(fault: str | None = None, key: str = KEY) -> dict[str, str]:
     """One thread for arithmetic, no network, and the job's key known to all."""
     quiet = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PALESTRA_API_KEY": key}
-    kept = {name: value for name, value in os.environ.items() if name not in ("PALESTRA_FAULT", "MKL_CBWR")}
+    kept = {name: value for name, value in os.environ.items() if name not in ("PALESTRA_FAULT", *PRODUCTS)}
     return kept | quiet | ({"PALESTRA_FAULT": fault} if fault else {})
 
 
