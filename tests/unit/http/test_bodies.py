@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -45,11 +44,10 @@ def test_what_stands_in_a_text_does_not_count(text):
 
 
 def test_too_many_keys_are_found_before_they_are_parsed():
+    """A body that ends too early is refused for its keys: its end was not looked at."""
     body = json.dumps({"value": {f"key{number:07}": 1 for number in range(200_000)}}).encode()
-    started = time.process_time()
-    with pytest.raises(InvalidRequest):
-        parse_body(Anything, body)
-    refused = time.process_time() - started
-    started = time.process_time()
-    json.loads(body)
-    assert refused < time.process_time() - started
+    with pytest.raises(InvalidRequest, match="keys"):
+        parse_body(Anything, body[:-2])
+    with pytest.raises(InvalidRequest) as few:
+        parse_body(Anything, b'{"value": {"key": 1')
+    assert "keys" not in str(few.value)
