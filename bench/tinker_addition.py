@@ -114,7 +114,7 @@ class Loop:
             if (deviation := pstdev(rewards)) == 0:
                 continue
             for one, reward in zip(sequences, rewards, strict=True):
-                # An answer's weight is the same whatever its length, as with `seq-mean-token-mean`.
+                # The tokens of an answer share its weight, so that long answers weigh as much as short ones.
                 weight = (reward - fmean(rewards)) / deviation / len(one.tokens) / (GROUPS * SAMPLES)
                 data.append(datum(self.prompt(task), one, weight))
         if data:

@@ -36,7 +36,7 @@ RESTLESS = "deficit round robin, no sampling"
 
 
 class FirstCome(FairShares):
-    """Serves whoever has waited longest until its request is over, and merges nothing."""
+    """Serves the tenant that has waited longest until its request is over, and merges nothing."""
 
     def choose(self, waiting: Sequence[str]) -> str:
         """Return the tenant of the oldest request."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 
@@ -20,7 +20,7 @@ from palestra.client.episode import (
     renewed,
     reward_of,
 )
-from palestra.client.exchange import Reply, Settings, send_call
+from palestra.client.exchange import Action, Reply, Settings, send_call
 from palestra.client.protocol import (
     Call,
     abort_call,
@@ -35,6 +35,7 @@ from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, JobOver, PalestraError
 from palestra.threads import in_thread
 
+T = TypeVar("T")
 # Returns the present URL and key of a data plane. May block; raises JobOver if the job is over.
 Find = Callable[[], tuple[str, str]]
 
@@ -228,3 +229,27 @@ class AsyncClient:
                 found, key = await in_thread(self._find)
                 self._settings.move(found, key)
         return self._settings.url != url
+
+
+async def drive_async(http: httpx2.AsyncClient, steps: Generator[Action, Reply, T]) -> T:
+    """Carry out the actions that an exchange yields, and return its result; see `palestra.client.client.drive`.
+
+    Args:
+        http: the client to send requests with.
+        steps: generator of `exchange`, which yields requests to send and pauses to make.
+    """
+    reply: Reply = None
+    try:
+        while True:
+            action = steps.send(reply)
+            if isinstance(action, float):
+                await asyncio.sleep(action)
+                reply = None
+                continue
+            try:
+                reply = await http.request(**action)
+            except httpx2.RequestError as error:
+                reply = error
+    except StopIteration as end:
+        result: T = end.value
+        return result

@@ -16,7 +16,8 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from palestra.client.exchange import Endpoint, Reply, checked_key, checked_url, exchange
+from palestra.client.async_client import drive_async
+from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
 from palestra.config import TeacherServerConfig
 from palestra.errors import ConfigError, PalestraError, TeacherFailed
 from palestra.session import PolicyRuntime
@@ -163,20 +164,8 @@ class ServedTeacher:
                 raise ValueError(f"no {error}") from error
 
         steps = exchange(self._endpoint, lambda: request, read)
-        reply: Reply = None
         try:
-            while True:
-                action = steps.send(reply)
-                if isinstance(action, float):
-                    await asyncio.sleep(action)
-                    reply = None
-                    continue
-                try:
-                    reply = await self._http.request(**action)
-                except httpx2.RequestError as error:
-                    reply = error
-        except StopIteration as end:
-            return end.value
+            return await drive_async(self._http, steps)
         except PalestraError as error:
             raise TeacherFailed(
                 f"algorithm.teacher_server: the teacher did not answer: {error}; the weights are as before the step: "

@@ -138,7 +138,7 @@ async def _read(
     policies = plane.sessions.context.policies
     model = asked.policy
     players: Mapping[str, str] = {}
-    if plane.keys.opens_talk(request):  # whoever talks names the policy, which has no role
+    if plane.keys.opens_talk(request):  # a request of a talk names the policy and has no role
         runtime = policies.runtime(model)
         check(asked, runtime)
         return asked, runtime

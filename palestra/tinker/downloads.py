@@ -1,4 +1,4 @@
-"""Links to the files of external weights: whoever has a link reads one file, for an hour, without a key.
+"""Links to the files of external weights: a link opens one file for an hour, and needs no key.
 
 A link names its tenant and is signed with that tenant's key (HMAC-SHA256), so that it ends with the key.
 """

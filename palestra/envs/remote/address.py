@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx2
 
+from palestra.client.async_client import drive_async
 from palestra.client.client import drive
-from palestra.client.exchange import Endpoint, Reply, checked_key, checked_url, exchange
+from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
 from palestra.errors import ConfigError, TooManyRequests
 from palestra.types.env_wire import (
     MAX_WAIT_SECONDS,
@@ -114,21 +115,7 @@ class ServerAddress:
             lambda: self._request("POST", "/v1/sessions", timeout_seconds, body),
             lambda reply: SessionAnswer.model_validate_json(reply.content),
         )
-        reply: Reply = None
-        try:
-            while True:
-                action = steps.send(reply)
-                if isinstance(action, float):
-                    await asyncio.sleep(action)
-                    reply = None
-                    continue
-                try:
-                    reply = await http.request(**action)
-                except httpx2.RequestError as error:
-                    reply = error
-        except StopIteration as end:
-            answer: SessionAnswer = end.value
-            return answer
+        return await drive_async(http, steps)
 
     def _request(self, method: str, path: str, timeout_seconds: float, body: str | None = None) -> dict[str, Any]:
         """Return the arguments of a request, for `httpx2.Client.request`."""
