@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
+import preloaded
 
 from palestra.config import dump_config, parse_config
 
@@ -80,11 +81,14 @@ def environment(fault: str | None = None, key: str = KEY) -> dict[str, str]:
     return kept | quiet | ({"PALESTRA_FAULT": fault} if fault else {})
 
 
+Started = subprocess.Popen[bytes] | preloaded.Forked
+
+
 @dataclass
 class Process:
     """A process of ours, with its output in a file."""
 
-    popen: subprocess.Popen[bytes]
+    popen: Started
     log: Path
 
     @classmethod
@@ -96,12 +100,14 @@ class Process:
         key: str = KEY,
         cwd: Path | None = None,
         settings: Mapping[str, str] | None = None,
+        fresh: bool = True,
     ) -> Process:
-        """`settings`: more variables."""
+        """`settings`: more variables; `fresh`: the process imports everything itself, and is not forked."""
         with log.open("wb") as out:
             words = [str(word) for word in command]
             variables = environment(fault, key) | dict(settings or {})
-            popen = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
+            forked = None if fresh else preloaded.start(words, variables, out, cwd)
+            popen = forked or subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
         return cls(popen, log)
 
     @property
@@ -136,6 +142,7 @@ class Job:
     port: int = field(default_factory=free_port)
     servers: list[Process] = field(default_factory=list)
     workers: list[Process] = field(default_factory=list)
+    fresh: bool = False  # whether its processes import everything themselves
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +160,8 @@ class Job:
     def serve(self, *options: str, fault: str | None = None) -> Process:
         """Start the server and return at once."""
         log = self.folder / f"server-{len(self.servers)}.log"
-        self.servers.append(Process.start([PALESTRA, "run", self.config_file, *options], log, fault))
+        command = [PALESTRA, "run", self.config_file, *options]
+        self.servers.append(Process.start(command, log, fault, fresh=self.fresh))
         return self.servers[-1]
 
     def start(self, *options: str, fault: str | None = None) -> Process:
@@ -171,7 +179,7 @@ class Job:
         """Start a worker process; see `worker_process.py` for its options."""
         name = worker_id or f"worker-{len(self.workers)}"
         command = [sys.executable, HERE / "worker_process.py", self.url, self.folder / f"{name}.jsonl", name, *options]
-        self.workers.append(Process.start(command, self.folder / f"{name}.log"))
+        self.workers.append(Process.start(command, self.folder / f"{name}.log", fresh=self.fresh))
         return self.workers[-1]
 
     def finish(self, seconds: float = DEADLINE_SECONDS) -> None:

@@ -90,6 +90,7 @@ def test_a_job_that_is_killed_goes_on_and_its_neighbour_notices_nothing(base, al
         server = first.start(fault="after_chat_commit:26")
         first.work()
         assert server.wait() == -signal.SIGKILL
+        first.fresh = True  # so that it has only what it loads itself
         server = first.start("--resume")
         until(lambda: len(first.manifests()) > 1, "the job trains again")
         assert not loads_torch(server)

@@ -448,7 +448,7 @@ def test_a_finished_run_can_be_read_and_goes_on_with_more_steps(copied):
 
 @pytest.mark.slow
 def test_a_scripted_job_loads_no_torch(tmp_path):
-    with Job(tmp_path, SCRIPTED) as job:
+    with Job(tmp_path, SCRIPTED, fresh=True) as job:
         server: Process = job.start()
         maps = Path(f"/proc/{server.popen.pid}/maps")
         if not maps.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from servers import PALESTRA, environment, free_port
+import servers
+from servers import PALESTRA, free_port
 from unit.tinker.serving import TINY, Client, Model, data_of
 
 STEPS = 5
@@ -24,18 +24,14 @@ class Process:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: servers.Started | None = None
         self.kills = 0
 
     def start(self, fault: str | None = None) -> None:
         words = ["tinker", TINY, "--dir", str(self.folder), "--port", str(self.port), "--dtype", "float32"]
-        with (self.folder.parent / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [str(PALESTRA), *words, "--threads", "1", "--deterministic", "--checkpoint-steps", "2"],
-                env=environment(fault),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        words += ["--threads", "1", "--deterministic", "--checkpoint-steps", "2"]
+        started = servers.Process.start([PALESTRA, *words], self.folder.parent / "log", fault, fresh=False)
+        self.process = started.popen
         for _ in range(600):
             with contextlib.suppress(httpx2.TransportError):
                 httpx2.get(f"http://127.0.0.1:{self.port}/api/v1/healthz")
