@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 
 import numpy as np
+import orjson
 import pytest
 
 from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
@@ -245,6 +247,29 @@ async def test_a_search_finds_what_fits_newest_first(tmp_path, wanted, names):
     found = find_episodes(run, EpisodeFilter(**wanted), None, 50)
     assert [line.episode_id[-5:] for line in found.episodes] == names
     assert found.following is None
+
+
+async def test_a_search_in_a_long_line_of_one_character_takes_no_longer_than_reading_it(tmp_path):
+    run = await record(tmp_path)
+    long = orjson.dumps([{"role": "user", "content": "A" * 4_000_000}]).decode()
+    with sqlite3.connect(tmp_path / "run.db") as connection:
+        connection.execute("UPDATE chats SET messages = ? WHERE episode_id = 'train-000000-00' AND idx = 0", (long,))
+    began = time.process_time()
+    assert find_episodes(run, EpisodeFilter(text="a" * 400 + "b"), None, 50).episodes == []
+    assert time.process_time() - began < 2.0, "LIKE takes about five seconds"
+    (found,) = find_episodes(run, EpisodeFilter(text="a" * 400), None, 50).episodes
+    assert found.episode_id == "train-000000-00"
+
+
+@pytest.mark.parametrize("text", ["100%", "a_b", "Äpfel", "\\", '"', "\n", "\0"])
+async def test_a_search_takes_every_character_as_it_is(tmp_path, text):
+    run = await record(tmp_path)
+    for name, content in (("train-000000-00", f"x{text}y"), ("train-000000-01", "100 axb apfel n 0")):
+        messages = orjson.dumps([{"role": "user", "content": content}]).decode()
+        with sqlite3.connect(tmp_path / "run.db") as connection:
+            connection.execute("UPDATE chats SET messages = ? WHERE episode_id = ? AND idx = 0", (messages, name))
+    found = find_episodes(run, EpisodeFilter(text=text), None, 50).episodes
+    assert [one.episode_id for one in found] == ["train-000000-00"]
 
 
 async def test_pages_of_a_search_are_the_whole_without_doubles(tmp_path):
