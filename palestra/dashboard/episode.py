@@ -32,7 +32,7 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import episode_line, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
-from palestra.store.run_log import read_manifest
+from palestra.store.run_log import is_finished, read_manifest
 from palestra.store.trained_tokens import TrainedCall, read_trained
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.calls import Chat, SamplingParams
@@ -61,6 +61,7 @@ class EpisodeReading:
         fates: why tokens are trained or not.
         credits: what each trained policy learned from the episode's group.
         trained: logprobs of its tokens when they were trained, by call, where they are recorded.
+        settled: whether the step that has it in its batch is finished, so that nothing of this changes any more.
     """
 
     view: EpisodeView
@@ -71,6 +72,7 @@ class EpisodeReading:
     fates: TokenFates
     credits: Mapping[str, Credit]
     trained: Mapping[int, TrainedCall]
+    settled: bool
 
     @property
     def notes(self) -> list[str]:
@@ -95,6 +97,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         row = read_row(connection, episode_id)
         line = episode_line(summary(row, calls_of(connection, [episode_id]).get(episode_id, [])))
         events = episode_events(connection, view)
+        settled = view.step is not None and is_finished(connection, view.step)
         manifest = None if view.step is None else read_manifest(connection, view.step)
         credits: dict[str, Credit] = {}
         trained: dict[int, TrainedCall] = {}
@@ -125,6 +128,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         fates=fates,
         credits=credits,
         trained=trained,
+        settled=settled,
     )
 
 

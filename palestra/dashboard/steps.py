@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from palestra.config import JobConfig
 from palestra.dashboard.answers import (
@@ -128,14 +128,17 @@ def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer
     return EventsAnswer(run=run.name, events=found, before=found[-1].event_id if len(found) == limit else None)
 
 
-def newest_event(run: Run) -> int:
-    """Return the number of the newest event of a run; 0: there is none.
+def ends_of_events(run: Run) -> tuple[float | None, int]:
+    """Return the time of the first event of a run, and the number of the newest one; None and 0: there is none.
 
     Args:
         run: of the page.
     """
+    by_number = select(events.c.event_id, events.c.at)
     with run.open() as connection:
-        return int(connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one())
+        first = connection.execute(by_number.order_by(events.c.event_id).limit(1)).first()
+        newest = connection.execute(by_number.order_by(events.c.event_id.desc()).limit(1)).first()
+    return None if first is None else first.at, 0 if newest is None else newest.event_id
 
 
 def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:

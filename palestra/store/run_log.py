@@ -169,6 +169,11 @@ def read_metrics(connection: Connection, last: int | None = None) -> list[dict[s
     return [orjson.loads(row) for row in connection.execute(wanted).scalars()][::-1]
 
 
+def is_finished(connection: Connection, step: int) -> bool:
+    """Return whether the row of a step is there, which is written last. Works in any process."""
+    return connection.execute(select(metric_rows.c.step).where(metric_rows.c.step == step)).first() is not None
+
+
 def read_manifest(connection: Connection, step: int) -> BatchManifest | None:
     """Return the manifest of a step; None: there is none. Works in any process."""
     row = connection.execute(select(manifests).where(manifests.c.step == step)).first()

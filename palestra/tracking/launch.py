@@ -100,7 +100,7 @@ async def _too_much(folder: Path, said: Path) -> str:
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         try:
-            written, free = said.stat().st_size, shutil.disk_usage(folder).free
+            written, free = os.stat(said).st_size, shutil.disk_usage(folder).free
         except OSError:  # the log was removed, or the whole run, of which the job itself hears
             continue
         if written > MOST_SAID:
