@@ -18,7 +18,7 @@ from palestra.dashboard.answers import (
     TokensAnswer,
     ToolUse,
 )
-from palestra.dashboard.credit import Credit, group_credit, group_in_batch
+from palestra.dashboard.credit import Credit
 from palestra.dashboard.fate import (
     OTHER_ROW,
     PROMPT,
@@ -29,10 +29,10 @@ from palestra.dashboard.fate import (
     whole_fate,
 )
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import episode_line, mean_logprob
+from palestra.dashboard.steps import credits_of_group, episode_line, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
-from palestra.store.run_log import is_finished, read_manifest
+from palestra.store.run_log import is_finished
 from palestra.store.trained_tokens import TrainedCall, read_trained
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.calls import Chat, SamplingParams
@@ -98,13 +98,8 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         line = episode_line(summary(row, calls_of(connection, [episode_id]).get(episode_id, [])))
         events = episode_events(connection, view)
         settled = view.step is not None and is_finished(connection, view.step)
-        manifest = None if view.step is None else read_manifest(connection, view.step)
-        credits: dict[str, Credit] = {}
-        trained: dict[int, TrainedCall] = {}
-        if manifest is not None:
-            group = group_in_batch(connection, manifest, view.trajectory.episode.group_index)
-            credits = {name: group_credit(connection, config, manifest, group, name) for name in manifest.versions}
-            trained = read_trained(connection, manifest.step, episode_id)
+        credits = credits_of_group(connection, config, view.step, view.trajectory.episode.group_index)
+        trained = {} if view.step is None else read_trained(connection, view.step, episode_id)
     chats = view.trajectory.chats
     trie = TokenTrie(chats)
     kept = kept_calls(view.trajectory, config)
