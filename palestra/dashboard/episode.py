@@ -40,6 +40,7 @@ from palestra.types.forks import MEANINGS
 from palestra.types.messages import ChatMessage, ImagePart
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
+MOST_TOOL_CALLS = 200  # of a message
 MOST_TOKENS = 5_000  # tokens of one answer
 MOST_LOG_RATIO = 80.0  # of a ratio that is shown, so that it is a number
 NOT_RECORDED = (
@@ -219,8 +220,9 @@ def _message(message: ChatMessage) -> MessageAnswer:
         reasoning=None if message.reasoning_content is None else message.reasoning_content[:MOST_TEXT],
         tool_calls=[
             ToolUse(id=call.id, name=call.function.name, arguments=call.function.arguments[:MOST_TEXT])
-            for call in message.tool_calls
+            for call in message.tool_calls[:MOST_TOOL_CALLS]
         ],
+        tool_calls_cut=max(len(message.tool_calls) - MOST_TOOL_CALLS, 0),
         tool_call_id=message.tool_call_id,
         images=[part.digest for part in message.content if isinstance(part, ImagePart)],
     )

@@ -338,6 +338,16 @@ async def test_a_damaged_episode_shows_as_damaged_and_the_rest_is_there(tmp_path
         read_reading(run, "train-000002-00")
 
 
+async def test_of_a_reply_with_very_many_tool_calls_the_first_are_sent_and_the_rest_is_counted(tmp_path):
+    run = await record(tmp_path)
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(1000)]
+    reply = orjson.dumps({"role": "assistant", "content": "", "tool_calls": calls}).decode()
+    with sqlite3.connect(tmp_path / "run.db") as connection:
+        connection.execute("UPDATE chats SET reply = ? WHERE episode_id = 'train-000000-00' AND idx = 1", (reply,))
+    found = episode_answer(run, read_reading(run, "train-000000-00")).calls[1].reply
+    assert [len(found.tool_calls), found.tool_calls_cut] == [200, 800]
+
+
 async def test_an_episode_with_tools_of_another_form_is_shown(tmp_path):
     run = await record(tmp_path)
     with sqlite3.connect(run.folder / "run.db") as connection:  # a run of before could record such tools
