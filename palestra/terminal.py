@@ -17,8 +17,13 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-# C0 except newline and tab, DEL and C1; line and paragraph separators; overrides of writing direction; surrogates.
-_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 except newline and tab, DEL and C1; separators of lines and paragraphs; marks of direction; characters without
+# width, in which text can hide; surrogates. Joiners (U+200C, U+200D) stay: scripts and emoji need them. The page has
+# the same list (dom.js).
+_CONTROL = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
 # Unicode has a picture of each C0 character, in the same order from U+2400 on.
 _PICTURES, _DELETE, _UNKNOWN = 0x2400, "\u2421", "\ufffd"
 

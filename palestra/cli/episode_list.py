@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from palestra.store.browsing import EpisodeSummary
+from palestra.store.search import DamagedEpisode
 from palestra.terminal import one_line
 from palestra.types.progress import duration
 
@@ -19,7 +20,7 @@ SHORTEST_TASK = 8  # where the terminal is narrow
 AGENTS = 4  # whose rewards are listed
 
 
-def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None) -> Iterator[Text]:
+def episode_lines(rows: Sequence[EpisodeSummary | DamagedEpisode], now: float, width: int | None) -> Iterator[Text]:
     """Yield a header and a line for each episode.
 
     Args:
@@ -31,9 +32,10 @@ def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None)
         yield Text("no such episodes")
         return
     columns = ["episode", "task", "state", "reward", "calls", "tokens", "attempts"]
-    columns += ["forks"] if any(row.forks for row in rows) else []
-    columns += ["players"] if any(row.players for row in rows) else []
-    columns += ["held by"] if any(row.worker_id is not None for row in rows) else []
+    readable = [row for row in rows if isinstance(row, EpisodeSummary)]
+    columns += ["forks"] if any(row.forks for row in readable) else []
+    columns += ["players"] if any(row.players for row in readable) else []
+    columns += ["held by"] if any(row.worker_id is not None for row in readable) else []
     cells = [_cells(row, now, None if width is None else TASK) for row in rows]
     sizes = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
     if width is not None:
@@ -62,7 +64,10 @@ def rewards_of(row: EpisodeSummary) -> str:
     return one_line(", ".join([*found[:AGENTS], *more]))
 
 
-def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
+def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -> dict[str, str]:
+    if isinstance(row, DamagedEpisode):
+        nothing = dict.fromkeys(("task", "reward", "calls", "tokens", "attempts", "forks", "players", "held by"), "")
+        return nothing | {"episode": row.episode_id, "state": "damaged", "note": row.why}
     held = "" if row.worker_id is None else row.worker_id
     if row.claimed_at is not None:
         held += f" since {duration(now - row.claimed_at)}"

@@ -19,7 +19,8 @@ from palestra.cli.episode_tree import call_tree
 from palestra.config import JobConfig
 from palestra.dashboard.fate import episode_fates, kept_calls, whole_fate
 from palestra.dashboard.token_text import token_text
-from palestra.store.browsing import EpisodeView, browse, episode_events, list_episodes, read_episode
+from palestra.store.browsing import EpisodeView, browse, episode_events, newest_rows, read_episode
+from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.records import Event
@@ -46,8 +47,9 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
     console = TerminalConsole(highlight=False, soft_wrap=True)
     with browse(folder / "run.db") as connection:
         if arguments.episode is None:
-            rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
-            for line in episode_lines(rows, time.time(), console.width if console.is_terminal else None):
+            rows = newest_rows(connection, arguments.kind, arguments.state, arguments.limit)
+            found = readable_summaries(connection, rows)
+            for line in episode_lines(found, time.time(), console.width if console.is_terminal else None):
                 console.print(line)
             return
         view = read_episode(connection, arguments.episode)
@@ -68,8 +70,9 @@ def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
         say(_ascii(episode_answer(run, read_reading(run, arguments.episode))))
         return
     with browse(folder / "run.db") as connection:
-        for row in list_episodes(connection, arguments.kind, arguments.state, arguments.limit):
-            say(_ascii(episode_line(row)))
+        rows = newest_rows(connection, arguments.kind, arguments.state, arguments.limit)
+        for one in readable_summaries(connection, rows):
+            say(_ascii(episode_line(one)))
 
 
 def _ascii(answer: BaseModel) -> str:

@@ -13,11 +13,11 @@ from sqlalchemy import Connection, select
 from palestra.cli.episode_list import rewards_of
 from palestra.dashboard.answers import RunAnswer, SlowCall
 from palestra.dashboard.progress import describe_run
-from palestra.dashboard.runs import Run
+from palestra.dashboard.runs import DAMAGED, Run
 from palestra.dashboard.slow_calls import slow_calls
 from palestra.errors import PalestraError
 from palestra.store.browsing import EpisodeSummary
-from palestra.store.run_log import read_metrics
+from palestra.store.run_log import readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes
 from palestra.terminal import one_line
@@ -73,7 +73,7 @@ def _one(run: Run, width: int, now: float) -> list[RenderableType]:
         with run.open() as connection:
             return [
                 Text(one_line(run.name), style="bold"),
-                *curve_lines(read_metrics(connection), width),
+                *curve_lines(readable_metrics(connection).rows, width),
                 Text(),
                 _ended(connection, now),
                 Text(),
@@ -81,6 +81,8 @@ def _one(run: Run, width: int, now: float) -> list[RenderableType]:
             ]
     except PalestraError as error:
         return [Text(one_line(str(error)))]
+    except DAMAGED as error:
+        return [Text(one_line(f"a record can't be read: {type(error).__name__}: {error}"))]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -128,7 +130,7 @@ def _ended(connection: Connection, now: float) -> Table:
     rows = connection.execute(wanted).all()
     found = []
     for row, one in zip(rows, readable_summaries(connection, rows), strict=True):
-        ended = f"{duration(now - row.ended_at)} ago"
+        ended = f"{duration(now - row.ended_at)} ago" if isinstance(row.ended_at, float) else ""
         if isinstance(one, EpisodeSummary):
             counts = (str(one.calls), str(one.completion_tokens))
             found.append((one.episode_id, one.task_id, one.state, rewards_of(one), *counts, ended))

@@ -258,6 +258,7 @@ class MessageAnswer(Answer):
     cut: int = Field(0, description="Characters of the text that are left out here.")
     reasoning: str | None = None
     tool_calls: list[ToolUse] = []
+    tool_calls_cut: int = Field(0, description="Tool calls that are left out here.")
     tool_call_id: str | None = None
     images: list[str] = Field([], description="Digests of its images.")
 

@@ -18,7 +18,7 @@ from palestra.dashboard.answers import (
     TokensAnswer,
     ToolUse,
 )
-from palestra.dashboard.credit import Credit, group_credit, group_in_batch
+from palestra.dashboard.credit import Credit
 from palestra.dashboard.fate import (
     OTHER_ROW,
     PROMPT,
@@ -29,10 +29,10 @@ from palestra.dashboard.fate import (
     whole_fate,
 )
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import episode_line, mean_logprob
+from palestra.dashboard.steps import credits_of_group, episode_line, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
-from palestra.store.run_log import read_manifest
+from palestra.store.run_log import is_finished
 from palestra.store.trained_tokens import TrainedCall, read_trained
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.calls import Chat, SamplingParams
@@ -40,6 +40,7 @@ from palestra.types.forks import MEANINGS
 from palestra.types.messages import ChatMessage, ImagePart
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
+MOST_TOOL_CALLS = 200  # of a message
 MOST_TOKENS = 5_000  # tokens of one answer
 MOST_LOG_RATIO = 80.0  # of a ratio that is shown, so that it is a number
 NOT_RECORDED = (
@@ -61,6 +62,7 @@ class EpisodeReading:
         fates: why tokens are trained or not.
         credits: what each trained policy learned from the episode's group.
         trained: logprobs of its tokens when they were trained, by call, where they are recorded.
+        settled: whether the step that has it in its batch is finished, so that nothing of this changes any more.
     """
 
     view: EpisodeView
@@ -71,6 +73,7 @@ class EpisodeReading:
     fates: TokenFates
     credits: Mapping[str, Credit]
     trained: Mapping[int, TrainedCall]
+    settled: bool
 
     @property
     def notes(self) -> list[str]:
@@ -95,13 +98,9 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         row = read_row(connection, episode_id)
         line = episode_line(summary(row, calls_of(connection, [episode_id]).get(episode_id, [])))
         events = episode_events(connection, view)
-        manifest = None if view.step is None else read_manifest(connection, view.step)
-        credits: dict[str, Credit] = {}
-        trained: dict[int, TrainedCall] = {}
-        if manifest is not None:
-            group = group_in_batch(connection, manifest, view.trajectory.episode.group_index)
-            credits = {name: group_credit(connection, config, manifest, group, name) for name in manifest.versions}
-            trained = read_trained(connection, manifest.step, episode_id)
+        settled = view.step is not None and is_finished(connection, view.step)
+        credits = credits_of_group(connection, config, view.step, view.trajectory.episode.group_index)
+        trained = {} if view.step is None else read_trained(connection, view.step, episode_id)
     chats = view.trajectory.chats
     trie = TokenTrie(chats)
     kept = kept_calls(view.trajectory, config)
@@ -125,6 +124,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         fates=fates,
         credits=credits,
         trained=trained,
+        settled=settled,
     )
 
 
@@ -220,8 +220,9 @@ def _message(message: ChatMessage) -> MessageAnswer:
         reasoning=None if message.reasoning_content is None else message.reasoning_content[:MOST_TEXT],
         tool_calls=[
             ToolUse(id=call.id, name=call.function.name, arguments=call.function.arguments[:MOST_TEXT])
-            for call in message.tool_calls
+            for call in message.tool_calls[:MOST_TOOL_CALLS]
         ],
+        tool_calls_cut=max(len(message.tool_calls) - MOST_TOOL_CALLS, 0),
         tool_call_id=message.tool_call_id,
         images=[part.digest for part in message.content if isinstance(part, ImagePart)],
     )

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import orjson
 from sqlalchemy import Connection, func, select
 
 from palestra.config import SAVED_CONFIG, JobConfig
 from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
 from palestra.dashboard.runs import DAMAGED, Run
+from palestra.dashboard.steps import ROW_DAMAGED, object_of
 from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
-from palestra.store.run_log import read_metrics
+from palestra.store.run_log import readable_metrics
 from palestra.store.tables import episodes, events
 from palestra.types.metrics import Metric, of_policy
 
@@ -51,7 +51,7 @@ def unreadable(run: Run, why: str) -> RunAnswer:
 
 
 def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer:
-    rows = read_metrics(connection, NEWEST)
+    rows, damaged = readable_metrics(connection, NEWEST)
     newest = rows[-1] if rows else {}
     live = run.live() if run.live is not None else None
     state, reason = _state(run, connection)
@@ -60,9 +60,9 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
     step = int(newest.get("step", 0)) if live is None else live.step
     pace = _pace(rows)
     left = None if pace is None or state != "running" else pace * max(config.steps - step, 0)
-    first, last, number = connection.execute(
-        select(func.min(events.c.at), func.max(events.c.at), func.coalesce(func.max(events.c.event_id), 0))
-    ).one()
+    number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
+    times = select(func.min(events.c.at), func.max(events.c.at)).where(func.typeof(events.c.at) != "text")
+    first, last = connection.execute(times).one()
     counts: dict[str, dict[str, int]] = {}
     for kind, of_state, found in connection.execute(
         select(episodes.c.kind, episodes.c.state, func.count()).group_by(episodes.c.kind, episodes.c.state)
@@ -87,7 +87,7 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         seconds_left=left if live is None or live.seconds_left is None else live.seconds_left,
         tokens_per_second=newest_value(rows, "rollout/tokens_per_second"),
         episodes=counts,
-        warnings=_warnings(connection),
+        warnings=[*map(_damaged_row, damaged[-MOST_WARNINGS:]), *_warnings(connection)],
         serve=serve_command(run, config),
         started_at=first,
         changed_at=last,
@@ -149,13 +149,25 @@ def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
         return "running", None
     if last is None or last.kind == "running":
         return "stopped", None
-    return last.kind, orjson.loads(last.data).get("reason")
+    reason = object_of(last.data).get("reason")
+    return last.kind, None if reason is None else str(reason)
 
 
 def _warnings(connection: Connection) -> list[Warned]:
     wanted = select(events.c.data).where(events.c.kind == "warning").order_by(events.c.event_id.desc())
-    found = [orjson.loads(data) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
-    return [Warned(step=one.get("step", 0), code=one.get("code", ""), text=one.get("text", "")) for one in found]
+    return [_warned(object_of(data)) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
+
+
+def _warned(data: Mapping[str, Any]) -> Warned:
+    """Return a warning from the data of its event; a damaged one says so."""
+    try:
+        return Warned(step=data.get("step", 0), code=data.get("code", ""), text=data["text"])
+    except (KeyError, ValueError):
+        return Warned(step=0, code="damaged", text="the record of a warning can't be read")
+
+
+def _damaged_row(step: int) -> Warned:
+    return Warned(step=step, code="damaged", text=ROW_DAMAGED.format(step))
 
 
 def read_columns(run: Run, after: int) -> MetricsAnswer:
@@ -168,7 +180,7 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
     with run.open() as connection:
         # The number is read first: an event that comes between the two is then sent once more, and never left out.
         number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
-        rows = [row for row in read_metrics(connection) if row["step"] > after]
+        rows = [row for row in readable_metrics(connection).rows if row["step"] > after]
     names = sorted({name for row in rows for name in row})
     known = _known_metrics()
     for policy in run.config.players.rivals:

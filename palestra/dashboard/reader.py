@@ -8,7 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from palestra.dashboard.answers import FindingsAnswer, RunAnswer
 from palestra.dashboard.episode import EpisodeReading, read_reading
@@ -41,6 +41,20 @@ class _Turn:
 
     def __init__(self) -> None:
         self.lock, self.after = asyncio.Lock(), 0.0
+
+
+class _Reading(NamedTuple):
+    """An episode that was read.
+
+    Attributes:
+        begun: `Run.begun` of its run, before it was read.
+        seen: `Run.seen` of its run, before it was read.
+        reading: the episode.
+    """
+
+    begun: tuple[int, ...]
+    seen: tuple[int, ...]
+    reading: EpisodeReading
 
 
 class _Kept(Generic[T]):
@@ -92,7 +106,7 @@ class Reader:
         self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
         self._searches = {run.name: _Turn() for run in runs}
         self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
-        self._readings: OrderedDict[tuple[str, str], tuple[tuple[int, ...], EpisodeReading]] = OrderedDict()
+        self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
 
     def run(self, name: str) -> Run:
         """Return a run by its name.
@@ -194,12 +208,13 @@ class Reader:
     async def reading(self, name: str, episode_id: str) -> EpisodeReading:
         """Return an episode, from memory if nothing can have changed since it was read."""
         run, key = self.run(name), (name, episode_id)
-        seen = run.seen
-        if (known := self._readings.get(key)) is not None and (known[0] == seen or known[1].view.step is not None):
+        begun, seen = run.begun, run.seen
+        known = self._readings.get(key)
+        if known is not None and known.begun == begun and (known.seen == seen or known.reading.settled):
             self._readings.move_to_end(key)
-            return known[1]
+            return known.reading
         found = await self.read(run, lambda: read_reading(run, episode_id))
-        self._readings[key] = seen, found
+        self._readings[key] = _Reading(begun, seen, found)
         while len(self._readings) > READINGS:
             self._readings.popitem(last=False)
         return found

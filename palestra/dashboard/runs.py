@@ -120,6 +120,15 @@ class Run:
                 found += [status.st_mtime_ns, status.st_size]
         return tuple(found)
 
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """Return numbers that change when another run takes this one's folder, or when this one is resumed."""
+        try:
+            status = os.stat(self.folder / SAVED_CONFIG)  # which every start writes
+        except OSError:
+            return ()
+        return status.st_ino, status.st_mtime_ns
+
     def in_use(self) -> bool:
         """Return whether a process of this machine runs the job now."""
         if self.live is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import Connection, select
 
 from palestra.dashboard.answers import SlowCall, SlowCallsAnswer
@@ -12,7 +14,7 @@ SLOWEST, LOOKED_AT = 5, 2000  # calls, of the newest ones
 
 
 def slow_calls(connection: Connection) -> list[SlowCall]:
-    """Return the slowest of the newest calls, the slowest first.
+    """Return the slowest of the newest calls, the slowest first; damaged ones are left out.
 
     Args:
         connection: from `browse`.
@@ -21,10 +23,17 @@ def slow_calls(connection: Connection) -> list[SlowCall]:
     recent = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
     newest = recent.order_by(chats.c.finished_at.desc()).limit(LOOKED_AT).subquery()
     found = connection.execute(select(newest).order_by(newest.c.seconds.desc()).limit(SLOWEST))
-    return [
-        SlowCall(episode_id=row.episode_id, call=row.idx, agent=row.agent, seconds=row.seconds, ended=row.finished_at)
-        for row in found
-    ]
+    return [one for row in found if (one := _readable(row)) is not None]
+
+
+def _readable(row: Any) -> SlowCall | None:
+    """Return a call; None: its record is damaged."""
+    try:
+        return SlowCall(
+            episode_id=row.episode_id, call=row.idx, agent=row.agent, seconds=row.seconds, ended=row.finished_at
+        )
+    except ValueError:
+        return None
 
 
 def read_slow_calls(run: Run) -> SlowCallsAnswer:

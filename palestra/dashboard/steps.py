@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from palestra.config import JobConfig
 from palestra.dashboard.answers import (
@@ -26,12 +26,14 @@ from palestra.dashboard.fate import episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
-from palestra.store.run_log import read_manifest, read_metrics
+from palestra.store.run_log import read_manifest, readable_metrics
 from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
 from palestra.types.records import BatchManifest
 
+ROW_DAMAGED = "the metrics of step {} can't be read, because their record is damaged"
+UNKNOWN_CREDIT = "a record of the step's batch can't be read, so advantages and loss weights are not known"
 EXCERPT = 400  # characters of a task or a message beside others
 REPLY = 1200  # characters of a reply beside others
 LEFT_OUT = (
@@ -128,14 +130,17 @@ def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer
     return EventsAnswer(run=run.name, events=found, before=found[-1].event_id if len(found) == limit else None)
 
 
-def newest_event(run: Run) -> int:
-    """Return the number of the newest event of a run; 0: there is none.
+def ends_of_events(run: Run) -> tuple[float | None, int]:
+    """Return the time of the first event of a run, and the number of the newest one; None and 0: there is none.
 
     Args:
         run: of the page.
     """
+    by_number = select(events.c.event_id, events.c.at)
     with run.open() as connection:
-        return int(connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one())
+        first = connection.execute(by_number.order_by(events.c.event_id).limit(1)).first()
+        newest = connection.execute(by_number.order_by(events.c.event_id.desc()).limit(1)).first()
+    return None if first is None else first.at, 0 if newest is None else newest.event_id
 
 
 def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:
@@ -164,8 +169,9 @@ def read_step(run: Run, step: int) -> StepAnswer:
     """
     steps = run.config.steps
     with run.open() as connection:
-        row = next((row for row in read_metrics(connection) if row["step"] == step), {})
-        manifest = read_manifest(connection, step)
+        rows, damaged = readable_metrics(connection)
+        row = next((row for row in rows if row["step"] == step), {})
+        manifest = _readable_manifest(connection, step)
         found = _groups(connection, "train", step)
         if not row and manifest is None and not found and not 0 <= step <= steps:
             raise NotFound(f"the run {run.name} has no step {step}")
@@ -179,7 +185,10 @@ def read_step(run: Run, step: int) -> StepAnswer:
             batch=[] if manifest is None else list(manifest.episode_ids),
             groups=found,
             validation=_groups(connection, "validation", step),
-            events=[event for event in map(_event, connection.execute(kinds)) if event.data.get("step") == step],
+            events=[
+                *(_row_damaged(step) for _ in range(damaged.count(step))),
+                *(event for event in map(_event, connection.execute(kinds)) if event.data.get("step") == step),
+            ],
         )
 
 
@@ -234,8 +243,7 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         rows = connection.execute(of_group.order_by(episodes.c.sample_index)).all()
         if not rows:
             raise NotFound(f"the run {run.name} has no group {group_index} of kind {kind}")
-        manifest = None if record is None or kind != "train" else read_manifest(connection, record.step)
-        credits = _credits(connection, config, manifest, group_index)
+        credits = credits_of_group(connection, config, record.step if record and kind == "train" else None, group_index)
         lines = [episode_line(found) for found in readable_summaries(connection, rows)]
         return GroupAnswer(
             run=run.name,
@@ -243,25 +251,46 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
             group_index=group_index,
             step=0 if record is None else record.step,
             task_id=rows[0].task_id,
-            task=_object(rows[0].task_data),
+            task=object_of(rows[0].task_data),
             state="" if record is None else record.state,
             members=[_member(connection, config, line, credits) for line in lines],
             notes=list(dict.fromkeys(note for credit in credits.values() for note in credit.notes)),
         )
 
 
-def _credits(
-    connection: Connection, config: JobConfig, manifest: BatchManifest | None, group_index: int
+def credits_of_group(
+    connection: Connection, config: JobConfig, step: int | None, group_index: int
 ) -> dict[str, Credit]:
-    """Return what each trained policy learned from a group; a damaged episode leaves that unknown."""
-    if manifest is None:
-        return {}
+    """Return what each trained policy learned from a group; a damaged record of another episode leaves that unknown.
+
+    Args:
+        connection: from `browse`.
+        config: of the run.
+        step: whose batch has the group; None: it is in none.
+        group_index: of the group.
+    """
     try:
+        manifest = None if step is None else read_manifest(connection, step)
+        if manifest is None:
+            return {}
         group = group_in_batch(connection, manifest, group_index)
         return {policy: group_credit(connection, config, manifest, group, policy) for policy in manifest.versions}
     except DAMAGED:
-        why = "an episode of the group can't be read, so advantages and loss weights are not known"
-        return {policy: Credit(notes=(why,)) for policy in manifest.versions}
+        policies = config.trained_policies or (config.players.default,)
+        return {policy: Credit(notes=(UNKNOWN_CREDIT,)) for policy in policies}
+
+
+def _readable_manifest(connection: Connection, step: int) -> BatchManifest | None:
+    """Return the batch of a step; None where there is none, or its record is damaged."""
+    try:
+        return read_manifest(connection, step)
+    except DAMAGED:
+        return None
+
+
+def _row_damaged(step: int) -> EventLine:
+    """Return the warning that the row of a step can't be read."""
+    return EventLine(event_id=0, at=0.0, kind="warning", data={"step": step, "text": ROW_DAMAGED.format(step)})
 
 
 def _member(connection: Connection, config: JobConfig, line: EpisodeLine, credits: Mapping[str, Credit]) -> Member:
@@ -323,7 +352,7 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def _object(text: Any) -> dict[str, Any]:
+def object_of(text: Any) -> dict[str, Any]:
     """Return the JSON object in a text; if it is damaged, the text itself under `damaged`."""
     try:
         found = orjson.loads(text)
@@ -334,7 +363,7 @@ def _object(text: Any) -> dict[str, Any]:
 
 def _event(row: Any) -> EventLine:
     try:
-        return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data))
+        return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=object_of(row.data))
     except ValueError:  # its time or its kind is none
         damage = str((row.at, row.kind))[:EXCERPT]
         return EventLine(event_id=row.event_id, at=0.0, kind="damaged", data={"damaged": damage})

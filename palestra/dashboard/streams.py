@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import orjson
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import newest_event, read_events_after
+from palestra.dashboard.steps import ends_of_events, read_events_after
 from palestra.errors import PalestraError, TooManyRequests
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, POLL_SECONDS, News, encode_event
 
@@ -23,6 +24,7 @@ EVENTS = 500  # of one look, and those that are kept for streams that are a litt
 FIRST_SECONDS = 5.0  # what a stream waits at its beginning for a run that is slow to read
 PATIENCE_SECONDS = 1.0  # and later, because its other runs have news too
 MOST_STREAMS = 32  # of a server; a page holds one
+REPLACED = "replaced"  # kind of the event that says that another run has the folder; it has no number
 FAILED_SECONDS = 5.0  # pause before a run that can't be read is looked at again
 
 
@@ -32,10 +34,12 @@ class FeedNews(NamedTuple):
     Attributes:
         events: numbers and encoded events, in order.
         over: whether the run had ended before it was looked at, so that no more events come.
+        replaced: whether another run has the folder now, so that the numbers that the stream has are of no use.
     """
 
     events: Sequence[tuple[int, bytes]]
     over: bool
+    replaced: bool = False
 
 
 class Feed:
@@ -43,6 +47,7 @@ class Feed:
 
     Attributes:
         run: whose events they are.
+        generation: how often another run has taken the folder.
     """
 
     def __init__(self, run: Run, reader: Reader, stopping: asyncio.Event) -> None:
@@ -54,6 +59,9 @@ class Feed:
         self._failed = False
         self._seen: tuple[int, ...] = ()
         self._over = False
+        self.generation = 0
+        self._begun: tuple[int, ...] = ()
+        self._first: float | None = None  # time of the run's first event
 
     async def after(self, last: int, first: bool) -> FeedNews:
         """Return the events after a number, up to `EVENTS` of them; none while the run can't be read.
@@ -71,9 +79,11 @@ class Feed:
             await asyncio.wait({self._looking}, timeout=patience)
         if self._failed or self._looking is not None or self._start is None:
             return FeedNews([], self._stopping.is_set() or (self._failed and not self.run.in_use()))
-        if last >= self._start:
-            return FeedNews([one for one in self._recent if one[0] > last], self._over)
         try:
+            if last > self._newest and last > (await self._ends())[1]:
+                return FeedNews([], False, replaced=True)
+            if last >= self._start:
+                return FeedNews([one for one in self._recent if one[0] > last], self._over)
             return FeedNews(await self._read(last), False)
         except PalestraError:
             self._fail()
@@ -99,11 +109,23 @@ class Feed:
     def _fail(self) -> None:
         self._failed, self._due = True, time.monotonic() + FAILED_SECONDS
 
+    @property
+    def _newest(self) -> int:
+        return self._recent[-1][0] if self._recent else self._start or 0
+
+    async def _ends(self) -> tuple[float | None, int]:
+        return await self._reader.read(self.run, lambda: ends_of_events(self.run))
+
     async def _read_new(self) -> None:
-        if self._start is None:
-            self._start = await self._reader.read(self.run, lambda: newest_event(self.run))
+        begun = self.run.begun
+        if self._start is None or begun != self._begun:
+            first, newest = await self._ends()
+            if self._start is not None and first != self._first:
+                self.generation += 1
+            self._recent.clear()
+            self._start, self._first, self._begun = newest, first, begun
         while True:
-            found = await self._read(self._recent[-1][0] if self._recent else self._start)
+            found = await self._read(self._newest)
             self._recent.extend(found)
             while len(self._recent) > EVENTS:
                 self._start = self._recent.popleft()[0]
@@ -163,20 +185,25 @@ class Streams:
             after: number of the newest event that the client has, by name of the run.
             check: raises a PalestraError once the client may not read on.
         """
-        positions, first = dict(after), True
+        positions, generations = dict(after), dict[str, int]()
 
         async def look() -> News | None:
-            nonlocal first
+            first = not generations
             try:
                 check()
             except PalestraError:
                 return None
             found = await asyncio.gather(*(self._feeds[name].after(last, first) for name, last in positions.items()))
-            first = False
-            for name, news in zip(positions, found, strict=True):
+            chunks: list[bytes] = []
+            for name, news in zip(tuple(positions), found, strict=True):
+                generation = self._feeds[name].generation
+                if news.replaced or generations.setdefault(name, generation) != generation:
+                    chunks.append(encode_event(orjson.dumps({"run": name, "kind": REPLACED}), REPLACED))
+                    del positions[name]
+                    continue
                 if news.events:
                     positions[name] = news.events[-1][0]
-            chunks = [chunk for news in found for _, chunk in news.events]
+                chunks += [chunk for _, chunk in news.events]
             return News(chunks, all(news.over for news in found))
 
         return look

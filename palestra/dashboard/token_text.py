@@ -34,13 +34,15 @@ def token_text(config: JobConfig, policy: str) -> TokenText:
 def _of_model(model: str) -> TokenText:
     from palestra.models.catalog import model_folder
 
-    if (file := Path(model_folder(model)) / "tokenizer.json").is_file():
+    # Who looks at a run sends no request to anybody, whatever model its folder names.
+    if (file := Path(model_folder(model, ask=False)) / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
         # Neither transformers nor torch, whose import takes seconds; the text of a token is the same.
         plain = Tokenizer.from_file(str(file))
         return lambda token: str(plain.decode([token], skip_special_tokens=False))
+    from palestra.models.adapter_files import tokenizer_source
     from palestra.models.causal_lm import load_tokenizer
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(str(model_folder(tokenizer_source(model), ask=False)))
     return lambda token: str(tokenizer.decode([token]))

@@ -31,6 +31,8 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address is in use, or is not one of this machine's.
     """
+    if not 0 <= port < 2**16:  # the system takes the remainder
+        raise ConfigError(f"{port} is no port; set server.port to 1 to 65535, or 0 for any free port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -23,8 +23,12 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # the fi
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
 
-def hub_model(name: str) -> Path | str:
+def hub_model(name: str, ask: bool = True) -> Path | str:
     """Return what transformers is to load: `org/model` if the hub answers, else its folder in the hub's cache.
+
+    Args:
+        name: `org/model`.
+        ask: whether the hub may be asked; False: only its cache is looked at.
 
     Raises:
         ModelError: the model is not in the cache, and the hub can't be reached.
@@ -32,8 +36,8 @@ def hub_model(name: str) -> Path | str:
     import httpx2
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
-    why = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub is not asked for it here"
+    if ask and not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(f"{constants.ENDPOINT}/{name}/resolve/main/config.json", timeout=SECONDS)
         except httpx2.HTTPError as error:
@@ -55,11 +59,12 @@ def cache_folder() -> Path:
     return Path(base).expanduser()
 
 
-def model_folder(name: str) -> Path | str:
+def model_folder(name: str, ask: bool = True) -> Path | str:
     """Return a folder in Hugging Face's layout, or `name` itself if transformers has to find the model.
 
     Args:
         name: a built-in model, a folder, or `org/model` of the Hugging Face hub.
+        ask: whether the hub may be asked for a model; False: only its cache is looked at.
 
     Raises:
         ModelError: the weights are not there, or the hub that has them can't be reached.
@@ -75,7 +80,7 @@ def model_folder(name: str) -> Path | str:
             f"model {name!r}: no such folder; known names are {SMOLLM2!r} and {TINY!r}, "
             "anything else is a folder or a Hugging Face name such as 'org/model'"
         )
-    return hub_model(name)
+    return hub_model(name, ask)
 
 
 def exact_model(name: str) -> Path:

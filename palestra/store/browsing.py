@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,13 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
         state: of the episodes; None: any.
         limit: the most episodes to return.
     """
+    rows = newest_rows(connection, kind, state, limit)
+    calls = calls_of(connection, [row.episode_id for row in rows])
+    return [summary(row, calls.get(row.episode_id, [])) for row in rows]
+
+
+def newest_rows(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[Any]:
+    """Return the rows of `episodes` that `list_episodes` makes summaries of; see there."""
     wanted = select(episodes)
     if kind is not None:
         wanted = wanted.where(episodes.c.kind == kind)
@@ -155,9 +162,7 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
         episodes.c.group_index.desc(),
         episodes.c.sample_index.desc(),
     ).limit(limit)
-    rows = sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
-    calls = calls_of(connection, [row.episode_id for row in rows])
-    return [summary(row, calls.get(row.episode_id, [])) for row in rows]
+    return sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
 
 
 def read_episodes(
@@ -211,15 +216,24 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
         episodes.c.group_index == found.episode.group_index,
         episodes.c.rewards.is_not(None),
     )
-    members = connection.execute(group).all()
+    members = _readable_rewards(connection.execute(group))
     reason = connection.execute(select(episodes.c.reason).where(episodes.c.episode_id == episode_id)).scalar()
     return EpisodeView(
         trajectory=found,
         step=step,
-        group_rewards=tuple(orjson.loads(row.rewards) for row in members),
-        group_players=tuple({} if row.players is None else orjson.loads(row.players) for row in members),
+        group_rewards=tuple(rewards for rewards, _ in members),
+        group_players=tuple(players for _, players in members),
         failed_reason=reason,
     )
+
+
+def _readable_rewards(rows: Iterable[Any]) -> list[tuple[dict[str, float], dict[str, str]]]:
+    """Return rewards and players of rows of `episodes`; damaged ones, which are other episodes, are left out."""
+    found = []
+    for row in rows:
+        with suppress(ValueError):
+            found.append((_object(row.rewards, float, int), {} if row.players is None else _object(row.players, str)))
+    return found
 
 
 def read_row(connection: Connection, episode_id: str) -> Any:
@@ -240,8 +254,11 @@ def episode_events(connection: Connection, view: EpisodeView) -> list[Event]:
     wanted = select(events).where(
         events.c.kind.in_(("episode_untrainable", "episode_stale")), events.c.data.contains(f'"{name}"')
     )
-    rows = connection.execute(wanted.order_by(events.c.event_id))
-    return [Event(event_id=row.event_id, at=row.at, kind=row.kind, data=orjson.loads(row.data)) for row in rows]
+    found = []
+    for row in connection.execute(wanted.order_by(events.c.event_id)):
+        with suppress(ValueError):  # a damaged event says nothing of any episode
+            found.append(Event(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data)))
+    return found
 
 
 def calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:

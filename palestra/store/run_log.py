@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
@@ -167,6 +167,45 @@ def read_metrics(connection: Connection, last: int | None = None) -> list[dict[s
     """
     wanted = select(metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
     return [orjson.loads(row) for row in connection.execute(wanted).scalars()][::-1]
+
+
+class RecordedMetrics(NamedTuple):
+    """The finished rows of a run.
+
+    Attributes:
+        rows: in order of their steps, each with its `step` and numbers alone.
+        damaged: steps whose rows can't be read.
+    """
+
+    rows: list[dict[str, float]]
+    damaged: list[int]
+
+
+def readable_metrics(connection: Connection, last: int | None = None) -> RecordedMetrics:
+    """Return finished rows for people to look at: a damaged one does not hide the others. Works in any process.
+
+    Args:
+        connection: to the store, possibly read-only.
+        last: only so many of the newest rows; None: all.
+    """
+    wanted = select(metric_rows.c.step, metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
+    found = RecordedMetrics([], [])
+    for step, data in connection.execute(wanted):
+        try:
+            row = orjson.loads(data)
+        except ValueError:
+            row = None
+        numbers = isinstance(row, dict) and all(isinstance(value, int | float | None) for value in row.values())
+        if numbers and row.get("step") is not None:
+            found.rows.append({name: value for name, value in row.items() if value is not None})
+        elif isinstance(step, int):
+            found.damaged.append(step)
+    return RecordedMetrics(found.rows[::-1], found.damaged[::-1])
+
+
+def is_finished(connection: Connection, step: int) -> bool:
+    """Return whether the row of a step is there, which is written last. Works in any process."""
+    return connection.execute(select(metric_rows.c.step).where(metric_rows.c.step == step)).first() is not None
 
 
 def read_manifest(connection: Connection, step: int) -> BatchManifest | None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from palestra.tracking.follow import FOLDER
+from palestra.tracking.follow import FOLDER, RESERVE
 from palestra.tracking.process import LINGER_SECONDS
 from palestra.waiting import race
 
 log = logging.getLogger("palestra")
+LOOK_SECONDS = 0.5  # between two looks at the disk
+MOST_SAID = 16 * 2**20  # bytes that a tracker may write to its log
+LAST_BYTES = 16_384  # of a log, in which its last line is looked for
 
 
 @contextlib.asynccontextmanager
@@ -56,9 +62,16 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
     except OSError as error:
         log.warning("the tracker %s could not be started: %s", name, error)
         return
-    if (await race(process.wait(), over.wait())).index == 1:
-        await _end(process)
-    if process.returncode:
+    try:
+        first = await race(process.wait(), over.wait(), _too_much(folder, said))
+        if first.index == 1:
+            await _end(process)
+    finally:
+        _kill(process)
+    await process.wait()
+    if isinstance(first.result, str):
+        log.warning("the tracker %s was ended: %s", name, first.result)
+    elif process.returncode:
         log.warning("the tracker %s ended with code %d: %s", name, process.returncode, _last_line(said))
 
 
@@ -66,17 +79,40 @@ async def _end(process: Process) -> None:
     """Tell a process that the job is over, and wait for it, for a limited time."""
     assert process.stdin is not None
     process.stdin.close()
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), LINGER_SECONDS)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+
+
+def _kill(process: Process) -> None:
+    """End a process and all that it has started, also where the process itself has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+
+
+async def _too_much(folder: Path, said: Path) -> str:
+    """Wait until a tracker takes the run's disk, and return in words how.
+
+    Args:
+        folder: of the run.
+        said: the tracker's log.
+    """
+    # Looked at here, because a tracker that hangs does not come to look itself.
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        try:
+            written, free = os.stat(said).st_size, shutil.disk_usage(folder).free
+        except OSError:  # the log was removed, or the whole run, of which the job itself hears
+            continue
+        if written > MOST_SAID:
+            return f"it wrote more than {MOST_SAID // 2**20} MiB to {said}"
+        if free < RESERVE:
+            return f"less than {RESERVE // 2**20} MiB are free; what is left is for the run itself"
 
 
 def _last_line(path: Path) -> str:
     """Return the last line that a process has written, for people."""
-    with contextlib.suppress(OSError):
-        lines = path.read_text(errors="replace").strip().splitlines()
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(path.stat().st_size - LAST_BYTES, 0))
+        lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
         return lines[-1][:500] if lines else "it said nothing"
     return "what it said can't be read"

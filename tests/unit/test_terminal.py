@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import logging
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
@@ -31,6 +32,14 @@ def test_no_control_character_but_newline_and_tab_is_left_and_all_else_stays(tex
 def test_what_was_there_is_seen():
     assert printable("\x1b[2J\tone\r\ntwo\x7f\x9b") == "␛[2J\tone\ntwo␡\ufffd"
     assert one_line("a\n palestra: all is well\x1b") == "a palestra: all is well␛"
+
+
+@pytest.mark.parametrize(
+    "hidden", ["\u200b", "\ufeff", "\u200f", "\u061c", "\u00ad", "\u2060", "\u3164", "\U000e0041", "\U000e0100"]
+)
+def test_text_can_not_hide_in_characters_without_width_nor_turn_its_line(hidden):
+    assert printable(f"a{hidden}b") == "a\ufffdb"
+    assert printable("किसी‌को 👩‍🚀 ❤️") == "किसी‌को 👩‍🚀 ❤️", "joiners and variants of emoji stay"
 
 
 def test_a_line_a_log_and_a_console_show_what_they_would_obey():

@@ -64,6 +64,7 @@ export async function follow(positions, onEvent, onState, signal) {
       onState("live");
       for await (const event of events(answer.body)) {
         if (signal.aborted) return;
+        if (event.event_id === undefined && event.kind === "replaced") { location.reload(); return; }  // another run has the folder
         if (event.event_id <= positions.get(event.run)) continue;
         positions.set(event.run, event.event_id);
         failures = 0;

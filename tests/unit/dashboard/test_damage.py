@@ -14,17 +14,21 @@ import time
 
 import pytest
 
-from palestra.dashboard import reader as reading
+from palestra.cli.main import main
+from palestra.dashboard import reader as reader_module
 from palestra.dashboard import runs as run_module
-from palestra.dashboard.progress import describe_run
+from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
+from palestra.dashboard.findings import read_findings
+from palestra.dashboard.progress import describe_run, read_columns
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import find_episodes, read_events_after
+from palestra.dashboard.slow_calls import read_slow_calls
+from palestra.dashboard.steps import UNKNOWN_CREDIT, find_episodes, read_events_after, read_group, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
 from palestra.http.sse import follow
 from palestra.store.search import EpisodeFilter
-from unit.dashboard.recorded import record
+from unit.dashboard.recorded import REWARDS, record
 
 ENDLESS = """
 DROP TABLE episodes;
@@ -50,25 +54,71 @@ def execute(run: Run, script: str) -> None:
     connection.close()
 
 
+async def test_a_table_that_is_not_there_is_the_matter_of_its_run_alone(pair):
+    good, bad = pair
+    execute(bad, "ALTER TABLE events RENAME TO others")
+    described = await Reader([bad, good], asyncio.Event()).described_all()
+    assert [one.state for one in described] == ["unreadable", "completed"]
+    assert described[0].reason
+    assert describe_run(good).state == "completed"
+
+
 @pytest.mark.parametrize(
     "script",
     [
         "UPDATE events SET data = '[]'",
         "UPDATE events SET data = x'ff00'",
         "UPDATE events SET at = 'noon'",
-        "UPDATE metric_rows SET data = '[1]'",
-        "UPDATE metric_rows SET data = '{\"train/reward_mean\": []}'",
+        "UPDATE metric_rows SET data = '[1]' WHERE step = 4",
+        "UPDATE metric_rows SET data = '{' WHERE step = 4",
+        "UPDATE metric_rows SET data = '{\"train/reward_mean\": []}' WHERE step = 4",
         "INSERT INTO events (at, kind, data) VALUES (1, 'warning', '{\"step\": \"x\"}')",
-        "ALTER TABLE events RENAME TO others",
+        "INSERT INTO events (at, kind, data) VALUES (1, 'episode_stale', '[\"train-000000-00\"]')",
+        "UPDATE manifests SET versions = '{'",
+        "UPDATE manifests SET seed = 'none'",
+        *(
+            f"UPDATE episodes SET {column} = '{{' WHERE sample_index = 1"
+            for column in ("rewards", "task_data", "state")
+        ),
+        *(
+            f"UPDATE chats SET {column} = x'00' WHERE episode_id = 'train-000000-01'"
+            for column in ("completion", "logprobs", "versions", "fork", "reply", "agent", "seed")
+        ),
     ],
 )
-async def test_a_damaged_record_is_the_matter_of_its_run_alone(pair, script):
-    good, bad = pair
+async def test_of_a_run_with_a_damaged_record_the_rest_is_there(pair, script, capsys):
+    _, bad = pair
     execute(bad, script)
-    described = await Reader([bad, good], asyncio.Event()).described_all()
-    assert [one.state for one in described] == ["unreadable", "completed"]
-    assert described[0].reason
-    assert describe_run(good).state == "completed"
+    described = describe_run(bad)
+    assert (described.state, described.step, described.reward) == ("completed", 5, 0.625)
+    assert read_columns(bad, -1).columns["train/reward_mean"][-1] == 0.625
+    assert len(read_step(bad, 5).groups) == len(REWARDS)
+    assert read_group(bad, "train", 0).members[0].line.reward == 0.0
+    assert read_findings(bad).step == 5
+    assert read_slow_calls(bad).calls
+    reading = read_reading(bad, "train-000000-00")
+    assert episode_answer(bad, reading).calls
+    assert read_tokens(bad, reading, 0, 0, 10).ids
+    for command in (["top", str(bad.folder), "--once"], ["episodes", str(bad.folder)], ["doctor", str(bad.folder)]):
+        assert main(command) in (0, 1)
+    assert main(["episodes", str(bad.folder), "train-000000-00"]) == 0
+    said = capsys.readouterr()
+    assert "train-000002-02" in said.out
+    assert "Traceback" not in said.err
+
+
+def test_what_is_damaged_is_said(pair):
+    _, bad = pair
+    execute(
+        bad,
+        "UPDATE metric_rows SET data = '[1]' WHERE step = 4;"
+        "UPDATE episodes SET metadata = '[]' WHERE sample_index = 0;"
+        "INSERT INTO events (at, kind, data) VALUES (1, 'warning', '[]')",
+    )
+    assert [(one.step, one.code) for one in describe_run(bad).warnings] == [(4, "damaged"), (0, "damaged")]
+    assert "metrics of step 4" in read_step(bad, 4).events[0].data["text"]
+    assert UNKNOWN_CREDIT in episode_answer(bad, read_reading(bad, "train-000000-01")).notes
+    assert UNKNOWN_CREDIT in read_group(bad, "train", 0).notes
 
 
 @pytest.mark.parametrize("value", ["[1]", "7", '"text"'])
@@ -113,7 +163,7 @@ async def test_a_view_without_an_end_takes_its_time_and_no_more(pair, monkeypatc
 
 async def test_a_read_that_never_ends_keeps_the_slots_of_its_run_only(pair, monkeypatch):
     good, bad = pair
-    monkeypatch.setattr(reading, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(reader_module, "READ_SECONDS", 0.3)
     reader, held = Reader([bad, good], asyncio.Event()), threading.Event()
     for _ in range(3):
         with pytest.raises(StoreUnreachable, match="could not be read within"):

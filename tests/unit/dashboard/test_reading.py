@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 
 import numpy as np
+import orjson
 import pytest
 
 from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
@@ -247,6 +249,29 @@ async def test_a_search_finds_what_fits_newest_first(tmp_path, wanted, names):
     assert found.following is None
 
 
+async def test_a_search_in_a_long_line_of_one_character_takes_no_longer_than_reading_it(tmp_path):
+    run = await record(tmp_path)
+    long = orjson.dumps([{"role": "user", "content": "A" * 4_000_000}]).decode()
+    with sqlite3.connect(tmp_path / "run.db") as connection:
+        connection.execute("UPDATE chats SET messages = ? WHERE episode_id = 'train-000000-00' AND idx = 0", (long,))
+    began = time.process_time()
+    assert find_episodes(run, EpisodeFilter(text="a" * 400 + "b"), None, 50).episodes == []
+    assert time.process_time() - began < 2.0, "LIKE takes about five seconds"
+    (found,) = find_episodes(run, EpisodeFilter(text="a" * 400), None, 50).episodes
+    assert found.episode_id == "train-000000-00"
+
+
+@pytest.mark.parametrize("text", ["100%", "a_b", "Äpfel", "\\", '"', "\n", "\0"])
+async def test_a_search_takes_every_character_as_it_is(tmp_path, text):
+    run = await record(tmp_path)
+    for name, content in (("train-000000-00", f"x{text}y"), ("train-000000-01", "100 axb apfel n 0")):
+        messages = orjson.dumps([{"role": "user", "content": content}]).decode()
+        with sqlite3.connect(tmp_path / "run.db") as connection:
+            connection.execute("UPDATE chats SET messages = ? WHERE episode_id = ? AND idx = 0", (messages, name))
+    found = find_episodes(run, EpisodeFilter(text=text), None, 50).episodes
+    assert [one.episode_id for one in found] == ["train-000000-00"]
+
+
 async def test_pages_of_a_search_are_the_whole_without_doubles(tmp_path):
     run = await record(tmp_path)
     seen, before = [], None
@@ -311,6 +336,16 @@ async def test_a_damaged_episode_shows_as_damaged_and_the_rest_is_there(tmp_path
     assert members[1].reply == "<b>B&C</b>"
     with pytest.raises(StoreError, match="damaged"):
         read_reading(run, "train-000002-00")
+
+
+async def test_of_a_reply_with_very_many_tool_calls_the_first_are_sent_and_the_rest_is_counted(tmp_path):
+    run = await record(tmp_path)
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(1000)]
+    reply = orjson.dumps({"role": "assistant", "content": "", "tool_calls": calls}).decode()
+    with sqlite3.connect(tmp_path / "run.db") as connection:
+        connection.execute("UPDATE chats SET reply = ? WHERE episode_id = 'train-000000-00' AND idx = 1", (reply,))
+    found = episode_answer(run, read_reading(run, "train-000000-00")).calls[1].reply
+    assert [len(found.tool_calls), found.tool_calls_cut] == [200, 800]
 
 
 async def test_an_episode_with_tools_of_another_form_is_shown(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from palestra.errors import Unauthorized
+from palestra.errors import ConfigError, Unauthorized
 from palestra.http import guard
 from palestra.http.app import build_app
 from palestra.http.connections import ConnectionLimits, Connections
@@ -270,3 +270,9 @@ async def test_a_body_that_comes_byte_by_byte_has_a_deadline_of_its_own(monkeypa
                 writer.write(b"x")
                 await asyncio.sleep(0.02)
         assert b"the body had not come to its end after 0.3 s" in await answer
+
+
+@pytest.mark.parametrize("port", [65_536, 99_999, -1])
+def test_a_number_that_is_no_port_is_refused_and_not_wrapped(port):
+    with pytest.raises(ConfigError, match=f"{port} is no port"):
+        listen("127.0.0.1", port)

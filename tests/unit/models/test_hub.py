@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -9,7 +10,9 @@ from typing import ClassVar
 import pytest
 from huggingface_hub import constants
 
+from palestra.config import parse_config
 from palestra.control.jobs.launcher import Ending, ending_of
+from palestra.dashboard.token_text import token_text
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.catalog import exact_model, model_folder
 from palestra.models.causal_lm import load_tokenizer
@@ -119,3 +122,17 @@ def test_an_adapter_of_the_hub_is_refused_because_it_names_any_folder_as_its_bas
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(ModelError, match="'org/adapter' is an adapter, and the server takes none from the hub"):
         exact_model("org/adapter")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_who_looks_at_a_run_asks_no_hub_for_the_model_that_its_folder_names(monkeypatch, hub, tmp_path, adapter):
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    monkeypatch.setattr(Hub, "asked", [])
+    model = "org/named-by-a-run"
+    if adapter:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model}))
+        model = str(tmp_path)
+    config = parse_config({"name": "a", "policies": {"policy": {"model": model}}})
+    with pytest.raises(ModelError, match=r"not in the hub's cache|can't be|adapter"):
+        token_text(config, "policy")
+    assert Hub.asked == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -214,6 +216,36 @@ async def test_a_process_that_raises_dies_or_hangs_costs_the_job_nothing(tmp_pat
         assert time.monotonic() - began < 0.1
     assert time.monotonic() - began < 5.0
     assert said in caplog.text
+
+
+async def test_a_process_that_writes_without_an_end_is_ended_before_it_fills_the_disk(tmp_path, monkeypatch, caplog):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nwhile true; do echo yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy; done\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("palestra.tracking.launch.sys.executable", str(script))
+    monkeypatch.setattr("palestra.tracking.launch.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("palestra.tracking.launch.MOST_SAID", 2**12)
+    caplog.set_level(logging.WARNING, "palestra")
+    async with tracking(tmp_path, ["tensorboard"]):
+        async with asyncio.timeout(5.0):
+            while "was ended: it wrote more than" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert (tmp_path / "tracking" / "tensorboard.log").stat().st_size < 2**20
+
+
+async def test_what_a_tracker_has_started_ends_with_it(tmp_path, monkeypatch):
+    script, pid = tmp_path / "python", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {pid}.new; mv {pid}.new {pid}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("palestra.tracking.launch.sys.executable", str(script))
+    async with tracking(tmp_path, ["tensorboard"]):
+        async with asyncio.timeout(5.0):
+            while not pid.exists():
+                await asyncio.sleep(0.01)
+    state = Path("/proc", pid.read_text().strip(), "status")
+    async with asyncio.timeout(5.0):
+        while state.exists() and "zombie" not in state.read_text():  # its new parent may not have taken its end
+            await asyncio.sleep(0.01)
 
 
 async def test_a_process_that_can_not_be_started_costs_the_job_nothing(tmp_path, monkeypatch, caplog):

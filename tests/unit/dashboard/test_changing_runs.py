@@ -1,0 +1,100 @@
+"""What was read of a run is forgotten when it changes: another run in its folder, or a step that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+
+import pytest
+
+from palestra.dashboard.reader import Reader
+from palestra.dashboard.runs import Run
+from palestra.dashboard.streams import Streams
+from unit.building import FakeClock, open_store
+from unit.dashboard.recorded import record
+
+NAME = "train-000000-00"
+
+
+@pytest.fixture
+async def run(tmp_path) -> Run:
+    (tmp_path / "run").mkdir()
+    return await record(tmp_path / "run")
+
+
+def execute(run: Run, script: str) -> None:
+    with sqlite3.connect(run.folder / "run.db") as connection:
+        connection.executescript(script)
+    connection.close()
+
+
+async def replace(run: Run, at: float) -> None:
+    """Put another run, which began at another time, into the folder."""
+    shutil.rmtree(run.folder)
+    run.folder.mkdir()
+    await record(run.folder)
+    execute(run, f"UPDATE events SET at = {at}; UPDATE episodes SET rewards = '{{\"agent\": 7.0}}'")
+
+
+async def add_events(run: Run, count: int) -> None:
+    with open_store(run.folder, FakeClock()) as store:
+        for number in range(count):
+            await store.log.add_event("note", {"number": number})
+
+
+def events(chunks) -> list[dict]:
+    return [json.loads(line[6:]) for chunk in chunks for line in chunk.decode().splitlines() if line[:6] == "data: "]
+
+
+async def test_an_episode_is_that_of_the_run_that_has_the_folder_now(run):
+    reader = Reader([run], asyncio.Event())
+    assert (await reader.reading("recorded", NAME)).line.reward == 0.0
+    await replace(run, 5.0)
+    assert (await reader.reading("recorded", NAME)).line.reward == 7.0
+
+
+async def test_an_episode_that_was_read_during_its_step_is_read_again_after_it(run):
+    reader = Reader([run], asyncio.Event())
+    execute(run, "DELETE FROM metric_rows WHERE step = 5; DELETE FROM events")
+    assert (await reader.reading("recorded", "train-000002-02")).fates.episode.trained
+    with open_store(run.folder, FakeClock()) as store:
+        left_out = {"step": 5, "episode_id": "train-000002-02", "reason": "a logprob is not finite"}
+        await store.log.add_event("episode_untrainable", left_out)
+        await store.log.put_metrics(5, {"step": 5.0})
+    again = await reader.reading("recorded", "train-000002-02")
+    assert not again.fates.episode.trained
+    await add_events(run, 1)
+    assert await reader.reading("recorded", "train-000002-02") is again, "nothing of a finished step changes"
+
+
+async def test_a_stream_says_that_another_run_has_the_folder_and_sends_nothing_of_the_old_one(run, monkeypatch):
+    monkeypatch.setattr("palestra.dashboard.streams.POLL_SECONDS", 0.0)
+    await add_events(run, 20)
+    streams = Streams(Reader([run], asyncio.Event()), asyncio.Event())
+    look = streams.look({"recorded": 0}, lambda: None)
+    assert len(events((await look()).chunks)) == 22
+    await replace(run, 5.0)
+    await add_events(run, 30)  # more than the old one had
+    assert events((await look()).chunks) == [{"run": "recorded", "kind": "replaced"}]
+    assert (await look()).over
+    found = events((await streams.look({"recorded": 3}, lambda: None)()).chunks)
+    assert [one["event_id"] for one in found] == [*range(4, 33)]
+    assert all(one["kind"] == "note" for one in found)
+
+
+async def test_a_stream_that_asks_for_what_comes_after_the_end_of_another_run_is_told_so(run):
+    streams = Streams(Reader([run], asyncio.Event()), asyncio.Event())
+    assert events((await streams.look({"recorded": 500}, lambda: None)()).chunks)[0]["kind"] == "replaced"
+
+
+async def test_a_resumed_run_is_not_taken_for_another_one(run, monkeypatch):
+    monkeypatch.setattr("palestra.dashboard.streams.POLL_SECONDS", 0.0)
+    look = Streams(Reader([run], asyncio.Event()), asyncio.Event()).look({"recorded": 0}, lambda: None)
+    assert [one["event_id"] for one in events((await look()).chunks)] == [1, 2]
+    config = run.folder / "config.toml"
+    config.with_suffix(".new").write_text(config.read_text())
+    config.with_suffix(".new").replace(config)
+    await add_events(run, 3)
+    assert [one["event_id"] for one in events((await look()).chunks)] == [3, 4, 5]
