@@ -18,7 +18,9 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import GroupConfig, JobConfig, OwnAlgorithmConfig
 from palestra.database.sqlite import MOST_VALUES
 from palestra.learner.batch import make_batch
+from palestra.store.browsing import EpisodeView
 from palestra.store.calls import read_trajectory
+from palestra.store.run_log import read_manifest
 from palestra.store.tables import chats, episodes
 from palestra.tokens import token_weights
 from palestra.types.calls import Floats
@@ -54,6 +56,17 @@ def group_in_batch(connection: Connection, manifest: BatchManifest, group_index:
     of_group = select(episodes.c.episode_id).where(episodes.c.kind == "train", episodes.c.group_index == group_index)
     members = set(connection.execute(of_group).scalars())
     return [read_trajectory(connection, name) for name in manifest.episode_ids if name in members]
+
+
+def batch_group(connection: Connection, view: EpisodeView) -> list[Trajectory]:
+    """Return the episodes of an episode's group that are in the batch of its step; none: it is in no batch.
+
+    Args:
+        connection: from `browse`.
+        view: the episode.
+    """
+    manifest = None if view.step is None else read_manifest(connection, view.step)
+    return [] if manifest is None else group_in_batch(connection, manifest, view.trajectory.episode.group_index)
 
 
 def group_credit(

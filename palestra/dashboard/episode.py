@@ -38,6 +38,7 @@ from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.calls import Chat, SamplingParams
 from palestra.types.forks import MEANINGS
 from palestra.types.messages import ChatMessage, ImagePart
+from palestra.types.records import Trajectory
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
 MOST_TOKENS = 5_000  # tokens of one answer
@@ -98,6 +99,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         manifest = None if view.step is None else read_manifest(connection, view.step)
         credits: dict[str, Credit] = {}
         trained: dict[int, TrainedCall] = {}
+        group: list[Trajectory] = []
         if manifest is not None:
             group = group_in_batch(connection, manifest, view.trajectory.episode.group_index)
             credits = {name: group_credit(connection, config, manifest, group, name) for name in manifest.versions}
@@ -108,13 +110,14 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     rows = rows_of(trie, kept)
     if left_out := set(trie.chats) - kept:
         rows += rows_of(trie, left_out)
-    by_policy = episode_fates(view, config, events)
+    by_policy = episode_fates(view, config, group, events)
     fates = TokenFates(
         episode=whole_fate(by_policy),
         by_policy=by_policy,
         frozen=config.players.of_episode(view.trajectory.episode.players).frozen,
         kept=kept,
         policies={chat.index: chat.policy for chat in chats},
+        unused=view.trajectory.episode.unused_calls,
     )
     return EpisodeReading(
         view=view,

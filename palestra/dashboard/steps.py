@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from palestra.dashboard.answers import (
     StreamedEvent,
 )
 from palestra.dashboard.credit import Credit, group_credit, group_in_batch
-from palestra.dashboard.fate import episode_fates, whole_fate
+from palestra.dashboard.fate import Fate, episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
@@ -30,7 +30,7 @@ from palestra.store.run_log import read_manifest, read_metrics
 from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
-from palestra.types.records import BatchManifest
+from palestra.types.records import BatchManifest, Trajectory
 
 EXCERPT = 400  # characters of a task or a message beside others
 REPLY = 1200  # characters of a reply beside others
@@ -235,7 +235,8 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         if not rows:
             raise NotFound(f"the run {run.name} has no group {group_index} of kind {kind}")
         manifest = None if record is None or kind != "train" else read_manifest(connection, record.step)
-        credits = _credits(connection, config, manifest, group_index)
+        group = _batch_group(connection, manifest, group_index)
+        credits = _credits(connection, config, manifest, group)
         lines = [episode_line(found) for found in readable_summaries(connection, rows)]
         return GroupAnswer(
             run=run.name,
@@ -245,41 +246,55 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
             task_id=rows[0].task_id,
             task=_object(rows[0].task_data),
             state="" if record is None else record.state,
-            members=[_member(connection, config, line, credits) for line in lines],
+            members=[_member(connection, config, line, group, credits) for line in lines],
             notes=list(dict.fromkeys(note for credit in credits.values() for note in credit.notes)),
         )
 
 
+def _batch_group(connection: Connection, manifest: BatchManifest | None, group_index: int) -> list[Trajectory] | None:
+    """Return the episodes of a group that are in a batch; None: one of them can't be read."""
+    try:
+        return [] if manifest is None else group_in_batch(connection, manifest, group_index)
+    except DAMAGED:
+        return None
+
+
 def _credits(
-    connection: Connection, config: JobConfig, manifest: BatchManifest | None, group_index: int
+    connection: Connection, config: JobConfig, manifest: BatchManifest | None, group: Sequence[Trajectory] | None
 ) -> dict[str, Credit]:
     """Return what each trained policy learned from a group; a damaged episode leaves that unknown."""
     if manifest is None:
         return {}
+    why = "an episode of the group can't be read, so advantages and loss weights are not known"
+    unknown = {policy: Credit(notes=(why,)) for policy in manifest.versions}
+    if group is None:
+        return unknown
     try:
-        group = group_in_batch(connection, manifest, group_index)
         return {policy: group_credit(connection, config, manifest, group, policy) for policy in manifest.versions}
     except DAMAGED:
-        why = "an episode of the group can't be read, so advantages and loss weights are not known"
-        return {policy: Credit(notes=(why,)) for policy in manifest.versions}
+        return unknown
 
 
-def _member(connection: Connection, config: JobConfig, line: EpisodeLine, credits: Mapping[str, Credit]) -> Member:
+def _member(
+    connection: Connection,
+    config: JobConfig,
+    line: EpisodeLine,
+    group: Sequence[Trajectory] | None,
+    credits: Mapping[str, Credit],
+) -> Member:
     try:
         if line.damaged is not None:
             return Member(line=line, trained=False, why=f"its record can't be read: {line.damaged}")
         view = read_episode(connection, line.episode_id)
-        return _member_of(connection, config, line, view, credits)
+        fate = whole_fate(episode_fates(view, config, group, episode_events(connection, view)))
+        return _member_of(line, view, fate, credits)
     except DAMAGED as error:
         why = f"{type(error).__name__}: {error}"[:200]
         damaged = line.model_copy(update={"damaged": why})
         return Member(line=damaged, trained=False, why=f"its calls can't be read: {why}")
 
 
-def _member_of(
-    connection: Connection, config: JobConfig, line: EpisodeLine, view: EpisodeView, credits: Mapping[str, Credit]
-) -> Member:
-    fate = whole_fate(episode_fates(view, config, episode_events(connection, view)))
+def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mapping[str, Credit]) -> Member:
     chats = view.trajectory.chats
     values = [v for credit in credits.values() for v in credit.advantages.get(line.episode_id, {}).values()]
     flat = np.concatenate(values) if values else np.empty(0, np.float32)

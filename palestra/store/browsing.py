@@ -184,20 +184,16 @@ class EpisodeView:
     Attributes:
         trajectory: the episode and its calls.
         step: the step whose batch it is in; None: it is in none.
-        group_rewards: by agent, of the completed episodes of its group, including itself.
-        group_players: `players` of the same episodes.
         failed_reason: why its last attempt that failed did so; None: none has failed.
     """
 
     trajectory: Trajectory
     step: int | None
-    group_rewards: tuple[dict[str, float], ...]
-    group_players: tuple[dict[str, str], ...]
     failed_reason: str | None
 
 
 def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
-    """Return an episode with its calls, the step that trained on it, and the rewards of its group.
+    """Return an episode with its calls, and the step that trained on it.
 
     Raises:
         NotFound: no such episode.
@@ -206,18 +202,10 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
-    group = select(episodes.c.rewards, episodes.c.players).where(
-        episodes.c.kind == found.episode.kind,
-        episodes.c.group_index == found.episode.group_index,
-        episodes.c.rewards.is_not(None),
-    )
-    members = connection.execute(group).all()
     reason = connection.execute(select(episodes.c.reason).where(episodes.c.episode_id == episode_id)).scalar()
     return EpisodeView(
         trajectory=found,
         step=step,
-        group_rewards=tuple(orjson.loads(row.rewards) for row in members),
-        group_players=tuple({} if row.players is None else orjson.loads(row.players) for row in members),
         failed_reason=reason,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 
 import numpy as np
@@ -168,6 +169,49 @@ async def test_what_is_not_trained_says_why(tmp_path):
     assert "validation episode" in why("validation-000000-00")
     with pytest.raises(NotFound):
         read_reading(run, "train-000009-00")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "step_rewards", "learns"),
+    [
+        ({"credit": "step"}, [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)], True),
+        ({"credit": "step"}, [(0.0, 1.0)] * 3, False),
+        ({"name": "dapo", "overlong_share": 1.0}, None, True),  # the replies differ in length
+        ({"name": "rae"}, None, True),
+        ({"entropy_coefficient": 0.1}, None, True),
+        ({}, None, False),
+    ],
+)
+async def test_equal_rewards_are_trained_where_the_learner_makes_rows_of_their_group(
+    tmp_path, algorithm, step_rewards, learns
+):
+    run = await record(tmp_path, algorithm=algorithm, policies={"policy": {"sampling": {"max_tokens": 8}}})
+    if step_rewards is not None:
+        with sqlite3.connect(tmp_path / "run.db") as store:
+            for sample, rewards in enumerate(step_rewards):
+                changed = (json.dumps(rewards), f"train-000001-{sample:02d}")
+                store.execute("UPDATE episodes SET step_rewards = ? WHERE episode_id = ?", changed)
+    settings = config(algorithm=algorithm)
+    with browse(tmp_path / "run.db") as connection:
+        group = [read_trajectory(connection, f"train-000001-{sample:02d}") for sample in range(3)]
+    assert bool(make_train_batch(group, settings.algorithm, 8, VERSION).samples) is learns  # what the learner does
+    reading = read_reading(run, "train-000001-00")
+    answer = episode_answer(run, reading)
+    assert answer.trained is learns
+    assert ("all rewards of its group are equal" in answer.why) is not learns
+    tokens = read_tokens(run, reading, 0, 0, 1000)
+    assert tokens.trained == [learns and call >= 0 for call in tokens.calls]
+    assert {member.trained for member in read_group(run, "train", 1).members} == {learns}
+
+
+async def test_calls_of_a_worker_that_left_its_seat_are_not_shown_as_trained(tmp_path):
+    run = await record(tmp_path)
+    with sqlite3.connect(tmp_path / "run.db") as store:
+        changed = (json.dumps({"unused_calls": [0]}), "train-000000-01")
+        store.execute("UPDATE episodes SET metadata = ? WHERE episode_id = ?", changed)
+    found = episode_answer(run, read_reading(run, "train-000000-01"))
+    assert [call.trained for call in found.calls] == [False, True]
+    assert "left before it acted" in found.calls[0].why
 
 
 async def test_calls_that_a_final_branch_leaves_out_are_shown_with_the_reason(tmp_path):
