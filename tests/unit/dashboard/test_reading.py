@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sqlite3
 
@@ -12,6 +13,7 @@ from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
 from palestra.dashboard.progress import describe_run, read_columns, read_settings
 from palestra.dashboard.runs import runs_of
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
+from palestra.disk import RUN_LOCK
 from palestra.errors import InvalidRequest, NotFound, StoreError
 from palestra.renderers import ByteTokenizer
 from palestra.store.browsing import browse
@@ -365,3 +367,21 @@ async def test_an_episode_with_tools_of_another_form_is_shown(tmp_path):
         connection.execute("UPDATE chats SET tools = ? WHERE episode_id = ?", (tools, name))
     found = episode_answer(run, read_reading(run, name))
     assert found.calls[0].tools == ["?", "{'a': 1}", "plain"]
+
+
+@pytest.mark.parametrize(("changes", "left"), [({}, 3 * 10.0), ({"token_budget": 600}, 1 * 10.0)])
+async def test_the_time_left_of_a_run_in_another_process_has_its_evaluations_and_its_token_budget(
+    tmp_path, changes, left
+):
+    run = await record(tmp_path, **changes)
+    with open_store(tmp_path) as store:
+        await store.log.add_event("running", {"step": 5})
+        for step in (4, 5):  # 2 seconds of each ten are the step's own
+            row = {"step": float(step), "time/step_seconds": 2.0, "wall_seconds": 10.0 * step}
+            await store.log.put_metrics(step, row | {"rollout/sampled_tokens": 100.0 * step})
+    assert describe_run(run).seconds_left is None  # no process runs it
+    with (tmp_path / RUN_LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = describe_run(run)
+    assert (found.state, found.seconds_per_step) == ("running", 2.0)
+    assert found.seconds_left == pytest.approx(left)
