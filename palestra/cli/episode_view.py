@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
 from pydantic import BaseModel
 from rich.table import Table
 from rich.text import Text
+from sqlalchemy import Connection
 
 from palestra.cli.episode_list import episode_lines
 from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
 from palestra.config import JobConfig
-from palestra.dashboard.fate import episode_fates, kept_calls, whole_fate
 from palestra.dashboard.token_text import token_text
 from palestra.store.browsing import EpisodeView, browse, episode_events, newest_rows, read_episode
 from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenRow, TokenTrie, rows_of
-from palestra.types.records import Event
 from palestra.types.states import EpisodeState
 
 FOLDED = 26  # characters that stand for the tokens of a prompt
@@ -56,7 +55,7 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         if arguments.text:
             console.print(conversation(view.trajectory))
         else:
-            _show(console, view, episode_events(connection, view), config, arguments.unfold)
+            _show(console, view, connection, config, arguments.unfold)
 
 
 def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
@@ -80,9 +79,10 @@ def _ascii(answer: BaseModel) -> str:
     return json.dumps(json.loads(answer.model_dump_json()))
 
 
-def _show(
-    console: TerminalConsole, view: EpisodeView, events: Sequence[Event], config: JobConfig, unfold: bool
-) -> None:
+def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, config: JobConfig, unfold: bool) -> None:
+    from palestra.dashboard.credit import batch_group, readable_manifest  # loads the learner, which takes a second
+    from palestra.dashboard.fate import episode_fates, kept_calls, whole_fate
+
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
@@ -98,7 +98,9 @@ def _show(
         console.print(Text(f"{which}failed: {view.failed_reason}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
-    fates = episode_fates(view, config, events)
+    manifest = None if view.step is None else readable_manifest(connection, view.step)
+    group = batch_group(connection, manifest, episode.group_index)
+    fates = episode_fates(view, config, group, episode_events(connection, view))
     console.print(whole_fate(fates).why, style="dim", markup=False)
     trie = TokenTrie(trajectory.chats)
     kept = kept_calls(trajectory, config)

@@ -16,14 +16,17 @@ from sqlalchemy import Connection, select
 from palestra.algorithms.base import Algorithm
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import GroupConfig, JobConfig, OwnAlgorithmConfig
+from palestra.dashboard.runs import DAMAGED
 from palestra.database.sqlite import MOST_VALUES
 from palestra.learner.batch import make_batch
 from palestra.store.calls import read_trajectory
+from palestra.store.run_log import read_manifest
 from palestra.store.tables import chats, episodes
 from palestra.tokens import token_weights
 from palestra.types.calls import Floats
 from palestra.types.records import BatchManifest, Trajectory
 
+UNKNOWN_CREDIT = "a record of the step's batch can't be read, so advantages and loss weights are not known"
 WHOLE_BATCH = "the loss weight depends on which calls of the whole batch are kept, so it is not shown"
 
 
@@ -54,6 +57,55 @@ def group_in_batch(connection: Connection, manifest: BatchManifest, group_index:
     of_group = select(episodes.c.episode_id).where(episodes.c.kind == "train", episodes.c.group_index == group_index)
     members = set(connection.execute(of_group).scalars())
     return [read_trajectory(connection, name) for name in manifest.episode_ids if name in members]
+
+
+def batch_group(connection: Connection, manifest: BatchManifest | None, group_index: int) -> list[Trajectory] | None:
+    """Return the episodes of a group that are in a batch; None: there is no batch, or one of them can't be read.
+
+    Args:
+        connection: from `browse`.
+        manifest: of the batch; None: there is none.
+        group_index: of the group.
+    """
+    try:
+        return None if manifest is None else group_in_batch(connection, manifest, group_index)
+    except DAMAGED:
+        return None
+
+
+def credits_of_group(
+    connection: Connection, config: JobConfig, manifest: BatchManifest | None, group: Sequence[Trajectory] | None
+) -> dict[str, Credit]:
+    """Return what each trained policy learned from a group; a damaged record of an episode leaves that unknown.
+
+    Args:
+        connection: from `browse`.
+        config: of the run.
+        manifest: of the batch that has the group; None: none has.
+        group: its episodes in the batch; None: one of them can't be read.
+    """
+    if manifest is None:
+        return {}
+    unknown = {policy: Credit(notes=(UNKNOWN_CREDIT,)) for policy in manifest.versions}
+    if group is None:
+        return unknown
+    try:
+        return {policy: group_credit(connection, config, manifest, group, policy) for policy in manifest.versions}
+    except DAMAGED:
+        return unknown
+
+
+def readable_manifest(connection: Connection, step: int) -> BatchManifest | None:
+    """Return the batch of a step; None where there is none, or its record is damaged.
+
+    Args:
+        connection: from `browse`.
+        step: of the run.
+    """
+    try:
+        return read_manifest(connection, step)
+    except DAMAGED:
+        return None
 
 
 def group_credit(

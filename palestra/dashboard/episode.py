@@ -18,7 +18,7 @@ from palestra.dashboard.answers import (
     TokensAnswer,
     ToolUse,
 )
-from palestra.dashboard.credit import Credit
+from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
 from palestra.dashboard.fate import (
     OTHER_ROW,
     PROMPT,
@@ -29,7 +29,7 @@ from palestra.dashboard.fate import (
     whole_fate,
 )
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import credits_of_group, episode_line, mean_logprob
+from palestra.dashboard.steps import episode_line, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
 from palestra.store.run_log import is_finished
@@ -98,8 +98,10 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         row = read_row(connection, episode_id)
         line = episode_line(summary(row, calls_of(connection, [episode_id]).get(episode_id, [])))
         events = episode_events(connection, view)
+        manifest = None if view.step is None else readable_manifest(connection, view.step)
+        group = batch_group(connection, manifest, view.trajectory.episode.group_index)
         settled = view.step is not None and is_finished(connection, view.step)
-        credits = credits_of_group(connection, config, view.step, view.trajectory.episode.group_index)
+        credits = credits_of_group(connection, config, manifest, group)
         trained = {} if view.step is None else read_trained(connection, view.step, episode_id)
     chats = view.trajectory.chats
     trie = TokenTrie(chats)
@@ -107,13 +109,14 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     rows = rows_of(trie, kept)
     if left_out := set(trie.chats) - kept:
         rows += rows_of(trie, left_out)
-    by_policy = episode_fates(view, config, events)
+    by_policy = episode_fates(view, config, group, events)
     fates = TokenFates(
         episode=whole_fate(by_policy),
         by_policy=by_policy,
         frozen=config.players.of_episode(view.trajectory.episode.players).frozen,
         kept=kept,
         policies={chat.index: chat.policy for chat in chats},
+        unused=view.trajectory.episode.unused_calls,
     )
     return EpisodeReading(
         view=view,

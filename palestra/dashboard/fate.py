@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palestra.config import JobConfig, past_of
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import JobConfig, OwnAlgorithmConfig, past_of
+from palestra.learner.shares import shares_of, without_unused
 from palestra.store.browsing import EpisodeView
 from palestra.tokens import TokenTrie, TrieNode, calls_of_final_answers
 from palestra.types.calls import Chat
@@ -20,17 +22,21 @@ class Fate:
     why: str
 
 
-def episode_fates(view: EpisodeView, config: JobConfig, events: Sequence[Event] = ()) -> dict[str, Fate]:
+def episode_fates(
+    view: EpisodeView, config: JobConfig, group: Sequence[Trajectory] | None, events: Sequence[Event] = ()
+) -> dict[str, Fate]:
     """Return for each policy that the job trains whether an episode is trained, and why.
 
     Args:
-        view: the episode, its step and the rewards of its group.
+        view: the episode and its step.
         config: the job.
+        group: the episodes of its group that are in the batch of its step, itself among them; see `group_in_batch`.
+            None: one of them can't be read.
         events: of the run, those that may be about this episode.
     """
     # Where nothing is trained, as in an evaluation, the reason is the same for whichever policy is asked for.
     policies = config.trained_policies or (config.players.default,)
-    return {policy: _fate(view, config, policy, events) for policy in policies}
+    return {policy: _fate(view, config, policy, group, events) for policy in policies}
 
 
 def whole_fate(fates: Mapping[str, Fate]) -> Fate:
@@ -45,7 +51,9 @@ def whole_fate(fates: Mapping[str, Fate]) -> Fate:
     return Fate(any(fate.trained for fate in fates.values()), said)
 
 
-def _fate(view: EpisodeView, config: JobConfig, policy: str, events: Sequence[Event]) -> Fate:
+def _fate(
+    view: EpisodeView, config: JobConfig, policy: str, group: Sequence[Trajectory] | None, events: Sequence[Event]
+) -> Fate:
     """Return whether an episode is trained by one policy, and why; see `episode_fates`."""
     episode = view.trajectory.episode
     if episode.kind != "train":
@@ -60,17 +68,33 @@ def _fate(view: EpisodeView, config: JobConfig, policy: str, events: Sequence[Ev
     for event in mine:
         if event.kind == "episode_untrainable" and event.data.get("policy", policy) == policy:
             return Fate(False, f"in the batch of step {view.step}, and left out of it: {event.data.get('reason')}")
-    own = [
-        config.players.of_episode(players).rewards_of(policy, by_agent)
-        for by_agent, players in zip(view.group_rewards, view.group_players, strict=True)
-    ]
-    rewards = [sum(by_agent.values()) for by_agent in own if by_agent or not config.trains_several]
-    algorithm = config.algorithm_of(policy)
-    if algorithm.smallest_group > 1 and not algorithm.trains_equal_rewards and len(set(rewards)) < 2:
-        return Fate(False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal")
+    if group is None:
+        why = "what it was compared with is not known, because an episode of its group can't be read"
+        return Fate(True, f"in the batch of step {view.step}; {why}")
+    shares = [without_unused(share)[0] for share in shares_of(group, policy, config.players)]
+    rewards = [share.episode.reward or 0.0 for share in shares]
+    if not _teaches(shares, config, policy):
+        why = "all rewards of its group are equal"
+        if len(set(rewards)) > 1:
+            why = "its group has no call whose return differs from those that it is compared with"
+        return Fate(False, f"in the batch of step {view.step}, not trained: {why}")
     return Fate(
         True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{reward:g}' for reward in rewards)}"
     )
+
+
+def _teaches(shares: Sequence[Trajectory], config: JobConfig, policy: str) -> bool:
+    """Return whether a group gets rows, as the learner decides it: by returns, which may differ where rewards do not.
+
+    Args:
+        shares: what the policy has played of each episode of the group; see `shares_of`.
+        config: the job.
+        policy: that is trained.
+    """
+    settings = config.algorithm_of(policy)
+    if settings.trains_equal_rewards or isinstance(settings, OwnAlgorithmConfig):  # a user's class is not run here
+        return True
+    return create_algorithm(settings, config.rollout.step_order).learns_from(shares)
 
 
 def kept_calls(trajectory: Trajectory, config: JobConfig) -> frozenset[int]:
@@ -122,6 +146,7 @@ class TokenFates:
         frozen: the policies that are never trained.
         kept: indices of the calls that `algorithm.train_on` keeps.
         policies: the policy of each call, by index.
+        unused: indices of the calls of workers that left their seats before they acted.
     """
 
     episode: Fate
@@ -129,6 +154,7 @@ class TokenFates:
     frozen: frozenset[str]
     kept: Collection[int]
     policies: Mapping[int, str] = field(default_factory=dict)
+    unused: Collection[int] = ()
 
     def of_call(self, index: int) -> Fate:
         """Return whether the tokens that a call sampled are trained, and why."""
@@ -136,6 +162,8 @@ class TokenFates:
         if policy in self.frozen:
             what = f"the policy {policy} is frozen" if past_of(policy) is None else f"{policy} is a past version"
             return Fate(False, f"sampled, not trained: {what}")
+        if index in self.unused:
+            return Fate(False, "sampled, not trained: the worker of the seat left before it acted")
         if index not in self.kept:
             return Fate(
                 False, "sampled, not trained: no later call went on from it, and algorithm.train_on is final-branch"

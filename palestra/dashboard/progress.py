@@ -59,7 +59,7 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         state, reason = live.state, live.reason
     step = int(newest.get("step", 0)) if live is None else live.step
     pace = _pace(rows)
-    left = None if pace is None or state != "running" else pace * max(config.steps - step, 0)
+    left = _seconds_left(rows, config) if state == "running" else None
     number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
     times = select(func.min(events.c.at), func.max(events.c.at)).where(func.typeof(events.c.at) != "text")
     first, last = connection.execute(times).one()
@@ -139,6 +139,29 @@ def _pace(rows: Sequence[Mapping[str, float]]) -> float | None:
     """Return the mean duration of the last steps in seconds; None until two are finished."""
     recent = [row["time/step_seconds"] for row in rows if "time/step_seconds" in row][-RECENT:]
     return sum(recent) / len(recent) if len(recent) > 1 else None
+
+
+def _seconds_left(rows: Sequence[Mapping[str, float]], config: JobConfig) -> float | None:
+    """Return an estimate of the time until the job is done, from its rows; None until two steps are finished.
+
+    The last steps took what lies between the times of their rows, evaluations included. With a token budget the steps
+    that are left are those that sample the rest of it.
+
+    Args:
+        rows: of the newest steps, oldest first.
+        config: of the run.
+    """
+    known = [row for row in rows if "wall_seconds" in row][-RECENT - 1 :]
+    if len(known) < 2 or not known[-1]["step"] > known[0]["step"]:
+        return None
+    step, done = known[-1]["step"], known[-1]["step"] - known[0]["step"]
+    if step < 2:
+        return None
+    left = max(config.steps - step, 0.0)
+    sampled = known[-1].get("rollout/sampled_tokens", 0.0)
+    if config.token_budget is not None and sampled:
+        left = min(left, max(config.token_budget - sampled, 0.0) / (sampled / step))
+    return left * max(known[-1]["wall_seconds"] - known[0]["wall_seconds"], 0.0) / done
 
 
 def _state(run: Run, connection: Connection) -> tuple[str, str | None]:

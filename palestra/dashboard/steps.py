@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,19 +21,18 @@ from palestra.dashboard.answers import (
     StepAnswer,
     StreamedEvent,
 )
-from palestra.dashboard.credit import Credit, group_credit, group_in_batch
-from palestra.dashboard.fate import episode_fates, whole_fate
+from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
+from palestra.dashboard.fate import Fate, episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
-from palestra.store.run_log import read_manifest, readable_metrics
+from palestra.store.run_log import readable_metrics
 from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
-from palestra.types.records import BatchManifest
+from palestra.types.records import Trajectory
 
 ROW_DAMAGED = "the metrics of step {} can't be read, because their record is damaged"
-UNKNOWN_CREDIT = "a record of the step's batch can't be read, so advantages and loss weights are not known"
 EXCERPT = 400  # characters of a task or a message beside others
 REPLY = 1200  # characters of a reply beside others
 LEFT_OUT = (
@@ -171,7 +170,7 @@ def read_step(run: Run, step: int) -> StepAnswer:
     with run.open() as connection:
         rows, damaged = readable_metrics(connection)
         row = next((row for row in rows if row["step"] == step), {})
-        manifest = _readable_manifest(connection, step)
+        manifest = readable_manifest(connection, step)
         found = _groups(connection, "train", step)
         if not row and manifest is None and not found and not 0 <= step <= steps:
             raise NotFound(f"the run {run.name} has no step {step}")
@@ -243,7 +242,9 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         rows = connection.execute(of_group.order_by(episodes.c.sample_index)).all()
         if not rows:
             raise NotFound(f"the run {run.name} has no group {group_index} of kind {kind}")
-        credits = credits_of_group(connection, config, record.step if record and kind == "train" else None, group_index)
+        manifest = None if record is None or kind != "train" else readable_manifest(connection, record.step)
+        group = batch_group(connection, manifest, group_index)
+        credits = credits_of_group(connection, config, manifest, group)
         lines = [episode_line(found) for found in readable_summaries(connection, rows)]
         return GroupAnswer(
             run=run.name,
@@ -253,39 +254,9 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
             task_id=rows[0].task_id,
             task=object_of(rows[0].task_data),
             state="" if record is None else record.state,
-            members=[_member(connection, config, line, credits) for line in lines],
+            members=[_member(connection, config, line, group, credits) for line in lines],
             notes=list(dict.fromkeys(note for credit in credits.values() for note in credit.notes)),
         )
-
-
-def credits_of_group(
-    connection: Connection, config: JobConfig, step: int | None, group_index: int
-) -> dict[str, Credit]:
-    """Return what each trained policy learned from a group; a damaged record of another episode leaves that unknown.
-
-    Args:
-        connection: from `browse`.
-        config: of the run.
-        step: whose batch has the group; None: it is in none.
-        group_index: of the group.
-    """
-    try:
-        manifest = None if step is None else read_manifest(connection, step)
-        if manifest is None:
-            return {}
-        group = group_in_batch(connection, manifest, group_index)
-        return {policy: group_credit(connection, config, manifest, group, policy) for policy in manifest.versions}
-    except DAMAGED:
-        policies = config.trained_policies or (config.players.default,)
-        return {policy: Credit(notes=(UNKNOWN_CREDIT,)) for policy in policies}
-
-
-def _readable_manifest(connection: Connection, step: int) -> BatchManifest | None:
-    """Return the batch of a step; None where there is none, or its record is damaged."""
-    try:
-        return read_manifest(connection, step)
-    except DAMAGED:
-        return None
 
 
 def _row_damaged(step: int) -> EventLine:
@@ -293,22 +264,26 @@ def _row_damaged(step: int) -> EventLine:
     return EventLine(event_id=0, at=0.0, kind="warning", data={"step": step, "text": ROW_DAMAGED.format(step)})
 
 
-def _member(connection: Connection, config: JobConfig, line: EpisodeLine, credits: Mapping[str, Credit]) -> Member:
+def _member(
+    connection: Connection,
+    config: JobConfig,
+    line: EpisodeLine,
+    group: Sequence[Trajectory] | None,
+    credits: Mapping[str, Credit],
+) -> Member:
     try:
         if line.damaged is not None:
             return Member(line=line, trained=False, why=f"its record can't be read: {line.damaged}")
         view = read_episode(connection, line.episode_id)
-        return _member_of(connection, config, line, view, credits)
+        fate = whole_fate(episode_fates(view, config, group, episode_events(connection, view)))
+        return _member_of(line, view, fate, credits)
     except DAMAGED as error:
         why = f"{type(error).__name__}: {error}"[:200]
         damaged = line.model_copy(update={"damaged": why})
         return Member(line=damaged, trained=False, why=f"its calls can't be read: {why}")
 
 
-def _member_of(
-    connection: Connection, config: JobConfig, line: EpisodeLine, view: EpisodeView, credits: Mapping[str, Credit]
-) -> Member:
-    fate = whole_fate(episode_fates(view, config, episode_events(connection, view)))
+def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mapping[str, Credit]) -> Member:
     chats = view.trajectory.chats
     values = [v for credit in credits.values() for v in credit.advantages.get(line.episode_id, {}).values()]
     flat = np.concatenate(values) if values else np.empty(0, np.float32)

@@ -22,6 +22,7 @@ from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import gather_groups
+from palestra.learner.playing_time import PlayingTime
 from palestra.learner.pools import Pools
 from palestra.learner.recordings import gather_recorded
 from palestra.learner.reporting import RunFolder, StepLog, checkpoints_of
@@ -97,7 +98,7 @@ class Learner:
         self._recordings = self._updates.recordings()
         self._log = StepLog(config, store, folder, progress, self._event)
         self._wall_before = 0.0
-        self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed
+        self._playing = PlayingTime(config.rollout.max_staleness > 0)
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
         self._train_tasks: list[Task] = []
@@ -151,7 +152,7 @@ class Learner:
             if manifest is None:
                 break
             row = gathered | await self._train(manifest)
-            row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
+            row |= {"step": float(step), "time/step_seconds": time.monotonic() - started, **self._playing.rate(row)}
             await self._store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._progress.step, self._progress.sampled_tokens = step, self._budget.sampled
             await self._pools.add(step)
@@ -207,8 +208,7 @@ class Learner:
         await self._pools.check(self._progress.step)
         await self._budget.restore(self._progress.step)
         self._progress.sampled_tokens = self._budget.sampled
-        if known is not None:
-            self._resumed_step = self._progress.step + 1
+        self._playing.resumed = known is not None
         if known is not None and not self._config.deterministic:
             incarnation = int(await self._store.log.fact("incarnation") or 0) + 1
             await self._store.log.set_fact("incarnation", str(incarnation))
@@ -217,6 +217,8 @@ class Learner:
         await self._publish(self._policies.trained)
         unfinished = await self._store.log.restore_metrics(self._progress.step)
         rows = await self._store.log.metrics()
+        if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
+            self._wall_before = max(self._wall_before, rows[-1].get("wall_seconds", 0.0))
         await self._log.restore(rows)
         if self._progress.step == 0 and not rows:
             return {"step": 0.0}  # the row of the evaluation before the first step
@@ -244,6 +246,7 @@ class Learner:
         manifest = await self._store.log.manifest(step)
         if manifest is not None:
             self._progress.enter(f"repeating step {step} from its manifest")
+            self._playing.not_played()
             return manifest, {
                 "time/rollout_seconds": 0.0,
                 "train/groups_dropped": 0.0,
@@ -259,6 +262,7 @@ class Learner:
         if self._recordings is not None:
             groups = rollout.groups_per_step
             gathered = await gather_recorded(self._store, self._recordings, self._order.task, step, groups, versions)
+            self._playing.not_played()
         else:
             gathered = await gather_groups(
                 self._store,
@@ -269,6 +273,7 @@ class Learner:
                 {name: versions[name].n for name in self._updates.due(step)},
                 self._updates.dynamic_sampling(step),
             )
+            self._playing.gathered(started)
         manifest = BatchManifest(
             step=step,
             versions=versions,
@@ -356,10 +361,6 @@ class Learner:
             return True
         row["wall_seconds"] = self._wall()
         row["time/checkpoint_seconds"] = self._checkpoints.take_seconds()
-        # After a restart, some episodes of the first step were played earlier, so its duration gives no true rate.
-        if row.get("time/rollout_seconds") and step != self._resumed_step:
-            tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
-            row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
         await self._log.write(step, row, last=self._budget.is_over(step))
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,20 +189,16 @@ class EpisodeView:
     Attributes:
         trajectory: the episode and its calls.
         step: the step whose batch it is in; None: it is in none.
-        group_rewards: by agent, of the completed episodes of its group, including itself.
-        group_players: `players` of the same episodes.
         failed_reason: why its last attempt that failed did so; None: none has failed.
     """
 
     trajectory: Trajectory
     step: int | None
-    group_rewards: tuple[dict[str, float], ...]
-    group_players: tuple[dict[str, str], ...]
     failed_reason: str | None
 
 
 def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
-    """Return an episode with its calls, the step that trained on it, and the rewards of its group.
+    """Return an episode with its calls, and the step that trained on it.
 
     Raises:
         NotFound: no such episode.
@@ -211,29 +207,12 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
-    group = select(episodes.c.rewards, episodes.c.players).where(
-        episodes.c.kind == found.episode.kind,
-        episodes.c.group_index == found.episode.group_index,
-        episodes.c.rewards.is_not(None),
-    )
-    members = _readable_rewards(connection.execute(group))
     reason = connection.execute(select(episodes.c.reason).where(episodes.c.episode_id == episode_id)).scalar()
     return EpisodeView(
         trajectory=found,
         step=step,
-        group_rewards=tuple(rewards for rewards, _ in members),
-        group_players=tuple(players for _, players in members),
         failed_reason=reason,
     )
-
-
-def _readable_rewards(rows: Iterable[Any]) -> list[tuple[dict[str, float], dict[str, str]]]:
-    """Return rewards and players of rows of `episodes`; damaged ones, which are other episodes, are left out."""
-    found = []
-    for row in rows:
-        with suppress(ValueError):
-            found.append((_object(row.rewards, float, int), {} if row.players is None else _object(row.players, str)))
-    return found
 
 
 def read_row(connection: Connection, episode_id: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from palestra.errors import ConnectionLost
 from palestra.store.browsing import browse
 from palestra.tracking.base import TrackedRun
-from palestra.tracking.run_spans import RunSpan, episodes_of_step
+from palestra.tracking.run_spans import RunSpan, episodes_of_step, spans_of_row
 
 PIECE = 512  # spans of one request
 
@@ -56,18 +56,14 @@ class OpenTelemetryTracker:
         self._ended.clear()
 
     def write(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """Add the spans of a step: its own, and a trace for each of its episodes."""
-        seconds = values.get("time/step_seconds", 0.0)
-        attributes: dict[str, Any] = {"palestra.step": step}
-        attributes |= {f"palestra.{name.replace('/', '.')}": value for name, value in values.items()}
-        own = RunSpan(
-            key=f"step {step}", name="train_step", kind="internal", start=at - seconds, end=at, attributes=attributes
-        )
-        span = self._add(own, None, [])
-        links = [self._trace.Link(span.get_span_context())]
+        """Add the spans of a step: its own, that of its evaluation, and a trace for each of their episodes."""
+        links = {
+            kind: [self._trace.Link(self._add(own, None, []).get_span_context())]
+            for kind, own in spans_of_row(step, values, at).items()
+        }
         with browse(self._run.store) as connection:
             for episode in episodes_of_step(connection, step):
-                self._add(episode, None, links)
+                self._add(episode, None, links.get(episode.attributes["palestra.episode.kind"], []))
 
     def _add(self, one: RunSpan, within: Any, links: Sequence[Any]) -> Any:
         """Add a span and those within, and return it.

@@ -41,6 +41,33 @@ class RunSpan:
     children: tuple[RunSpan, ...] = field(default=())
 
 
+def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str, RunSpan]:
+    """Return the spans of a step and of the evaluation after it, by the kind of the episodes that each has waited for.
+
+    A row is written after the evaluation, so the step itself ended before that. Step 0 is an evaluation alone.
+
+    Args:
+        step: number of the step.
+        values: its row of metrics.
+        at: Unix seconds when the row was written.
+    """
+    attributes: dict[str, Any] = {"palestra.step": step}
+    attributes |= {f"palestra.{name.replace('/', '.')}": value for name, value in values.items()}
+    found, end = dict[str, RunSpan](), at
+    if (evaluating := values.get("time/validation_seconds")) is not None:
+        end = at - evaluating
+        own = {name: value for name, value in attributes.items() if "validation" in name or name == "palestra.step"}
+        found["validation"] = RunSpan(
+            key=f"evaluation {step}", name="evaluation", kind="internal", start=end, end=at, attributes=own
+        )
+    if step:
+        start = end - values.get("time/step_seconds", 0.0)
+        found["train"] = RunSpan(
+            key=f"step {step}", name="train_step", kind="internal", start=start, end=end, attributes=attributes
+        )
+    return found
+
+
 def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
     """Yield a span for each episode of a step that has ended, with its calls within.
 

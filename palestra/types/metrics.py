@@ -140,8 +140,10 @@ METRICS = (
     Metric(
         "rollout/tokens_per_second",
         "tokens/s",
-        "Prompt and completion tokens / time/rollout_seconds. "
-        "Left out of the first step after a restart, which others may have played in part.",
+        "Prompt and completion tokens / the seconds in which the step's episodes were played: time/rollout_seconds or, "
+        "with `rollout.max_staleness` above 0, those since the batch of the step before was complete. "
+        "Left out of the first step that is gathered after a restart, because its episodes may have been played in "
+        "part before it.",
     ),
     Metric(
         "rollout/staleness_max",
@@ -159,7 +161,12 @@ METRICS = (
         Metric(f"rollout/forks_{reason.value}", "calls", f"Calls that forked: {MEANINGS[reason]}.")
         for reason in ForkReason
     ),
-    Metric("time/rollout_seconds", "s", "From the first episode's registration to the last one's end."),
+    Metric(
+        "time/rollout_seconds",
+        "s",
+        "The step's wait for its episodes. With `rollout.max_staleness` above 0 they are "
+        "played while earlier steps are trained as well, so it is shorter than they took.",
+    ),
     Metric("time/train_seconds", "s", "Forward, backward and optimizer."),
     Metric("time/publish_seconds", "s", "Handing the weights to the engine."),
     Metric(

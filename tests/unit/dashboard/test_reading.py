@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import sqlite3
 import time
 
@@ -13,6 +15,7 @@ from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
 from palestra.dashboard.progress import describe_run, read_columns, read_settings
 from palestra.dashboard.runs import runs_of
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
+from palestra.disk import RUN_LOCK
 from palestra.errors import InvalidRequest, NotFound, StoreError
 from palestra.renderers import ByteTokenizer
 from palestra.store.browsing import browse
@@ -170,6 +173,49 @@ async def test_what_is_not_trained_says_why(tmp_path):
     assert "validation episode" in why("validation-000000-00")
     with pytest.raises(NotFound):
         read_reading(run, "train-000009-00")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "step_rewards", "learns"),
+    [
+        ({"credit": "step"}, [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)], True),
+        ({"credit": "step"}, [(0.0, 1.0)] * 3, False),
+        ({"name": "dapo", "overlong_share": 1.0}, None, True),  # the replies differ in length
+        ({"name": "rae"}, None, True),
+        ({"entropy_coefficient": 0.1}, None, True),
+        ({}, None, False),
+    ],
+)
+async def test_equal_rewards_are_trained_where_the_learner_makes_rows_of_their_group(
+    tmp_path, algorithm, step_rewards, learns
+):
+    run = await record(tmp_path, algorithm=algorithm, policies={"policy": {"sampling": {"max_tokens": 8}}})
+    if step_rewards is not None:
+        with sqlite3.connect(tmp_path / "run.db") as store:
+            for sample, rewards in enumerate(step_rewards):
+                changed = (json.dumps(rewards), f"train-000001-{sample:02d}")
+                store.execute("UPDATE episodes SET step_rewards = ? WHERE episode_id = ?", changed)
+    settings = config(algorithm=algorithm)
+    with browse(tmp_path / "run.db") as connection:
+        group = [read_trajectory(connection, f"train-000001-{sample:02d}") for sample in range(3)]
+    assert bool(make_train_batch(group, settings.algorithm, 8, VERSION).samples) is learns  # what the learner does
+    reading = read_reading(run, "train-000001-00")
+    answer = episode_answer(run, reading)
+    assert answer.trained is learns
+    assert ("all rewards of its group are equal" in answer.why) is not learns
+    tokens = read_tokens(run, reading, 0, 0, 1000)
+    assert tokens.trained == [learns and call >= 0 for call in tokens.calls]
+    assert {member.trained for member in read_group(run, "train", 1).members} == {learns}
+
+
+async def test_calls_of_a_worker_that_left_its_seat_are_not_shown_as_trained(tmp_path):
+    run = await record(tmp_path)
+    with sqlite3.connect(tmp_path / "run.db") as store:
+        changed = (json.dumps({"unused_calls": [0]}), "train-000000-01")
+        store.execute("UPDATE episodes SET metadata = ? WHERE episode_id = ?", changed)
+    found = episode_answer(run, read_reading(run, "train-000000-01"))
+    assert [call.trained for call in found.calls] == [False, True]
+    assert "left before it acted" in found.calls[0].why
 
 
 async def test_calls_that_a_final_branch_leaves_out_are_shown_with_the_reason(tmp_path):
@@ -356,3 +402,21 @@ async def test_an_episode_with_tools_of_another_form_is_shown(tmp_path):
         connection.execute("UPDATE chats SET tools = ? WHERE episode_id = ?", (tools, name))
     found = episode_answer(run, read_reading(run, name))
     assert found.calls[0].tools == ["?", "{'a': 1}", "plain"]
+
+
+@pytest.mark.parametrize(("changes", "left"), [({}, 3 * 10.0), ({"token_budget": 600}, 1 * 10.0)])
+async def test_the_time_left_of_a_run_in_another_process_has_its_evaluations_and_its_token_budget(
+    tmp_path, changes, left
+):
+    run = await record(tmp_path, **changes)
+    with open_store(tmp_path) as store:
+        await store.log.add_event("running", {"step": 5})
+        for step in (4, 5):  # 2 seconds of each ten are the step's own
+            row = {"step": float(step), "time/step_seconds": 2.0, "wall_seconds": 10.0 * step}
+            await store.log.put_metrics(step, row | {"rollout/sampled_tokens": 100.0 * step})
+    assert describe_run(run).seconds_left is None  # no process runs it
+    with (tmp_path / RUN_LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = describe_run(run)
+    assert (found.state, found.seconds_per_step) == ("running", 2.0)
+    assert found.seconds_left == pytest.approx(left)

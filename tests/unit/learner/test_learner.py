@@ -462,3 +462,52 @@ async def test_what_a_stop_breaks_off_has_ended_when_the_learner_goes_on():
     await asyncio.sleep(0.01)
     learner.stop()
     assert (await waiting, ended) == (None, ["gathered"])
+
+
+async def test_the_rate_of_episodes_that_are_played_ahead_is_by_the_time_between_batches(tmp_path):
+    """The step itself has hardly waited for them, so its wait would make a rate that no engine has."""
+    rollout = {"group_size": 2, "groups_per_step": 2, "max_staleness": 2}
+    job = ScriptedJob(tmp_path, config(steps=4, deterministic=False, rollout=rollout))
+    train, trained = job.trainer.forward_backward, 0.1
+
+    async def slow(*arguments):
+        await asyncio.sleep(trained)
+        return await train(*arguments)
+
+    job.trainer.forward_backward = slow
+    await job.run()
+    later = rows(tmp_path)[2:]
+    assert any(row["time/rollout_seconds"] < trained / 2 for row in later)
+    for row in later:
+        tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
+        assert 0 < row["rollout/tokens_per_second"] < tokens / trained
+
+
+async def test_a_rate_after_a_restart_waits_for_the_first_step_that_is_gathered_and_the_next(tmp_path):
+    """Steps that are repeated from their manifests play nothing; episodes of the next may have been played before."""
+    settings = config(steps=5, checkpoint={"every_steps": 5})
+    first = ScriptedJob(tmp_path, settings)
+
+    def crash(kind, data):
+        if (kind, data.get("step")) == ("step", 2.0):
+            raise Crash
+
+    first.on_event = crash
+    with contextlib.suppress(BaseExceptionGroup, Crash):
+        await first.run()
+    await ScriptedJob(tmp_path, settings).run()
+    assert ["rollout/tokens_per_second" in row for row in rows(tmp_path)] == [False, False, False, False, True, True]
+
+
+async def test_seconds_of_a_job_never_go_back_where_a_long_evaluation_came_after_the_checkpoint(tmp_path):
+    settings = config(evaluation={"every_steps": 1}, checkpoint={"every_steps": 1})
+    first = ScriptedJob(tmp_path, settings)
+    first.on_event = lambda kind, data: first.learner.stop() if (kind, data.get("step")) == ("step", 1.0) else None
+    await first.run()
+    with open_store(tmp_path) as store:  # as if the evaluation of step 1 had taken an hour
+        _, one = await store.log.metrics()
+        await store.log.put_metrics(1, one | {"wall_seconds": 3600.0})
+    await ScriptedJob(tmp_path, settings).run()
+    seconds = [row["wall_seconds"] for row in rows(tmp_path)]
+    assert seconds == sorted(seconds)
+    assert seconds[2] > 3600.0
