@@ -154,7 +154,8 @@ def _add_stream(
         """Stream server-sent events of several runs: those after some numbers, then new ones until all runs are over.
 
         The data of each has the name of its `run`, its `event_id`, `at`, `kind`, and `data`. After a lost connection
-        a client asks for the events after the last one that it has of each run.
+        a client asks for the events after the last one that it has of each run. Events of the type `run` have no
+        number: each says how far a run is, as `GET /dashboard/api/runs/{run}` does, and comes whenever that changes.
         """
         positions = _positions(reader, after)
         look = streams.look(positions, lambda: access.check(request))

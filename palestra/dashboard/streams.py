@@ -1,4 +1,4 @@
-"""The stream of a page: the events of all its runs. What is new in a run is read once for all streams."""
+"""The stream of a page: events and progress of all its runs. What is new in a run is read once for all streams."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from palestra.dashboard.progress import describe_run
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import newest_event, read_events_after
@@ -24,6 +25,9 @@ FIRST_SECONDS = 5.0  # what a stream waits at its beginning for a run that is sl
 PATIENCE_SECONDS = 1.0  # and later, because its other runs have news too
 MOST_STREAMS = 32  # of a server; a page holds one
 FAILED_SECONDS = 5.0  # pause before a run that can't be read is looked at again
+LINE_SECONDS = 3.0  # between two readings of how far a run is
+LINE_SHARE = 0.005  # of a core: the most that these readings take of a run that is slow to read
+LINE = "run"  # type of the events that say how far a run is; they have no number
 
 
 class FeedNews(NamedTuple):
@@ -32,10 +36,12 @@ class FeedNews(NamedTuple):
     Attributes:
         events: numbers and encoded events, in order.
         over: whether the run had ended before it was looked at, so that no more events come.
+        line: how far the run is, encoded; empty: not known yet.
     """
 
     events: Sequence[tuple[int, bytes]]
     over: bool
+    line: bytes = b""
 
 
 class Feed:
@@ -54,6 +60,8 @@ class Feed:
         self._failed = False
         self._seen: tuple[int, ...] = ()
         self._over = False
+        self._line = b""
+        self._line_due = -math.inf
 
     async def after(self, last: int, first: bool) -> FeedNews:
         """Return the events after a number, up to `EVENTS` of them; none while the run can't be read.
@@ -72,7 +80,7 @@ class Feed:
         if self._failed or self._looking is not None or self._start is None:
             return FeedNews([], self._stopping.is_set() or (self._failed and not self.run.in_use()))
         if last >= self._start:
-            return FeedNews([one for one in self._recent if one[0] > last], self._over)
+            return FeedNews([one for one in self._recent if one[0] > last], self._over, self._line)
         try:
             return FeedNews(await self._read(last), False)
         except PalestraError:
@@ -90,6 +98,8 @@ class Feed:
             if self._failed or seen != self._seen:
                 await self._read_new()
                 self._seen = seen
+            if time.monotonic() >= self._line_due or (over and not self._over):
+                await self._read_line()
             self._over, self._failed, self._due = over, False, time.monotonic() + POLL_SECONDS
         except PalestraError:  # the list of runs says what is wrong with it
             self._fail()
@@ -109,6 +119,13 @@ class Feed:
                 self._start = self._recent.popleft()[0]
             if len(found) < EVENTS:
                 return
+
+    async def _read_line(self) -> None:
+        began = time.monotonic()
+        found = await self._reader.read(self.run, lambda: describe_run(self.run))
+        self._line = encode_event(found.model_dump_json().encode(), LINE)
+        now = time.monotonic()
+        self._line_due = now + max(LINE_SECONDS, (now - began) / LINE_SHARE)
 
     async def _read(self, last: int) -> list[tuple[int, bytes]]:
         return await self._reader.read(self.run, lambda: _encoded(self.run, last))
@@ -164,6 +181,7 @@ class Streams:
             check: raises a PalestraError once the client may not read on.
         """
         positions, first = dict(after), True
+        lines: dict[str, bytes] = {}  # that were sent, by name of the run
 
         async def look() -> News | None:
             nonlocal first
@@ -177,6 +195,10 @@ class Streams:
                 if news.events:
                     positions[name] = news.events[-1][0]
             chunks = [chunk for news in found for _, chunk in news.events]
+            for name, news in zip(positions, found, strict=True):
+                if news.line and news.line != lines.get(name):
+                    chunks.append(news.line)
+                    lines[name] = news.line
             return News(chunks, all(news.over for news in found))
 
         return look

@@ -108,18 +108,16 @@ export async function eventsView({ run }) {
   }
   more.addEventListener("click", load);
   await load();
-  let timer = null;
-  const stop = onChange((what, name) => {
-    if (what !== "event" || name !== run || timer !== null) return;
-    timer = setTimeout(async () => {
-      timer = null;
-      const newest = body.firstChild === null ? 0 : Number(body.firstChild.firstChild.textContent.replaceAll(",", ""));
-      const found = await get(at(run, "history"), { limit: 100 });
-      body.prepend(...found.events.filter((event) => event.event_id > newest).map(line));
-    }, 300);
+  const nothing = body.firstChild === null ? empty("Nothing has happened yet.") : null;
+  let newest = body.firstChild === null ? 0 : Number(body.firstChild.firstChild.textContent.replaceAll(",", ""));
+  const stop = onChange((what, name, event) => {
+    if (what !== "event" || name !== run || event.event_id <= newest) return;
+    newest = event.event_id;
+    nothing?.remove();
+    body.prepend(line(event));
   });
   return { title: `Events of ${state.runs.get(run).title}`, crumbs: [[state.runs.get(run).title, href(run, "steps")]],
-    node: h("div", { class: "view" }, runHead(run, "events"), body.firstChild === null ? empty("Nothing has happened yet.") : null, scrolled("Events", h("table", { class: "rows" },
+    node: h("div", { class: "view" }, runHead(run, "events"), nothing, scrolled("Events", h("table", { class: "rows" },
       h("thead", {}, h("tr", {}, ["", "when", "what", ""].map((name) => h("th", { scope: "col" }, name || h("span", { class: "unseen" }, "number or text"))))), body)), more), dispose: stop };
 }
 
