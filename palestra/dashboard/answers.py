@@ -26,6 +26,10 @@ class LiveState(Answer):
     calls_in_flight: int = 0
     tokens_per_second: float = Field(0.0, description="Of the calls that ended in the last ten seconds.")
     workers: int = 0
+    requests_waiting: int = Field(0, description="Of the engines: requests that have not begun.")
+    requests_running: int = Field(0, description="Of the engines: requests whose prompt or reply is being computed.")
+    kv_bytes_used: int = Field(0, description="Keys and values that requests have reserved, or that are kept.")
+    kv_bytes: int = Field(0, description="The most that they may be; 0: the engines have none.")
     policies: list[str] = Field([], description="That its engine answers as; past versions by names such as white@5.")
 
 
@@ -59,6 +63,8 @@ class RunAnswer(Answer):
     tokens_per_second: float | None = Field(None, description="rollout/tokens_per_second of the newest step.")
     episodes: dict[str, dict[str, int]] = Field({}, description="How many episodes there are, by kind and state.")
     warnings: list[Warned] = []
+    store_bytes: int = Field(0, description="Of run.db and its log of writes.")
+    disk_free_bytes: int | None = Field(None, description="Free room on the disk of the run, in whole 64 MiB.")
     started_at: float | None = Field(None, description="Unix seconds of the first event.")
     changed_at: float | None = Field(None, description="Unix seconds of the newest event.")
     serve: str = Field("", description="Command that serves what the run has trained, to talk to it.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,7 @@ from palestra.types.metrics import Metric, of_policy
 
 RECENT = 10  # steps whose pace says how long the others will take
 MOST_WARNINGS = 20
+ROUNDED = 64 * 2**20  # bytes: what other programs write must not make the line of a run a new one each time
 NEWEST = 200  # rows among which the newest value of a metric is looked for
 
 
@@ -88,6 +90,8 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         tokens_per_second=newest_value(rows, "rollout/tokens_per_second"),
         episodes=counts,
         warnings=_warnings(connection),
+        store_bytes=run.store_bytes,
+        disk_free_bytes=shutil.disk_usage(run.folder).free // ROUNDED * ROUNDED,
         serve=serve_command(run, config),
         started_at=first,
         changed_at=last,

@@ -143,7 +143,8 @@ def _add_stream(
 
     async def pause(seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):  # in place of `wait_for`, which makes a task each time
+                await stopping.wait()
 
     @app.get(f"{PAGE}/api/events", dependencies=[Depends(private)], tags=["page"])
     async def events(

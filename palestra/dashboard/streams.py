@@ -26,6 +26,7 @@ PATIENCE_SECONDS = 1.0  # and later, because its other runs have news too
 MOST_STREAMS = 32  # of a server; a page holds one
 FAILED_SECONDS = 5.0  # pause before a run that can't be read is looked at again
 LINE_SECONDS = 3.0  # between two readings of how far a run is
+HELD_SECONDS = 3.0  # between two questions whether a process runs the job: all locks of the machine are read
 LINE_SHARE = 0.005  # of a core: the most that these readings take of a run that is slow to read
 LINE = "run"  # type of the events that say how far a run is; they have no number
 
@@ -62,6 +63,8 @@ class Feed:
         self._over = False
         self._line = b""
         self._line_due = -math.inf
+        self._held = True  # whether a process runs the job
+        self._held_due = -math.inf
 
     async def after(self, last: int, first: bool) -> FeedNews:
         """Return the events after a number, up to `EVENTS` of them; none while the run can't be read.
@@ -80,12 +83,21 @@ class Feed:
         if self._failed or self._looking is not None or self._start is None:
             return FeedNews([], self._stopping.is_set() or (self._failed and not self.run.in_use()))
         if last >= self._start:
-            return FeedNews([one for one in self._recent if one[0] > last], self._over, self._line)
+            return self._news(last)
         try:
             return FeedNews(await self._read(last), False)
         except PalestraError:
             self._fail()
             return FeedNews([], False)
+
+    def known(self, last: int) -> FeedNews | None:
+        """Return what `after` would without waiting; None: the store has to be read."""
+        if self._failed or self._looking is not None or self._is_due or self._start is None or last < self._start:
+            return None
+        return self._news(last)
+
+    def _news(self, last: int) -> FeedNews:
+        return FeedNews([one for one in self._recent if one[0] > last], self._over, self._line)
 
     @property
     def _is_due(self) -> bool:
@@ -94,9 +106,11 @@ class Feed:
     async def _look(self) -> None:
         """Read what is new, unless nothing was written since the last look."""
         try:
-            over, seen = self._stopping.is_set() or not self.run.in_use(), self.run.seen
+            over, seen = self._is_over(), self.run.seen
             if self._failed or seen != self._seen:
-                await self._read_new()
+                newest = await self._reader.read(self.run, self.run.newest_event)
+                if newest is None or newest != self._newest:
+                    await self._read_new()
                 self._seen = seen
             if time.monotonic() >= self._line_due or (over and not self._over):
                 await self._read_line()
@@ -106,6 +120,17 @@ class Feed:
         finally:
             self._looking = None
 
+    @property
+    def _newest(self) -> int | None:
+        """Return the number of the newest event that was read; None: none was read yet."""
+        return self._recent[-1][0] if self._recent else self._start
+
+    def _is_over(self) -> bool:
+        """Return whether no more events come. Whether a process holds the run is asked seldom, as that takes long."""
+        if not self._stopping.is_set() and time.monotonic() >= self._held_due:
+            self._held, self._held_due = self.run.in_use(), time.monotonic() + HELD_SECONDS
+        return self._stopping.is_set() or not self._held
+
     def _fail(self) -> None:
         self._failed, self._due = True, time.monotonic() + FAILED_SECONDS
 
@@ -113,7 +138,7 @@ class Feed:
         if self._start is None:
             self._start = await self._reader.read(self.run, lambda: newest_event(self.run))
         while True:
-            found = await self._read(self._recent[-1][0] if self._recent else self._start)
+            found = await self._read(self._newest or 0)
             self._recent.extend(found)
             while len(self._recent) > EVENTS:
                 self._start = self._recent.popleft()[0]
@@ -189,7 +214,7 @@ class Streams:
                 check()
             except PalestraError:
                 return None
-            found = await asyncio.gather(*(self._feeds[name].after(last, first) for name, last in positions.items()))
+            found = await self._found(positions, first)
             first = False
             for name, news in zip(positions, found, strict=True):
                 if news.events:
@@ -202,6 +227,15 @@ class Streams:
             return News(chunks, all(news.over for news in found))
 
         return look
+
+
+    async def _found(self, positions: Mapping[str, int], first: bool) -> Sequence[FeedNews]:
+        """Return the news of each run; nothing is waited for where all were read a moment ago."""
+        if not first:
+            known = [self._feeds[name].known(last) for name, last in positions.items()]
+            if (ready := [news for news in known if news is not None]) and len(ready) == len(known):
+                return ready
+        return await asyncio.gather(*(self._feeds[name].after(last, first) for name, last in positions.items()))
 
 
 class _Counted(StreamingResponse):

@@ -56,7 +56,7 @@ class _JobAccess:
 
 def _live(plane: DataPlane) -> LiveState:
     progress, sessions = plane.progress, plane.sessions
-    collected = progress.collected
+    collected, loads = progress.collected, sessions.context.policies.engine_loads
     return LiveState(
         state=progress.state.value,
         reason=progress.reason,
@@ -68,6 +68,10 @@ def _live(plane: DataPlane) -> LiveState:
         calls_in_flight=sessions.in_flight,
         tokens_per_second=sessions.context.rate.per_second,
         workers=plane.workers.busy,
+        requests_waiting=sum(load.waiting for load in loads),
+        requests_running=sum(load.running for load in loads),
+        kv_bytes_used=sum(load.kv_bytes_used for load in loads),
+        kv_bytes=sum(load.kv_bytes for load in loads),
         policies=list(plane.sessions.context.policies.names),
     )
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Self
 
 from palestra.config import JobConfig, PolicyConfig, Roles
-from palestra.engine.base import Engine
+from palestra.engine.base import Engine, EngineLoad
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
 from palestra.renderers import Renderer
@@ -84,6 +84,12 @@ class PolicySet:
     def versions(self) -> dict[str, PolicyVersion]:
         """Return for each policy the version that a call which begins now samples from."""
         return {name: runtime.version for name, runtime in (*self.runtimes.items(), *self.past.items())}
+
+    @property
+    def engine_loads(self) -> list[EngineLoad]:
+        """Return what each engine has to do; an engine that samples several policies counts once."""
+        engines = {id(runtime.engine): runtime.engine for runtime in self.runtimes.values()}
+        return [engine.load() for engine in engines.values()]
 
     def add_past(self, name: str, policy: str) -> None:
         """Let calls be answered by a past version, which the engine has under its name already.
