@@ -167,13 +167,19 @@ def running(folder: Path) -> Iterator[Written]:
 
 def serve(folder: Path) -> tuple[subprocess.Popen[str], int, str]:
     """Start `palestra dashboard`, and return its process, its port and the viewer's key."""
+    process, link = serve_link(folder)
+    found = re.fullmatch(r"http://[^:]+:(\d+)/dashboard#(once-\w+)", link)
+    assert found is not None, link
+    port, code = int(found[1]), found[2]
+    return process, port, viewer_key(port, code)
+
+
+def serve_link(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start `palestra dashboard`, and return its process and its link."""
     command = [sys.executable, "-m", "palestra.cli.main", "dashboard", str(folder), "--no-browser", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    found = re.search(r"http://[^:]+:(\d+)/dashboard#(once-\w+)", process.stdout.readline())
-    assert found is not None
-    port, code = int(found[1]), found[2]
-    return process, port, viewer_key(port, code)
+    return process, process.stdout.readline().strip()
 
 
 def viewer_key(port: int, given: str) -> str:

@@ -17,7 +17,7 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.slow_calls import slow_calls
 from palestra.errors import PalestraError
 from palestra.store.browsing import EpisodeSummary
-from palestra.store.run_log import read_metrics
+from palestra.store.run_log import readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes
 from palestra.terminal import one_line
@@ -73,7 +73,7 @@ def _one(run: Run, width: int, now: float) -> list[RenderableType]:
         with run.open() as connection:
             return [
                 Text(one_line(run.name), style="bold"),
-                *curve_lines(read_metrics(connection), width),
+                *curve_lines(readable_metrics(connection)[0], width),
                 Text(),
                 _ended(connection, now),
                 Text(),

@@ -65,6 +65,7 @@ class RunAnswer(Answer):
     warnings: list[Warned] = []
     store_bytes: int = Field(0, description="Of run.db and its log of writes.")
     disk_free_bytes: int | None = Field(None, description="Free room on the disk of the run, in whole 64 MiB.")
+    damaged: list[int] = Field([], description="Steps, of the newest 200, whose rows of metrics can't be read.")
     started_at: float | None = Field(None, description="Unix seconds of the first event.")
     changed_at: float | None = Field(None, description="Unix seconds of the newest event.")
     serve: str = Field("", description="Command that serves what the run has trained, to talk to it.")
@@ -87,6 +88,7 @@ class MetricsAnswer(Answer):
     columns: dict[str, list[float | None]] = Field(description="By name; None where a step has no such number.")
     units: dict[str, str] = Field(description="Unit of each metric that Palestra knows.")
     formulas: dict[str, str] = Field(description="How each of them is computed, in a sentence.")
+    damaged: list[int] = Field(description="Steps whose rows can't be read; the columns lack them.")
     last_event: int = Field(description="Number of the newest event that the columns contain.")
 
 

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import orjson
-from sqlalchemy import Connection, func, select
+from pydantic import ValidationError
+from sqlalchemy import Connection, UnaryExpression, func, select
 
 from palestra.config import SAVED_CONFIG, JobConfig
 from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
 from palestra.dashboard.runs import DAMAGED, Run
+from palestra.dashboard.steps import object_of
 from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
-from palestra.store.run_log import read_metrics
+from palestra.store.run_log import readable_metrics
 from palestra.store.tables import episodes, events
 from palestra.types.metrics import Metric, of_policy
 
@@ -53,7 +54,7 @@ def unreadable(run: Run, why: str) -> RunAnswer:
 
 
 def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer:
-    rows = read_metrics(connection, NEWEST)
+    rows, damaged = readable_metrics(connection, NEWEST)
     newest = rows[-1] if rows else {}
     live = run.live() if run.live is not None else None
     state, reason = _state(run, connection)
@@ -62,9 +63,7 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
     step = int(newest.get("step", 0)) if live is None else live.step
     pace = _pace(rows)
     left = None if pace is None or state != "running" else pace * max(config.steps - step, 0)
-    first, last, number = connection.execute(
-        select(func.min(events.c.at), func.max(events.c.at), func.coalesce(func.max(events.c.event_id), 0))
-    ).one()
+    number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
     counts: dict[str, dict[str, int]] = {}
     for kind, of_state, found in connection.execute(
         select(episodes.c.kind, episodes.c.state, func.count()).group_by(episodes.c.kind, episodes.c.state)
@@ -93,8 +92,9 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         store_bytes=run.store_bytes,
         disk_free_bytes=shutil.disk_usage(run.folder).free // ROUNDED * ROUNDED,
         serve=serve_command(run, config),
-        started_at=first,
-        changed_at=last,
+        damaged=damaged,
+        started_at=_time_of(connection, events.c.event_id.asc()),
+        changed_at=_time_of(connection, events.c.event_id.desc()),
         last_event=number,
         live=live,
     )
@@ -153,13 +153,25 @@ def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
         return "running", None
     if last is None or last.kind == "running":
         return "stopped", None
-    return last.kind, orjson.loads(last.data).get("reason")
+    return last.kind, object_of(last.data).get("reason")
+
+
+def _time_of(connection: Connection, order: UnaryExpression[int]) -> float | None:
+    """Return the time of the first event in an order, in Unix seconds; None: there is none whose time is a number."""
+    wanted = select(events.c.at).where(func.typeof(events.c.at).in_(("real", "integer")))
+    return connection.execute(wanted.order_by(order).limit(1)).scalar()
 
 
 def _warnings(connection: Connection) -> list[Warned]:
     wanted = select(events.c.data).where(events.c.kind == "warning").order_by(events.c.event_id.desc())
-    found = [orjson.loads(data) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
-    return [Warned(step=one.get("step", 0), code=one.get("code", ""), text=one.get("text", "")) for one in found]
+    return [_warned(object_of(data)) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
+
+
+def _warned(data: Mapping[str, Any]) -> Warned:
+    try:
+        return Warned.model_validate({"step": 0, "code": "", "text": ""} | dict(data))
+    except ValidationError:
+        return Warned(step=0, code="damaged", text="the record of this warning is damaged")
 
 
 def read_columns(run: Run, after: int) -> MetricsAnswer:
@@ -172,7 +184,8 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
     with run.open() as connection:
         # The number is read first: an event that comes between the two is then sent once more, and never left out.
         number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
-        rows = [row for row in read_metrics(connection) if row["step"] > after]
+        known_rows, damaged = readable_metrics(connection)
+    rows = [row for row in known_rows if row["step"] > after]
     names = sorted({name for row in rows for name in row})
     known = _known_metrics()
     for policy in run.config.players.rivals:
@@ -184,6 +197,7 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
         columns={name: [row.get(name) for row in rows] for name in names},
         units={name: metric.unit for name, metric in known.items()},
         formulas={name: metric.formula for name, metric in known.items()},
+        damaged=damaged,
         last_event=number,
     )
 

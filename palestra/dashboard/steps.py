@@ -26,7 +26,7 @@ from palestra.dashboard.fate import episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
-from palestra.store.run_log import read_manifest, read_metrics
+from palestra.store.run_log import read_manifest, readable_metrics
 from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
@@ -164,7 +164,7 @@ def read_step(run: Run, step: int) -> StepAnswer:
     """
     steps = run.config.steps
     with run.open() as connection:
-        row = next((row for row in read_metrics(connection) if row["step"] == step), {})
+        row = next((row for row in readable_metrics(connection)[0] if row["step"] == step), {})
         manifest = read_manifest(connection, step)
         found = _groups(connection, "train", step)
         if not row and manifest is None and not found and not 0 <= step <= steps:
@@ -243,7 +243,7 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
             group_index=group_index,
             step=0 if record is None else record.step,
             task_id=rows[0].task_id,
-            task=_object(rows[0].task_data),
+            task=object_of(rows[0].task_data),
             state="" if record is None else record.state,
             members=[_member(connection, config, line, credits) for line in lines],
             notes=list(dict.fromkeys(note for credit in credits.values() for note in credit.notes)),
@@ -323,7 +323,7 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def _object(text: Any) -> dict[str, Any]:
+def object_of(text: Any) -> dict[str, Any]:
     """Return the JSON object in a text; if it is damaged, the text itself under `damaged`."""
     try:
         found = orjson.loads(text)
@@ -334,7 +334,7 @@ def _object(text: Any) -> dict[str, Any]:
 
 def _event(row: Any) -> EventLine:
     try:
-        return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data))
+        return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=object_of(row.data))
     except ValueError:  # its time or its kind is none
         damage = str((row.at, row.kind))[:EXCERPT]
         return EventLine(event_id=row.event_id, at=0.0, kind="damaged", data={"damaged": damage})

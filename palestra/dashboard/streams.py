@@ -228,7 +228,6 @@ class Streams:
 
         return look
 
-
     async def _found(self, positions: Mapping[str, int], first: bool) -> Sequence[FeedNews]:
         """Return the news of each run; nothing is waited for where all were read a moment ago."""
         if not first:

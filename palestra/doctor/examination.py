@@ -14,7 +14,7 @@ from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound
 from palestra.store.browsing import EpisodeSummary, browse
-from palestra.store.run_log import read_metrics
+from palestra.store.run_log import readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups
 from palestra.types.metrics import row_of_policy
@@ -94,7 +94,7 @@ def examine_store(connection: Connection, config: JobConfig, folder: Path) -> Ex
         config: of the run.
         folder: of the run, for the size of its files and what its disk has left.
     """
-    rows, facts = read_metrics(connection), store_facts(connection)
+    rows, facts = readable_metrics(connection)[0], store_facts(connection)
     known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]
     if known:
         known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}

@@ -16,7 +16,7 @@ from palestra.errors import NotFound
 from palestra.notebook.frames import Columns, FrameLibrary, frame_library, frame_of
 from palestra.notebook.tables import call_columns, episode_columns, episodes_where, token_columns
 from palestra.store.browsing import browse
-from palestra.store.run_log import read_events, read_metrics
+from palestra.store.run_log import read_events, readable_metrics
 from palestra.types.records import EpisodeKind
 
 OVER = ("completed", "failed", "served")
@@ -65,7 +65,7 @@ class RecordedRun:
             ModuleNotFoundError: neither pandas nor polars is installed.
             StoreError: the run can't be read.
         """
-        return self._frame(lambda connection: _metric_columns(read_metrics(connection)))
+        return self._frame(lambda connection: _metric_columns(readable_metrics(connection)[0]))
 
     def episodes(
         self, kind: EpisodeKind | None = None, state: str | None = "completed", step: int | None = None
@@ -134,7 +134,7 @@ class RecordedRun:
             StoreError: the run can't be read.
         """
         curves = LiveCurves(metrics, self.path.name)
-        curves.add(self._read(lambda connection: read_metrics(connection)))
+        curves.add(self._read(lambda connection: readable_metrics(connection)[0]))
         return curves.figure
 
     def watch(self, metrics: Sequence[str] = REWARDS, *, seconds: float = 2.0) -> str:
@@ -159,7 +159,7 @@ class RecordedRun:
             while True:
                 # Events are read first: what comes between the two reads is then drawn by the next look.
                 found = self._read(lambda connection, last=last: read_events(connection, last, MOST_EVENTS))  # type: ignore[misc]
-                curves.replace(self._read(lambda connection: read_metrics(connection)))
+                curves.replace(self._read(lambda connection: readable_metrics(connection)[0]))
                 for event in found:
                     last, state = event.event_id, event.kind if event.kind in ("running", *OVER) else state
                 if state in OVER and len(found) < MOST_EVENTS:

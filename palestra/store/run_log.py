@@ -169,6 +169,34 @@ def read_metrics(connection: Connection, last: int | None = None) -> list[dict[s
     return [orjson.loads(row) for row in connection.execute(wanted).scalars()][::-1]
 
 
+def readable_metrics(connection: Connection, last: int | None = None) -> tuple[list[dict[str, float]], list[int]]:
+    """Return finished rows in order of their steps, and the steps whose rows are damaged. Works in any process.
+
+    Args:
+        connection: to the store, possibly read-only.
+        last: only so many of the newest rows; None: all.
+    """
+    wanted = select(metric_rows.c.step, metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
+    rows, damaged = [], []
+    for step, data in connection.execute(wanted).all()[::-1]:
+        if (row := _readable_row(step, data)) is None:
+            damaged.append(step)
+        else:
+            rows.append(row)
+    return rows, damaged
+
+
+def _readable_row(step: int, data: Any) -> dict[str, float] | None:
+    """Return a row of metrics; None: it is damaged."""
+    try:
+        row = orjson.loads(data)
+    except (ValueError, TypeError):
+        return None
+    if not isinstance(row, dict) or row.get("step") != step:
+        return None
+    return row if all(value is None or isinstance(value, int | float) for value in row.values()) else None
+
+
 def read_manifest(connection: Connection, step: int) -> BatchManifest | None:
     """Return the manifest of a step; None: there is none. Works in any process."""
     row = connection.execute(select(manifests).where(manifests.c.step == step)).first()

@@ -58,6 +58,7 @@ function card(run) {
     phase === null ? null : h("p", { class: "phase" }, phase),
     run.reason ? h("p", { class: "problem" }, run.reason) : null,
     h("p", { class: "health" }, health(run)),
+    run.damaged.length === 0 ? null : h("p", { class: "problem" }, `damaged: the metrics of ${run.damaged.length === 1 ? "step" : "steps"} ${run.damaged.join(", ")}`),
     h("div", { class: "tiles" },
       tile("reward", rewards(run.reward, run.rewards), "train/reward_mean of the newest step"),
       tile("validation", rewards(run.validation, run.validations), "validation/reward_mean of the newest evaluation"),

@@ -43,7 +43,7 @@ export async function stepsView({ run }) {
     const columns = metrics.columns;
     if (!columns.step || columns.step.length === 0) { replace(place, empty("No step is finished yet.")); return; }
     const rows = columns.step.map((_, i) => Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, column[i]]))).reverse();
-    replace(place, timeLegend(), scrolled("Steps", h("table", { class: "rows" },
+    replace(place, metrics.damaged.length === 0 ? null : h("p", { class: "problem" }, `damaged: the metrics of ${metrics.damaged.length === 1 ? "step" : "steps"} ${metrics.damaged.join(", ")}`), timeLegend(), scrolled("Steps", h("table", { class: "rows" },
       h("thead", {}, h("tr", {}, ["step", "reward", "±", "validation", "entropy", "gradient", "tokens", "tokens/s", "time", "where it goes", "left out"].map((name, i) =>
         h("th", { scope: "col", class: i < 9 ? "n" : "" }, name)))),
       h("tbody", {}, rows.map((row) => h("tr", {},

@@ -14,12 +14,13 @@ import time
 
 import pytest
 
+from palestra.cli.main import main
 from palestra.dashboard import reader as reading
 from palestra.dashboard import runs as run_module
-from palestra.dashboard.progress import describe_run
+from palestra.dashboard.progress import describe_run, read_columns
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import find_episodes, read_events_after
+from palestra.dashboard.steps import find_episodes, read_events_after, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
 from palestra.http.sse import follow
@@ -50,25 +51,53 @@ def execute(run: Run, script: str) -> None:
     connection.close()
 
 
+async def test_a_damaged_table_is_the_matter_of_its_run_alone(pair):
+    good, bad = pair
+    execute(bad, "ALTER TABLE events RENAME TO others")
+    described = await Reader([bad, good], asyncio.Event()).described_all()
+    assert [one.state for one in described] == ["unreadable", "completed"]
+    assert described[0].reason
+    assert describe_run(good).state == "completed"
+
+
 @pytest.mark.parametrize(
     "script",
     [
         "UPDATE events SET data = '[]'",
         "UPDATE events SET data = x'ff00'",
-        "UPDATE events SET at = 'noon'",
-        "UPDATE metric_rows SET data = '[1]'",
-        "UPDATE metric_rows SET data = '{\"train/reward_mean\": []}'",
-        "INSERT INTO events (at, kind, data) VALUES (1, 'warning', '{\"step\": \"x\"}')",
-        "ALTER TABLE events RENAME TO others",
+        "UPDATE events SET at = 'noon' WHERE event_id = 1",
     ],
 )
-async def test_a_damaged_record_is_the_matter_of_its_run_alone(pair, script):
+def test_damaged_events_leave_the_rest_of_the_run(pair, script):
     good, bad = pair
     execute(bad, script)
-    described = await Reader([bad, good], asyncio.Event()).described_all()
-    assert [one.state for one in described] == ["unreadable", "completed"]
-    assert described[0].reason
-    assert describe_run(good).state == "completed"
+    found, wanted = describe_run(bad), describe_run(good)
+    assert (found.state, found.step, found.reward) == (wanted.state, wanted.step, wanted.reward)
+    assert found.started_at is not None
+
+
+def test_a_damaged_warning_says_so_among_the_rest(pair):
+    _, bad = pair
+    told = ('{"step": "x"}', '{"step": 5, "code": "c", "text": "t"}')
+    execute(bad, "".join(f"INSERT INTO events (at, kind, data) VALUES (1, 'warning', '{data}');" for data in told))
+    assert [(one.step, one.code) for one in describe_run(bad).warnings] == [(5, "c"), (0, "damaged")]
+
+
+@pytest.mark.parametrize(
+    "data", ["'[1]'", "'{'", "x'ff00'", "7", "'{\"train/reward_mean\": 1}'", '\'{"step": 5, "train/entropy": []}\'']
+)
+def test_a_damaged_row_of_metrics_is_named_and_the_rest_is_there(pair, data, capsys, monkeypatch):
+    _, bad = pair
+    execute(bad, f"UPDATE metric_rows SET data = {data} WHERE step = 5")
+    found = describe_run(bad)
+    assert (found.state, found.damaged, found.reward) == ("completed", [5], 0.5)
+    columns = read_columns(bad, -1)
+    assert (columns.damaged, columns.columns["step"], columns.columns["train/reward_mean"]) == ([5], [4], [0.5])
+    assert read_step(bad, 5).row == {}
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["top", str(bad.folder), "--once"]) == 0
+    assert "0.5 (0.5 to 0.5)" in capsys.readouterr().out
+    assert main(["doctor", str(bad.folder)]) == 0
 
 
 @pytest.mark.parametrize("value", ["[1]", "7", '"text"'])
@@ -88,7 +117,12 @@ async def test_damaged_events_do_not_end_the_stream(pair):
     look = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).look({"bad": 0, "good": 0}, lambda: None)
     chunks = b"".join([chunk async for chunk in follow(look, True)]).decode()
     events = [json.loads(line[6:]) for line in chunks.splitlines() if line.startswith("data: ")]
-    assert [event["event_id"] for event in events] == [*range(1, newest + 1)] * 2
+    numbered = [event["event_id"] for event in events if "event_id" in event]
+    assert numbered == [*range(1, newest + 1)] * 2
+    assert {event["run"]: event["state"] for event in events if "state" in event} == {
+        "bad": "stopped",
+        "good": "completed",
+    }
     assert chunks.count("\n\n") == len(events)
 
 
