@@ -53,8 +53,9 @@ def main(folder: Path, name: str) -> int:
 
 def _wait_for_end(over: threading.Event) -> None:
     """Wait for the end of standard input, and end this process a little later, even if its tracker hangs."""
-    with contextlib.suppress(OSError, ValueError):
-        while sys.stdin.buffer.read(4096):
+    with contextlib.suppress(OSError):
+        # Not by `sys.stdin`, whose lock this thread would hold when an error ends the interpreter, which then aborts.
+        while os.read(sys.stdin.fileno(), 4096):
             pass
     over.set()
     time.sleep(LINGER_SECONDS)
