@@ -30,6 +30,10 @@ class LiveState(Answer):
     requests_running: int = Field(0, description="Of the engines: requests whose prompt or reply is being computed.")
     kv_bytes_used: int = Field(0, description="Keys and values that requests have reserved, or that are kept.")
     kv_bytes: int = Field(0, description="The most that they may be; 0: the engines have none.")
+    checkpoints: list[str] = Field(
+        [],
+        description="That it can answer as, too, after `POST /v1/checkpoints/{name}`; of each policy the newest first.",
+    )
     policies: list[str] = Field([], description="That its engine answers as; past versions by names such as white@5.")
 
 

@@ -101,6 +101,10 @@ class PolicySet:
         now = self.runtimes[policy]
         self.past[name] = replace(now, name=name, config=now.config.model_copy(update={"frozen": True}))
 
+    def remove_past(self, name: str) -> None:
+        """Let no further call be answered by a past version; one that is not there is ignored."""
+        self.past.pop(name, None)
+
     def runtime(self, name: str) -> PolicyRuntime:
         """Return a policy.
 

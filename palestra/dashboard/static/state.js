@@ -88,7 +88,7 @@ function take(event) {
   news(name, event);
   if (event.kind === "step" && typeof event.data.step === "number") {
     loading.get(name)?.rows.push(event.data);
-    if (metrics !== undefined) { putRow(metrics, event.data); changed("metrics", name); }
+    if (metrics !== undefined) { putRow(metrics, event.data); changed("metrics", name, event); }
   }
   changed("event", name, event);
 }
