@@ -20,6 +20,9 @@ from palestra.dashboard.steps import newest_event, read_events_after
 from palestra.errors import PalestraError, TooManyRequests
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, POLL_SECONDS, News, encode_event
 
+# Between two looks at a run's store. A stream asks every `POLL_SECONDS`, which is a little more, so that a look is due
+# then, or was made for another stream since.
+LOOK_SECONDS = 0.8 * POLL_SECONDS
 EVENTS = 500  # of one look, and those that are kept for streams that are a little behind
 FIRST_SECONDS = 5.0  # what a stream waits at its beginning for a run that is slow to read
 PATIENCE_SECONDS = 1.0  # and later, because its other runs have news too
@@ -114,7 +117,7 @@ class Feed:
                 self._seen = seen
             if time.monotonic() >= self._line_due or (over and not self._over):
                 await self._read_line()
-            self._over, self._failed, self._due = over, False, time.monotonic() + POLL_SECONDS
+            self._over, self._failed, self._due = over, False, time.monotonic() + LOOK_SECONDS
         except PalestraError:  # the list of runs says what is wrong with it
             self._fail()
         finally:
