@@ -531,12 +531,13 @@ def test_findings_are_those_of_the_doctor_and_lead_to_their_episodes(finished, d
 def test_a_policy_is_talked_to_from_a_message_of_an_episode_and_nothing_is_recorded(open_page, tmp_path):
     with Job(
         tmp_path,
-        SCRIPTED | {"steps": 50, "evaluation": {"every_steps": 0}, "checkpoint": {"every_steps": 1, "keep": 1}},
+        SCRIPTED | {"steps": 50, "evaluation": {"every_steps": 0}, "checkpoint": {"every_steps": 1, "keep": 2}},
     ) as job:
         job.start()
         worker = job.work()
         until(lambda: 2 in job.manifests(), "the batch of the second step")
         worker.kill()
+        until(lambda: len(job.checkpoints()) == 2, "the checkpoints of both steps")
         viewer = httpx2.post(f"{job.url}/dashboard/session", headers={"authorization": f"Bearer {KEY}"}).json()["key"]
         page = open_page(f"{job.url}/dashboard", key=viewer)
         name = job.manifests()[1][0]
@@ -561,7 +562,11 @@ def test_a_policy_is_talked_to_from_a_message_of_an_episode_and_nothing_is_recor
         page.locator(".talk .message.user button:text-is('edit')").last.click()
         assert page.input_value(".composer textarea") == "and now?"
         assert page.locator(".talk .message").count() == 2
-        assert page.locator("select[name=policy] option").all_inner_texts() == ["policy", "policy@step-1"]
+        assert page.locator("select[name=policy] option").all_inner_texts() == [
+            "policy",
+            "policy@step-2",
+            "policy@step-1",
+        ]
         page.select_option("select[name=policy]", "policy@step-1")
         page.click(".composer .primary")
         until(lambda: page.locator(".talk .message.assistant button").count() == 4, "the reply of the checkpoint")
