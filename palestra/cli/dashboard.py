@@ -61,11 +61,21 @@ async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
         link = f"{url}#{access.code}"
         say(f"{link}\nthe link opens the page once; Enter prints another one, Ctrl-C ends")
         if not arguments.no_browser:
-            threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
+            threading.Thread(target=_open, args=(link,), daemon=True).start()
         if sys.stdin is not None and sys.stdin.isatty():
             threading.Thread(target=_renew, args=(url, access), daemon=True).start()
 
     await serve_page(runs, arguments.host, arguments.port, ready, stop)
+
+
+def _open(link: str) -> None:
+    """Open the link in the browser; say so where there is none."""
+    try:
+        opened = webbrowser.open(link)
+    except webbrowser.Error:
+        opened = False
+    if not opened:
+        say("no browser could be started here; open the link in one that reaches this machine (`ssh -L`)")
 
 
 def _renew(url: str, access: OneTimeLink) -> None:

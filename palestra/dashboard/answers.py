@@ -26,6 +26,14 @@ class LiveState(Answer):
     calls_in_flight: int = 0
     tokens_per_second: float = Field(0.0, description="Of the calls that ended in the last ten seconds.")
     workers: int = 0
+    requests_waiting: int = Field(0, description="Of the engines: requests that have not begun.")
+    requests_running: int = Field(0, description="Of the engines: requests whose prompt or reply is being computed.")
+    kv_bytes_used: int = Field(0, description="Keys and values that requests have reserved, or that are kept.")
+    kv_bytes: int = Field(0, description="The most that they may be; 0: the engines have none.")
+    checkpoints: list[str] = Field(
+        [],
+        description="That it can answer as, too, after `POST /v1/checkpoints/{name}`; of each policy the newest first.",
+    )
     policies: list[str] = Field([], description="That its engine answers as; past versions by names such as white@5.")
 
 
@@ -59,6 +67,9 @@ class RunAnswer(Answer):
     tokens_per_second: float | None = Field(None, description="rollout/tokens_per_second of the newest step.")
     episodes: dict[str, dict[str, int]] = Field({}, description="How many episodes there are, by kind and state.")
     warnings: list[Warned] = []
+    store_bytes: int = Field(0, description="Of run.db and its log of writes.")
+    disk_free_bytes: int | None = Field(None, description="Free room on the disk of the run, in whole 64 MiB.")
+    damaged: list[int] = Field([], description="Steps, of the newest 200, whose rows of metrics can't be read.")
     started_at: float | None = Field(None, description="Unix seconds of the first event.")
     changed_at: float | None = Field(None, description="Unix seconds of the newest event.")
     serve: str = Field("", description="Command that serves what the run has trained, to talk to it.")
@@ -81,6 +92,7 @@ class MetricsAnswer(Answer):
     columns: dict[str, list[float | None]] = Field(description="By name; None where a step has no such number.")
     units: dict[str, str] = Field(description="Unit of each metric that Palestra knows.")
     formulas: dict[str, str] = Field(description="How each of them is computed, in a sentence.")
+    damaged: list[int] = Field(description="Steps whose rows can't be read; the columns lack them.")
     last_event: int = Field(description="Number of the newest event that the columns contain.")
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from pydantic import ValidationError
+from sqlalchemy import Connection, UnaryExpression, func, select
 
 from palestra.config import SAVED_CONFIG, JobConfig
 from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
 from palestra.dashboard.runs import DAMAGED, Run
-from palestra.dashboard.steps import ROW_DAMAGED, object_of
+from palestra.dashboard.steps import object_of
 from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
 from palestra.store.run_log import readable_metrics
@@ -21,6 +23,7 @@ from palestra.types.metrics import Metric, of_policy
 
 RECENT = 10  # steps whose pace says how long the others will take
 MOST_WARNINGS = 20
+ROUNDED = 64 * 2**20  # bytes: what other programs write must not make the line of a run a new one each time
 NEWEST = 200  # rows among which the newest value of a metric is looked for
 
 
@@ -61,8 +64,6 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
     pace = _pace(rows)
     left = _seconds_left(rows, config) if state == "running" else None
     number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
-    times = select(func.min(events.c.at), func.max(events.c.at)).where(func.typeof(events.c.at) != "text")
-    first, last = connection.execute(times).one()
     counts: dict[str, dict[str, int]] = {}
     for kind, of_state, found in connection.execute(
         select(episodes.c.kind, episodes.c.state, func.count()).group_by(episodes.c.kind, episodes.c.state)
@@ -87,10 +88,13 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         seconds_left=left if live is None or live.seconds_left is None else live.seconds_left,
         tokens_per_second=newest_value(rows, "rollout/tokens_per_second"),
         episodes=counts,
-        warnings=[*map(_damaged_row, damaged[-MOST_WARNINGS:]), *_warnings(connection)],
+        warnings=_warnings(connection),
+        store_bytes=run.store_bytes,
+        disk_free_bytes=shutil.disk_usage(run.folder).free // ROUNDED * ROUNDED,
         serve=serve_command(run, config),
-        started_at=first,
-        changed_at=last,
+        damaged=damaged,
+        started_at=_time_of(connection, events.c.event_id.asc()),
+        changed_at=_time_of(connection, events.c.event_id.desc()),
         last_event=number,
         live=live,
     )
@@ -176,21 +180,22 @@ def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
     return last.kind, None if reason is None else str(reason)
 
 
+def _time_of(connection: Connection, order: UnaryExpression[int]) -> float | None:
+    """Return the time of the first event in an order, in Unix seconds; None: there is none whose time is a number."""
+    wanted = select(events.c.at).where(func.typeof(events.c.at).in_(("real", "integer")))
+    return connection.execute(wanted.order_by(order).limit(1)).scalar()
+
+
 def _warnings(connection: Connection) -> list[Warned]:
     wanted = select(events.c.data).where(events.c.kind == "warning").order_by(events.c.event_id.desc())
     return [_warned(object_of(data)) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
 
 
 def _warned(data: Mapping[str, Any]) -> Warned:
-    """Return a warning from the data of its event; a damaged one says so."""
     try:
-        return Warned(step=data.get("step", 0), code=data.get("code", ""), text=data["text"])
-    except (KeyError, ValueError):
-        return Warned(step=0, code="damaged", text="the record of a warning can't be read")
-
-
-def _damaged_row(step: int) -> Warned:
-    return Warned(step=step, code="damaged", text=ROW_DAMAGED.format(step))
+        return Warned.model_validate({"step": 0, "code": ""} | dict(data))
+    except ValidationError:
+        return Warned(step=0, code="damaged", text="the record of this warning is damaged")
 
 
 def read_columns(run: Run, after: int) -> MetricsAnswer:
@@ -203,7 +208,8 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
     with run.open() as connection:
         # The number is read first: an event that comes between the two is then sent once more, and never left out.
         number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
-        rows = [row for row in readable_metrics(connection).rows if row["step"] > after]
+        known_rows, damaged = readable_metrics(connection)
+    rows = [row for row in known_rows if row["step"] > after]
     names = sorted({name for row in rows for name in row})
     known = _known_metrics()
     for policy in run.config.players.rivals:
@@ -215,6 +221,7 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
         columns={name: [row.get(name) for row in rows] for name in names},
         units={name: metric.unit for name, metric in known.items()},
         formulas={name: metric.formula for name, metric in known.items()},
+        damaged=damaged,
         last_event=number,
     )
 

@@ -143,7 +143,8 @@ def _add_stream(
 
     async def pause(seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):  # in place of `wait_for`, which makes a task each time
+                await stopping.wait()
 
     @app.get(f"{PAGE}/api/events", dependencies=[Depends(private)], tags=["page"])
     async def events(
@@ -154,7 +155,8 @@ def _add_stream(
         """Stream server-sent events of several runs: those after some numbers, then new ones until all runs are over.
 
         The data of each has the name of its `run`, its `event_id`, `at`, `kind`, and `data`. After a lost connection
-        a client asks for the events after the last one that it has of each run.
+        a client asks for the events after the last one that it has of each run. Events of the type `run` have no
+        number: each says how far a run is, as `GET /dashboard/api/runs/{run}` does, and comes whenever that changes.
         """
         positions = _positions(reader, after)
         look = streams.look(positions, lambda: access.check(request))

@@ -19,7 +19,7 @@ from palestra.dashboard.token_text import TokenText, token_text
 from palestra.database.sqlite import driver_of
 from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, StoreError
-from palestra.store.browsing import browse
+from palestra.store.browsing import browse, newest_event_number
 from palestra.store.run_store import UNREADABLE
 from palestra.store.tables import SCHEMA
 
@@ -128,6 +128,16 @@ class Run:
         except OSError:
             return ()
         return status.st_ino, status.st_mtime_ns
+
+    @property
+    def store_bytes(self) -> int:
+        """Return the bytes of the store and of its log of writes."""
+        return sum(self.seen[1::2])
+
+    def newest_event(self) -> int | None:
+        """Return the number of the newest event, 0 if there is none; None: `open` says why it can't be read."""
+        path = self.folder / "run.db"
+        return newest_event_number(path, QUERY_SECONDS) if path.is_file() else None
 
     def in_use(self) -> bool:
         """Return whether a process of this machine runs the job now."""

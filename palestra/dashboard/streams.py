@@ -1,4 +1,4 @@
-"""The stream of a page: the events of all its runs. What is new in a run is read once for all streams."""
+"""The stream of a page: events and progress of all its runs. What is new in a run is read once for all streams."""
 
 from __future__ import annotations
 
@@ -14,18 +14,26 @@ import orjson
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from palestra.dashboard.progress import describe_run
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import ends_of_events, read_events_after
 from palestra.errors import PalestraError, TooManyRequests
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, POLL_SECONDS, News, encode_event
 
+# Between two looks at a run's store. A stream asks every `POLL_SECONDS`, which is a little more, so that a look is due
+# then, or was made for another stream since.
+LOOK_SECONDS = 0.8 * POLL_SECONDS
 EVENTS = 500  # of one look, and those that are kept for streams that are a little behind
 FIRST_SECONDS = 5.0  # what a stream waits at its beginning for a run that is slow to read
 PATIENCE_SECONDS = 1.0  # and later, because its other runs have news too
 MOST_STREAMS = 32  # of a server; a page holds one
 REPLACED = "replaced"  # kind of the event that says that another run has the folder; it has no number
 FAILED_SECONDS = 5.0  # pause before a run that can't be read is looked at again
+LINE_SECONDS = 3.0  # between two readings of how far a run is
+HELD_SECONDS = 3.0  # between two questions whether a process runs the job: all locks of the machine are read
+LINE_SHARE = 0.005  # of a core: the most that these readings take of a run that is slow to read
+LINE = "run"  # type of the events that say how far a run is; they have no number
 
 
 class FeedNews(NamedTuple):
@@ -35,11 +43,13 @@ class FeedNews(NamedTuple):
         events: numbers and encoded events, in order.
         over: whether the run had ended before it was looked at, so that no more events come.
         replaced: whether another run has the folder now, so that the numbers that the stream has are of no use.
+        line: how far the run is, encoded; empty: not known yet.
     """
 
     events: Sequence[tuple[int, bytes]]
     over: bool
     replaced: bool = False
+    line: bytes = b""
 
 
 class Feed:
@@ -62,6 +72,10 @@ class Feed:
         self.generation = 0
         self._begun: tuple[int, ...] = ()
         self._first: float | None = None  # time of the run's first event
+        self._line = b""
+        self._line_due = -math.inf
+        self._held = True  # whether a process runs the job
+        self._held_due = -math.inf
 
     async def after(self, last: int, first: bool) -> FeedNews:
         """Return the events after a number, up to `EVENTS` of them; none while the run can't be read.
@@ -83,11 +97,22 @@ class Feed:
             if last > self._newest and last > (await self._ends())[1]:
                 return FeedNews([], False, replaced=True)
             if last >= self._start:
-                return FeedNews([one for one in self._recent if one[0] > last], self._over)
+                return self._news(last)
             return FeedNews(await self._read(last), False)
         except PalestraError:
             self._fail()
             return FeedNews([], False)
+
+    def known(self, last: int) -> FeedNews | None:
+        """Return what `after` would without waiting; None: the store has to be read."""
+        if self._failed or self._looking is not None or self._is_due or self._start is None:
+            return None
+        if not self._start <= last <= self._newest:
+            return None
+        return self._news(last)
+
+    def _news(self, last: int) -> FeedNews:
+        return FeedNews([one for one in self._recent if one[0] > last], self._over, line=self._line)
 
     @property
     def _is_due(self) -> bool:
@@ -96,15 +121,25 @@ class Feed:
     async def _look(self) -> None:
         """Read what is new, unless nothing was written since the last look."""
         try:
-            over, seen = self._stopping.is_set() or not self.run.in_use(), self.run.seen
+            over, seen = self._is_over(), self.run.seen
             if self._failed or seen != self._seen:
-                await self._read_new()
+                newest = await self._reader.read(self.run, self.run.newest_event)
+                if newest is None or newest != self._newest or self.run.begun != self._begun:
+                    await self._read_new()
                 self._seen = seen
-            self._over, self._failed, self._due = over, False, time.monotonic() + POLL_SECONDS
+            if time.monotonic() >= self._line_due or (over and not self._over):
+                await self._read_line()
+            self._over, self._failed, self._due = over, False, time.monotonic() + LOOK_SECONDS
         except PalestraError:  # the list of runs says what is wrong with it
             self._fail()
         finally:
             self._looking = None
+
+    def _is_over(self) -> bool:
+        """Return whether no more events come. Whether a process holds the run is asked seldom, as that takes long."""
+        if not self._stopping.is_set() and time.monotonic() >= self._held_due:
+            self._held, self._held_due = self.run.in_use(), time.monotonic() + HELD_SECONDS
+        return self._stopping.is_set() or not self._held
 
     def _fail(self) -> None:
         self._failed, self._due = True, time.monotonic() + FAILED_SECONDS
@@ -131,6 +166,13 @@ class Feed:
                 self._start = self._recent.popleft()[0]
             if len(found) < EVENTS:
                 return
+
+    async def _read_line(self) -> None:
+        began = time.monotonic()
+        found = await self._reader.read(self.run, lambda: describe_run(self.run))
+        self._line = encode_event(found.model_dump_json().encode(), LINE)
+        now = time.monotonic()
+        self._line_due = now + max(LINE_SECONDS, (now - began) / LINE_SHARE)
 
     async def _read(self, last: int) -> list[tuple[int, bytes]]:
         return await self._reader.read(self.run, lambda: _encoded(self.run, last))
@@ -186,6 +228,7 @@ class Streams:
             check: raises a PalestraError once the client may not read on.
         """
         positions, generations = dict(after), dict[str, int]()
+        lines: dict[str, bytes] = {}  # that were sent, by name of the run
 
         async def look() -> News | None:
             first = not generations
@@ -193,7 +236,7 @@ class Streams:
                 check()
             except PalestraError:
                 return None
-            found = await asyncio.gather(*(self._feeds[name].after(last, first) for name, last in positions.items()))
+            found = await self._found(positions, first)
             chunks: list[bytes] = []
             for name, news in zip(tuple(positions), found, strict=True):
                 generation = self._feeds[name].generation
@@ -204,9 +247,20 @@ class Streams:
                 if news.events:
                     positions[name] = news.events[-1][0]
                 chunks += [chunk for _, chunk in news.events]
+                if news.line and news.line != lines.get(name):
+                    chunks.append(news.line)
+                    lines[name] = news.line
             return News(chunks, all(news.over for news in found))
 
         return look
+
+    async def _found(self, positions: Mapping[str, int], first: bool) -> Sequence[FeedNews]:
+        """Return the news of each run; nothing is waited for where all were read a moment ago."""
+        if not first:
+            known = [self._feeds[name].known(last) for name, last in positions.items()]
+            if (ready := [news for news in known if news is not None]) and len(ready) == len(known):
+                return ready
+        return await asyncio.gather(*(self._feeds[name].after(last, first) for name, last in positions.items()))
 
 
 class _Counted(StreamingResponse):

@@ -121,7 +121,7 @@ class Pools:
         for policy, version in sorted(self._on_disk()):
             if version <= bound and version not in self._kept(policy, bound):
                 name = past_name(policy, version)
-                self._policies.past.pop(name, None)
+                self._policies.remove_past(name)
                 await self._engine.remove_policy(name)
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 

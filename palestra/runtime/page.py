@@ -13,6 +13,7 @@ from palestra.dashboard.routes import add_page
 from palestra.dashboard.runs import Run
 from palestra.dashboard.token_text import TokenText
 from palestra.http.app import PUBLIC
+from palestra.runtime.talking import TalkCheckpoints, add_checkpoint_route
 from palestra.server import DataPlane, create_app
 
 
@@ -23,10 +24,13 @@ def create_job_app(plane: DataPlane) -> FastAPI:
         plane: the state that the routes share.
     """
     app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")
+    folder = Path(plane.progress.run_dir)
+    checkpoints = TalkCheckpoints(plane.config, folder, plane.sessions.context.policies)
+    add_checkpoint_route(app, plane, checkpoints)
     run = Run(
         name=plane.config.name,
-        folder=Path(plane.progress.run_dir),
-        live=lambda: _live(plane),
+        folder=folder,
+        live=lambda: _live(plane, checkpoints),
         given=plane.config,
         texts=lambda policy: _texts(plane, policy),
     )
@@ -54,9 +58,9 @@ class _JobAccess:
         return self._keys.talk_key if self._keys.opens_job(request) else None
 
 
-def _live(plane: DataPlane) -> LiveState:
+def _live(plane: DataPlane, checkpoints: TalkCheckpoints) -> LiveState:
     progress, sessions = plane.progress, plane.sessions
-    collected = progress.collected
+    collected, loads = progress.collected, sessions.context.policies.engine_loads
     return LiveState(
         state=progress.state.value,
         reason=progress.reason,
@@ -68,6 +72,11 @@ def _live(plane: DataPlane) -> LiveState:
         calls_in_flight=sessions.in_flight,
         tokens_per_second=sessions.context.rate.per_second,
         workers=plane.workers.busy,
+        requests_waiting=sum(load.waiting for load in loads),
+        requests_running=sum(load.running for load in loads),
+        kv_bytes_used=sum(load.kv_bytes_used for load in loads),
+        kv_bytes=sum(load.kv_bytes for load in loads),
+        checkpoints=checkpoints.names,
         policies=list(plane.sessions.context.policies.names),
     )
 

@@ -153,9 +153,8 @@ async def _pause(plane: DataPlane, seconds: float) -> None:
 
 
 def _of_engines(plane: DataPlane) -> list[Metric]:
-    """Return metrics of the engines of all policies; an engine that samples several policies counts once."""
-    engines = {id(runtime.engine): runtime.engine for runtime in plane.sessions.context.policies.runtimes.values()}
-    loads = [engine.load() for engine in engines.values()]
+    """Return metrics of the engines of all policies."""
+    loads = plane.sessions.context.policies.engine_loads
     requests = GaugeMetricFamily("palestra_engine_requests", "Requests of the engines by state.", labels=["state"])
     requests.add_metric(["waiting"], sum(load.waiting for load in loads))
     requests.add_metric(["running"], sum(load.running for load in loads))

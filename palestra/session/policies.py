@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Self
 
 from palestra.config import JobConfig, PolicyConfig, Roles
-from palestra.engine.base import Engine
+from palestra.engine.base import Engine, EngineLoad
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
 from palestra.renderers import Renderer
@@ -85,6 +85,12 @@ class PolicySet:
         """Return for each policy the version that a call which begins now samples from."""
         return {name: runtime.version for name, runtime in (*self.runtimes.items(), *self.past.items())}
 
+    @property
+    def engine_loads(self) -> list[EngineLoad]:
+        """Return what each engine has to do; an engine that samples several policies counts once."""
+        engines = {id(runtime.engine): runtime.engine for runtime in self.runtimes.values()}
+        return [engine.load() for engine in engines.values()]
+
     def add_past(self, name: str, policy: str) -> None:
         """Let calls be answered by a past version, which the engine has under its name already.
 
@@ -94,6 +100,10 @@ class PolicySet:
         """
         now = self.runtimes[policy]
         self.past[name] = replace(now, name=name, config=now.config.model_copy(update={"frozen": True}))
+
+    def remove_past(self, name: str) -> None:
+        """Let no further call be answered by a past version; one that is not there is ignored."""
+        self.past.pop(name, None)
 
     def runtime(self, name: str) -> PolicyRuntime:
         """Return a policy.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -104,6 +107,26 @@ def browse(path: Path) -> Iterator[Connection]:
         raise store_error(path, error) from error
     finally:
         engine.dispose()
+
+
+def newest_event_number(path: Path, seconds: float) -> int | None:
+    """Return the number of the newest event, 0 if there is none; None: the store can't be read, and `browse` says why.
+
+    For those who ask several times a second: it takes a tenth of the time of `browse`, which prepares a connection for
+    any question.
+
+    Args:
+        path: of the file, `run.db`.
+        seconds: that the answer may take.
+    """
+    until = time.monotonic() + seconds
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            connection.set_progress_handler(lambda: time.monotonic() > until, 100_000)
+            (found,) = connection.execute("SELECT max(event_id) FROM events").fetchone()
+    except sqlite3.Error:
+        return None
+    return found if isinstance(found, int) else 0
 
 
 def _complete_older(connection: Connection) -> None:

@@ -191,16 +191,24 @@ def readable_metrics(connection: Connection, last: int | None = None) -> Recorde
     wanted = select(metric_rows.c.step, metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
     found = RecordedMetrics([], [])
     for step, data in connection.execute(wanted):
-        try:
-            row = orjson.loads(data)
-        except ValueError:
-            row = None
-        numbers = isinstance(row, dict) and all(isinstance(value, int | float | None) for value in row.values())
-        if numbers and row.get("step") is not None:
-            found.rows.append({name: value for name, value in row.items() if value is not None})
+        if (row := _readable_row(step, data)) is not None:
+            found.rows.append(row)
         elif isinstance(step, int):
             found.damaged.append(step)
     return RecordedMetrics(found.rows[::-1], found.damaged[::-1])
+
+
+def _readable_row(step: int, data: Any) -> dict[str, float] | None:
+    """Return the numbers of a row of metrics; None: it is damaged."""
+    try:
+        row = orjson.loads(data)
+    except (ValueError, TypeError):
+        return None
+    if not isinstance(row, dict) or row.get("step") != step:
+        return None
+    if not all(value is None or isinstance(value, int | float) for value in row.values()):
+        return None
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def is_finished(connection: Connection, step: int) -> bool:

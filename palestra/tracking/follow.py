@@ -56,6 +56,16 @@ def _settings(config: JobConfig) -> dict[str, Any]:
     return found
 
 
+def check_room(folder: Path) -> None:
+    """Check that a tracker may write on the disk of a run.
+
+    Raises:
+        StoreError: the disk has too little room.
+    """
+    if shutil.disk_usage(folder).free < RESERVE:
+        raise StoreError(f"less than {RESERVE // 2**20} MiB are free; what is left is for the run itself")
+
+
 class Follower:
     """Hands the rows of one run to one tracker, and begins again when rows that it handed over have changed."""
 
@@ -75,8 +85,7 @@ class Follower:
         Raises:
             StoreError: the store can't be read, or the disk has too little room.
         """
-        if shutil.disk_usage(self._folder).free < RESERVE:
-            raise StoreError(f"less than {RESERVE // 2**20} MiB are free; what is left is for the run itself")
+        check_room(self._folder)
         written = 0
         with browse(self._path) as connection:
             if self._count < 0 or not self._unchanged(connection):

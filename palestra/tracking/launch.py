@@ -27,7 +27,7 @@ LAST_BYTES = 16_384  # of a log, in which its last line is looked for
 async def tracking(folder: Path, names: Sequence[str]) -> AsyncIterator[None]:
     """Keep a process for each tracker while the block is open; afterwards they have a few seconds for the last rows.
 
-    A process that fails does not end the block; what it said is in `RUN/tracking/NAME.log`.
+    A process that fails does not end the block; an error is logged, and what it said is in `RUN/tracking/NAME.log`.
 
     Args:
         folder: of the run, with its configuration.
@@ -60,7 +60,7 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
                 start_new_session=True,  # Ctrl-C is for the job, which then ends the process
             )
     except OSError as error:
-        log.warning("the tracker %s could not be started: %s", name, error)
+        log.error("the tracker %s could not be started: %s", name, error)
         return
     try:
         first = await race(process.wait(), over.wait(), _too_much(folder, said))
@@ -70,9 +70,9 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
         _kill(process)
     await process.wait()
     if isinstance(first.result, str):
-        log.warning("the tracker %s was ended: %s", name, first.result)
+        log.error("the tracker %s was ended: %s", name, first.result)
     elif process.returncode:
-        log.warning("the tracker %s ended with code %d: %s", name, process.returncode, _last_line(said))
+        log.error("the tracker %s ended with code %d: %s", name, process.returncode, _last_line(said))
 
 
 async def _end(process: Process) -> None:

@@ -32,13 +32,13 @@ class OpenTelemetryTracker:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+        from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         ended: list[Any] = []
 
         class Collect(SpanProcessor):  # type: ignore[misc]
-            """Keeps what has ended until `flush`: the library's own queue drops spans that come too fast."""
+            """Keeps what has ended until it is sent: the library's own queue drops spans that come too fast."""
 
             def on_end(self, span: Any) -> None:
                 ended.append(span)
@@ -46,7 +46,9 @@ class OpenTelemetryTracker:
         self._run, self._trace, self._ended, self._ok = run, trace, ended, SpanExportResult.SUCCESS
         self._ids = _Ids()
         resource = Resource.create({"service.name": "palestra", "palestra.run": run.name, "palestra.run.key": run.key})
-        self._provider = TracerProvider(resource=resource, id_generator=self._ids)
+        # A step has an attribute for each metric, of which several policies have more than the library's 128.
+        limits = SpanLimits(max_span_attributes=SpanLimits.UNSET)
+        self._provider = TracerProvider(resource=resource, id_generator=self._ids, span_limits=limits)
         self._provider.add_span_processor(Collect())
         self._tracer = self._provider.get_tracer("palestra")
         self._exporter = OTLPSpanExporter()
@@ -88,6 +90,8 @@ class OpenTelemetryTracker:
         if one.failed is not None:
             span.set_status(trace.Status(trace.StatusCode.ERROR, one.failed))
         span.end(end_time=_nanoseconds(max(one.end, one.start)))
+        if len(self._ended) >= PIECE:  # a long episode, or a whole run, has more spans than should be kept
+            self.flush()
         return span
 
     def flush(self) -> None:
@@ -96,12 +100,11 @@ class OpenTelemetryTracker:
         Raises:
             ConnectionLost: the collector did not take it, after the retries of the library.
         """
-        for start in range(0, len(self._ended), PIECE):
-            if self._exporter.export(self._ended[start : start + PIECE]) is not self._ok:
-                raise ConnectionLost(
-                    "the collector did not take the spans; OTEL_EXPORTER_OTLP_ENDPOINT has its URL, and "
-                    "`palestra track` sends them once it is there"
-                )
+        if self._ended and self._exporter.export(tuple(self._ended)) is not self._ok:
+            raise ConnectionLost(
+                "the collector did not take the spans; OTEL_EXPORTER_OTLP_ENDPOINT has its URL, and "
+                "`palestra track` sends them once it is there"
+            )
         self._ended.clear()
 
     def close(self, completed: bool) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 from palestra.config import SAVED_CONFIG
 from palestra.errors import PalestraError, RunInUse
 from palestra.terminal import say
-from palestra.tracking.follow import FOLDER, follow, tracked_run
+from palestra.tracking.follow import FOLDER, check_room, follow, tracked_run
 from palestra.tracking.registry import create_tracker
 
 LOOK_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # after the end of the job; a tracker that needs longer is given up
+ROOM_SECONDS = 0.1  # between two looks at the room on the disk: a tracker can write hundreds of MiB in a second
 LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was killed may take to end
 
 
@@ -34,6 +35,7 @@ def main(folder: Path, name: str) -> int:
     """
     over = threading.Event()
     threading.Thread(target=_wait_for_end, args=(over,), daemon=True).start()
+    threading.Thread(target=_watch_room, args=(folder, name), daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(10)  # the job's own work comes first
     try:
@@ -51,12 +53,24 @@ def main(folder: Path, name: str) -> int:
 
 def _wait_for_end(over: threading.Event) -> None:
     """Wait for the end of standard input, and end this process a little later, even if its tracker hangs."""
-    with contextlib.suppress(OSError, ValueError):
-        while sys.stdin.buffer.read(4096):
+    with contextlib.suppress(OSError):
+        # Not by `sys.stdin`, whose lock this thread would hold when an error ends the interpreter, which then aborts.
+        while os.read(sys.stdin.fileno(), 4096):
             pass
     over.set()
     time.sleep(LINGER_SECONDS)
     os._exit(3)
+
+
+def _watch_room(folder: Path, name: str) -> None:
+    """End this process as soon as the disk has too little room for the run, even in the middle of a tracker's write."""
+    while True:
+        try:
+            check_room(folder)
+        except (PalestraError, OSError) as error:
+            say(f"{name}: {error}", file=sys.stderr)
+            os._exit(1)
+        time.sleep(ROOM_SECONDS)
 
 
 @contextlib.contextmanager

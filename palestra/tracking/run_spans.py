@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from palestra.store.codec import unpack
 from palestra.store.tables import chats, episodes, groups
 from palestra.types.calls import PolicyVersion
 
 PROVIDER = "palestra"
+CALLS = 64  # that are read together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class RunSpan:
         end: Unix seconds.
         attributes: by name.
         failed: why it failed; None: it did not.
-        children: spans within.
+        children: spans within, read while they are iterated over, once: a long episode has many.
     """
 
     key: str
@@ -38,7 +39,7 @@ class RunSpan:
     end: float
     attributes: Mapping[str, Any]
     failed: str | None = None
-    children: tuple[RunSpan, ...] = field(default=())
+    children: Iterable[RunSpan] = field(default=())
 
 
 def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str, RunSpan]:
@@ -78,9 +79,13 @@ def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
     wanted = select(episodes).join(groups, of_group).where(groups.c.step == step, episodes.c.ended_at.is_not(None))
     for row in connection.execute(wanted.order_by(episodes.c.episode_id)).all():
-        calls = tuple(_calls(connection, row))
+        mine = (chats.c.episode_id == row.episode_id) & (chats.c.fence == row.fence)
+        began, ended = connection.execute(
+            select(func.min(chats.c.started_at), func.max(chats.c.finished_at)).where(mine)
+        ).one()
+        first = connection.execute(select(chats.c.agent).where(mine).order_by(chats.c.idx).limit(1)).scalar()
+        agent = "agent" if first is None else first
         rewards = {} if row.rewards is None else orjson.loads(row.rewards)
-        agent = calls[0].attributes["gen_ai.agent.name"] if calls else "agent"
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.provider.name": PROVIDER,
@@ -98,18 +103,18 @@ def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
             key=f"{row.episode_id}.{row.fence}",
             name=f"invoke_agent {agent}",
             kind="internal",
-            start=min((call.start for call in calls), default=row.ended_at),
-            end=max(row.ended_at, *(call.end for call in calls)) if calls else row.ended_at,
+            start=row.ended_at if began is None else began,
+            end=row.ended_at if ended is None else max(row.ended_at, ended),
             attributes=attributes,
             failed=row.reason if row.state == "discarded" else None,
-            children=calls,
+            children=_calls(connection, row),
         )
 
 
 def _calls(connection: Connection, episode: Any) -> Iterator[RunSpan]:
     """Yield the calls of an episode's last lease."""
     mine = select(chats).where(chats.c.episode_id == episode.episode_id, chats.c.fence == episode.fence)
-    for row in connection.execute(mine.order_by(chats.c.idx)):
+    for row in connection.execute(mine.order_by(chats.c.idx)).yield_per(CALLS):
         versions = orjson.loads(row.versions)
         newest = str(PolicyVersion(*versions[-1][:2])) if versions else ""
         yield RunSpan(

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import sqlite3
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,92 +58,168 @@ def numbers_of(page: Any) -> dict[str, str]:
     return {tile.locator(".label").inner_text(): tile.locator(".number").inner_text() for tile in tiles}
 
 
-def test_from_a_curve_to_a_token_with_the_numbers_of_the_run(finished, dashboard, open_page):
-    link, _ = dashboard(finished.run_dir)
-    page = open_page(link)
-    assert "once-" not in page.evaluate("location.href")
-    rows = {int(row["step"]): row for row in finished.metrics()}
-    last = rows[max(rows)]
-    assert numbers_of(page)["reward"] == shown(last["train/reward_mean"], 3)
-    assert numbers_of(page)["validation"] == shown(last["validation/reward_mean"], 3)
+def seconds(value: float) -> str:
+    """A duration as the page writes it; see `format.js`."""
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+
+
+def facts_of(page: Any) -> dict[str, str]:
+    """What the page says of the token that is chosen."""
+    page.wait_for_selector(".token-detail dl")
+    names = page.locator(".token-detail dt").all_inner_texts()
+    return dict(zip(names, page.locator(".token-detail dd").all_inner_texts(), strict=True))
+
+
+def walk_from_a_curve_to_a_token(page: Any, job: Job, name: str, step: int) -> None:
+    """Go from the point of a curve to a token of its step; each number that is read is that of the run's files.
+
+    Args:
+        page: at the curves.
+        job: whose page it is.
+        name: of the run on the page.
+        step: the last finished step but one.
+    """
+    rows = {int(row["step"]): row for row in job.metrics()}
+    row, last = rows[step], rows[step + 1]
+    until(lambda: numbers_of(page)["reward"] == shown(last["train/reward_mean"], 3), "the newest reward")
+    if "validation/reward_mean" in last:
+        assert numbers_of(page)["validation"] == shown(last["validation/reward_mean"], 3)
 
     # The keyboard leads through the curve, and Enter to the step
-    chart = page.locator(".plot").first
-    chart.focus()
+    page.locator(".plot").first.focus()
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
     readout = page.locator(".readout").first.inner_text()
-    assert "step 2" in readout
-    assert shown(rows[2]["train/reward_mean"]) in readout
-    assert shown(rows[2]["validation/reward_mean"]) in readout
+    assert f"step {step}" in readout
+    assert shown(row["train/reward_mean"]) in readout
+    assert "validation/reward_mean" not in row or shown(row["validation/reward_mean"]) in readout
     page.keyboard.press("Enter")
-    ready(page, "#/run/run/step/2")
-    assert numbers_of(page)["reward"] == shown(rows[2]["train/reward_mean"], 3)
-    assert numbers_of(page)["trained tokens"] == shown(rows[2]["train/trained_tokens"])
+    ready(page, f"#/run/{name}/step/{step}")
+    metrics = {
+        "reward": "train/reward_mean",
+        "± in the batch": "train/reward_std",
+        "validation": "validation/reward_mean",
+        "entropy": "train/entropy",
+        "gradient": "train/grad_norm",
+        "staleness": "rollout/staleness_mean",
+        "tokens/s": "rollout/tokens_per_second",
+    }
+    of_step = {label: shown(row[metric], 3) for label, metric in metrics.items() if metric in row}
+    of_step |= {"episodes": shown(row["train/episodes"]), "trained tokens": shown(row["train/trained_tokens"])}
+    assert numbers_of(page) == of_step | {"time": seconds(row["time/step_seconds"])}
 
     # The step's groups have the rewards of the store
-    manifest = finished.manifests()[2]
+    manifest = job.manifests()[step]
     stored = {
         r["episode_id"]: sum(json.loads(r["rewards"]).values())
-        for r in finished.query("SELECT episode_id, rewards FROM episodes WHERE rewards IS NOT NULL")
+        for r in job.query("SELECT episode_id, rewards FROM episodes WHERE rewards IS NOT NULL")
     }
     cells = page.locator(".group .cell").all()
-    assert [cell.inner_text() for cell in cells] == [shown(stored[name], 2) for name in manifest]
+    assert [cell.inner_text() for cell in cells][: len(manifest)] == [shown(stored[one], 2) for one in manifest]
 
     page.locator(".group h3 a").first.click()
     page.wait_for_selector(".member")
-    of_group = [name for name in manifest if name.startswith(manifest[0][:12])]
+    of_group = [one for one in manifest if one.startswith(manifest[0][:12])]
     assert [one.inner_text() for one in page.locator(".member h2").all()] == of_group
     assert [one.inner_text() for one in page.locator(".member .reward b").all()] == [
-        shown(stored[name]) for name in of_group
+        shown(stored[one]) for one in of_group
     ]
 
     page.locator(".member h2 a").first.click()
     page.wait_for_selector(".tokens .t")
-    name = of_group[0]
+    episode = of_group[0]
     assert "Trained." in page.locator(".fate").inner_text()
-    with browse(finished.run_dir / "run.db") as connection:
-        chats = read_episode(connection, name).trajectory.chats
+    with browse(job.run_dir / "run.db") as connection:
+        chats = read_episode(connection, episode).trajectory.chats
+        trained = read_trained(connection, step, episode)[0]
     replies = [part.inner_text() for part in page.locator(".message.assistant pre").all()]
-    assert replies == [chats[0].reply.text, chats[1].reply.text]
+    assert replies == [chat.reply.text for chat in chats]
+    tiles = numbers_of(page)
+    sampled = sum(len(chat.completion_ids) for chat in chats)
+    assert tiles["reward"] == shown(stored[episode])
+    assert (tiles["calls"], tiles["sampled tokens"]) == (shown(len(chats)), shown(sampled))
 
     # The second token that was sampled, chosen with the arrow keys
     page.locator(".tokens").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(".token-detail dl")
-    facts = dict(
-        zip(
-            page.locator(".token-detail dt").all_inner_texts(),
-            page.locator(".token-detail dd").all_inner_texts(),
-            strict=True,
-        )
-    )
-    chat = chats[0]
+    facts, chat = facts_of(page), chats[0]
+    logprob = float(chat.logprobs[1])
     assert facts["id"] == str(chat.completion_ids[1])
-    assert facts["logprob when sampled"] == shown(float(chat.logprobs[1]), 6)
-    with browse(finished.run_dir / "run.db") as connection:
-        trained = read_trained(connection, 2, name)[0]
+    assert facts["logprob when sampled"] == shown(logprob, 6)
+    assert facts["probability"] == f"{shown(math.exp(logprob) * 100)} %"
     assert facts["logprob when trained"] == shown(float(trained.logprobs[1]), 6)
-    assert facts["ratio"] == shown(math.exp(trained.logprobs[1] - chat.logprobs[1]), 6)
+    assert facts["ratio"] == shown(math.exp(trained.logprobs[1] - logprob), 6)
     assert facts["version"] == str(chat.versions[0].version)
+    assert facts["temperature"] == shown(chat.sampling.temperature)
     assert facts["call"] == "0 of agent"
+    rewards = [stored[one] for one in of_group]  # GRPO: the reward less the mean, over the deviation
+    advantage = (rewards[0] - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+    assert float(facts["advantage"].replace("−", "-")) == pytest.approx(advantage, rel=1e-3)
     assert page.locator(".token-text").inner_text() == ByteTokenizer().decode([int(chat.completion_ids[1])])
-    assert "trained in step 2" in page.locator(".token-detail .why").inner_text()
+    assert f"trained in step {step}" in page.locator(".token-detail .why").inner_text()
     assert page.locator(".t.chosen").count() == 1
 
+
+def test_from_a_curve_to_a_token_with_the_numbers_of_the_run(finished, dashboard, open_page):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    assert "once-" not in page.evaluate("location.href")
+    walk_from_a_curve_to_a_token(page, finished, "run", 2)
+
     # An address with a token leads to the same token
-    address = page.evaluate("location.href")
+    address, facts = page.evaluate("location.href"), facts_of(page)
     page.goto("about:blank")
     page.goto(address)
-    page.wait_for_selector(".token-detail dl")
-    assert facts["id"] in page.locator(".token-detail dd").all_inner_texts()
+    assert facts_of(page) == facts
 
     # And back up again with a key
     page.keyboard.press("u")
     page.wait_for_selector(".member")
     page.keyboard.press("]")
     page.wait_for_selector('h1:has-text("Group 3")')
+
+
+def test_from_a_curve_to_a_token_while_the_job_runs(open_page, tmp_path):
+    with Job(tmp_path, SCRIPTED | {"steps": 50}) as job:
+        server = job.start()
+        page = open_page(f"{job.url}/dashboard", key=KEY)
+        worker = job.work()
+        until(lambda: len(job.manifests()) > 3, "the batch of the fourth step")
+        worker.kill()
+        page.wait_for_selector("#live.live")
+        walk_from_a_curve_to_a_token(page, job, "job", int(job.metrics()[-1]["step"]) - 1)
+        assert server.popen.poll() is None
+        visit(page, "#/")
+        assert page.locator(".card .badge").first.inner_text() == "running"
+        assert "engine 0 running, 0 waiting" in page.locator(".health").inner_text()
+
+
+def test_tokens_are_coloured_by_any_of_their_numbers(finished, dashboard, open_page):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    visit(page, f"#/run/run/episode/{finished.manifests()[2][0]}")
+    page.wait_for_selector(".tokens .t")
+    wanted = {
+        "logprob": "≥ 90 %",
+        "trained_logprob": "≥ 90 %",
+        "ratio": "about 1",
+        "advantage": "> 0",
+        "trained": "sampled, not trained",
+        "fate": "trained in step 2",
+        "version": "0.1",
+        "call": "call 1",
+        "temperature": "1",
+        "grammar": "sampled freely",
+        "weight": "has one",
+    }
+    assert page.locator("#colour option").evaluate_all("all => all.map(one => one.value)") == list(wanted)
+    for colour, label in wanted.items():
+        page.select_option("#colour", colour)
+        assert label in page.locator(".tokenpart .legend").inner_text(), colour
+        kinds = page.locator(".tokens .t.sampled").first.get_attribute("class").split()
+        assert any(kind[:2] in ("p-", "a-", "t-", "v-") for kind in kinds), (colour, kinds)
 
 
 def test_the_page_is_ready_soon_and_asks_little(finished, dashboard, open_page):
@@ -452,11 +529,15 @@ def test_findings_are_those_of_the_doctor_and_lead_to_their_episodes(finished, d
 
 
 def test_a_policy_is_talked_to_from_a_message_of_an_episode_and_nothing_is_recorded(open_page, tmp_path):
-    with Job(tmp_path, SCRIPTED | {"steps": 50, "evaluation": {"every_steps": 0}}) as job:
+    with Job(
+        tmp_path,
+        SCRIPTED | {"steps": 50, "evaluation": {"every_steps": 0}, "checkpoint": {"every_steps": 1, "keep": 2}},
+    ) as job:
         job.start()
         worker = job.work()
         until(lambda: 2 in job.manifests(), "the batch of the second step")
         worker.kill()
+        until(lambda: len(job.checkpoints()) == 2, "the checkpoints of both steps")
         viewer = httpx2.post(f"{job.url}/dashboard/session", headers={"authorization": f"Bearer {KEY}"}).json()["key"]
         page = open_page(f"{job.url}/dashboard", key=viewer)
         name = job.manifests()[1][0]
@@ -481,6 +562,15 @@ def test_a_policy_is_talked_to_from_a_message_of_an_episode_and_nothing_is_recor
         page.locator(".talk .message.user button:text-is('edit')").last.click()
         assert page.input_value(".composer textarea") == "and now?"
         assert page.locator(".talk .message").count() == 2
+        assert page.locator("select[name=policy] option").all_inner_texts() == [
+            "policy",
+            "policy@step-2",
+            "policy@step-1",
+        ]
+        page.select_option("select[name=policy]", "policy@step-1")
+        page.click(".composer .primary")
+        until(lambda: page.locator(".talk .message.assistant button").count() == 4, "the reply of the checkpoint")
+        assert page.locator(".talk [role=alert]").inner_text() == ""
         assert job.query("SELECT count(*) AS n FROM chats")[0]["n"] == before
 
 

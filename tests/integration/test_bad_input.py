@@ -61,6 +61,7 @@ JOB_ROUTES = [
     ("GET", "/status", None),
     ("GET", "/events", None),
     ("GET", "/metrics", None),
+    ("POST", "/v1/checkpoints/policy@step-1", {}),
 ]
 EPISODE_ROUTES = [
     ("/heartbeat_episode", {}),

@@ -8,10 +8,12 @@ import threading
 
 import httpx2
 import pytest
-from servers import KEY, SCRIPTED, Job, Plane, until
+import torch
+import transformers
+from servers import KEY, SCRIPTED, TINY, Job, Plane, until
 
 API = "/dashboard/api/runs"
-VALUES = {"run": "job", "step": "1", "kind": "train", "group": "0", "row": "0", "call": "0"}
+VALUES = {"run": "job", "step": "1", "kind": "train", "group": "0", "row": "0", "call": "0", "name": "none"}
 
 
 def viewer_key(plane: Plane, key: str = KEY) -> str:
@@ -87,6 +89,49 @@ def test_only_the_jobs_key_brings_one_to_talk_which_opens_model_calls_that_leave
                 row["state"] for row in job.query("SELECT state FROM episodes WHERE claim_request_id IS NOT NULL")
             ] == ["claimed"]
         assert talk not in job.servers[-1].output
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_talked_to_while_the_job_trains_on(tmp_path):
+    """Log-probabilities of its replies are those that transformers computes from the checkpoint's folder."""
+    settings = {**TINY, "steps": 100, "evaluation": {"every_steps": 0}, "checkpoint": {"every_steps": 1, "keep": 2}}
+    settings["engine"] = {**TINY["engine"], "dtype": "float32"}
+    with Job(tmp_path, settings) as job:
+        job.start()
+        worker = job.work()
+        until(lambda: len(job.manifests()) > 2, "the batch of the third step")
+        worker.kill()
+        last = f"policy@step-{len(job.manifests())}"
+        with Plane(job.url) as plane:
+            viewer, talk = viewer_key(plane), plane.post("/dashboard/session").json()["talk"]
+
+            def checkpoints() -> list[str]:
+                found = plane.get(f"{API}/job", key=viewer).json()["live"]["checkpoints"]
+                return found if last in found else []
+
+            known = until(checkpoints, "the checkpoint of the last step that has a batch")
+            asked = {"prompt": [5, 6, 7], "max_tokens": 1, "temperature": 1.0, "logprobs": 0, "seed": 3}
+            found = {}
+            for name in (*known, "policy"):
+                if name != "policy":
+                    route = f"/v1/checkpoints/{name}"
+                    assert plane.post(route, {}, key=viewer).status_code == 403
+                    assert plane.post(route, {}, key=talk).json() == {"model": name}
+                choice = plane.post("/v1/completions", asked | {"model": name}, key=talk).json()["choices"][0]
+                found[name] = (choice["text"], choice["logprobs"]["token_logprobs"][0])
+            assert plane.post("/v1/checkpoints/policy@step-77", {}, key=talk).status_code == 404
+            first = plane.post("/v1/completions", asked | {"model": known[0]}, key=talk)
+            assert (first.status_code, len(known)) == (404, 2), "one is loaded at a time"
+            episode = plane.claim()
+            assert plane.post(f"/v1/checkpoints/{known[0]}", {}, key=episode["api_key"]).status_code == 403
+            assert job.query("SELECT count(*) AS n FROM chats WHERE policy LIKE 'policy@%'")[0]["n"] == 0
+        folders = {f"policy@step-{int(path.name[5:])}": path for path in job.checkpoints()}
+        for name in known:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype="float32")
+            with torch.no_grad():
+                logprobs = model(torch.tensor([[5, 6, 7]])).logits[0, -1].log_softmax(-1)
+            assert (logprobs - found[name][1]).abs().min() < 1e-4
+        assert abs(found[known[0]][1] - found[known[1]][1]) > 1e-6
 
 
 @pytest.mark.slow

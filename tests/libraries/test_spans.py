@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 
 import pytest
 from unit.building import open_store
@@ -103,6 +104,42 @@ async def test_steps_episodes_and_calls_are_spans_by_the_conventions(tmp_path):
                 assert (of["gen_ai.request.temperature"], of["gen_ai.request.max_tokens"]) == (1.0, 16)
                 assert (span["start"], span["end"]) == (chat.started_at, chat.finished_at)
     assert not [span for span in spans if "hello" in json.dumps(span)], "what was said is not sent"
+
+
+async def test_a_long_episode_is_sent_in_pieces_that_are_read_as_they_are_sent(tmp_path):
+    await recorded(tmp_path)
+    calls = 4000
+    with sqlite3.connect(tmp_path / "run.db") as connection:
+        names = [row[1] for row in connection.execute("PRAGMA table_info(chats)") if row[1] != "idx"]
+        connection.execute(
+            f"INSERT INTO chats (idx, {', '.join(names)}) WITH RECURSIVE more(n) AS (SELECT 10 UNION ALL SELECT n + 1 "
+            f"FROM more WHERE n < {calls + 9}) SELECT n, {', '.join(names)} FROM more, chats "
+            "WHERE episode_id = 'train-000000-00' AND idx = 0"
+        )
+        row = json.dumps({"step": 5} | {f"train/number_{place}": float(place) for place in range(300)})
+        connection.execute("UPDATE metric_rows SET data = ? WHERE step = 5", (row,))
+    connection.close()
+    watch = """
+import palestra.tracking.run_spans as module
+made, alive = [0], [0, 0]
+class Counted(module.RunSpan):
+    __slots__ = ()
+    def __init__(self, **more):
+        super().__init__(**more); alive[0] += 1; alive[1] = max(alive)
+    def __del__(self): alive[0] -= 1
+module.RunSpan = Counted
+"""
+    report = "\nprint('most ' + json.dumps([alive[1], max(len(scope.spans) for _, request in got for resource in request.resource_spans for scope in resource.scope_spans)]))"  # noqa: E501
+    lines = run(watch + SEND % {"times": 1, "folder": str(tmp_path)} + report, tmp_path).splitlines()
+    (found,) = [json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found ")]
+    (most,) = [json.loads(line.removeprefix("most ")) for line in lines if line.startswith("most ")]
+    of_long = [span for span in found if span["attributes"].get("gen_ai.conversation.id") == "train-000000-00"]
+    assert sum(span["name"] == "chat policy" for span in of_long) == calls + 2
+    assert len({span["id"] for span in of_long}) == len(of_long)
+    assert most[0] < 10, "spans that are made and not yet handed over"
+    assert most[1] <= 512
+    (step,) = [span for span in found if span["attributes"].get("palestra.train.number_299") == 299.0]
+    assert step["name"] == "train_step"
 
 
 async def test_what_is_sent_again_has_the_same_ids(tmp_path):

@@ -49,10 +49,11 @@ function takePlace(number = 1) {
   });
 }
 
-// Call `onEvent` with every event of some runs, each once, until `signal` is aborted or all of them are over.
+// Call `onEvent` with every event of some runs, each once, until `signal` is aborted or all of them are over, and `onLine`
+// with how far a run is whenever that has changed.
 // `positions` has the number of the newest known event of each run, and is kept up to date, so that a later call goes on
 // from there. `onState` gets "live", "lost" or "over". A window without a place for a stream asks every two seconds.
-export async function follow(positions, onEvent, onState, signal) {
+export async function follow(positions, onEvent, onLine, onState, signal) {
   let failures = 0;
   while (!signal.aborted) {
     let pause = ASK;
@@ -65,6 +66,7 @@ export async function follow(positions, onEvent, onState, signal) {
       for await (const event of events(answer.body)) {
         if (signal.aborted) return;
         if (event.event_id === undefined && event.kind === "replaced") { location.reload(); return; }  // another run has the folder
+        if (event.event_id === undefined) { onLine(event); continue; }
         if (event.event_id <= positions.get(event.run)) continue;
         positions.set(event.run, event.event_id);
         failures = 0;

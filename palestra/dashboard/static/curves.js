@@ -1,6 +1,6 @@
 // The first view: the runs with how far they are, and their curves.
 import { badge, empty, h, replace } from "./dom.js";
-import { byPolicy, duration, metric, namesOf, number, percent, plural, whole, words } from "./format.js";
+import { byPolicy, bytes, duration, metric, namesOf, number, percent, plural, whole, words } from "./format.js";
 import { Chart, colourOf } from "./chart.js";
 import { loadMetrics, onChange, state } from "./state.js";
 
@@ -57,6 +57,8 @@ function card(run) {
       run.seconds_left ? `, about ${duration(run.seconds_left)} left` : "", run.seconds_per_step ? `, ${duration(run.seconds_per_step)} a step` : "")],
     phase === null ? null : h("p", { class: "phase" }, phase),
     run.reason ? h("p", { class: "problem" }, run.reason) : null,
+    h("p", { class: "health" }, health(run)),
+    run.damaged.length === 0 ? null : h("p", { class: "problem" }, `damaged: the metrics of ${run.damaged.length === 1 ? "step" : "steps"} ${run.damaged.join(", ")}`),
     h("div", { class: "tiles" },
       tile("reward", rewards(run.reward, run.rewards), "train/reward_mean of the newest step"),
       tile("validation", rewards(run.validation, run.validations), "validation/reward_mean of the newest evaluation"),
@@ -64,6 +66,15 @@ function card(run) {
       tile("time", duration(run.seconds))),
     run.warnings.length === 0 ? null : h("details", { class: "warnings", "data-run": run.run }, h("summary", {}, plural(run.warnings.length, "warning")),
       h("ul", {}, run.warnings.map((one) => h("li", {}, h("a", { href: href(run.run, "step", one.step) }, `step ${one.step}`), ` ${one.text}`)), h("li", {}, h("a", { href: href(run.run, "findings") }, "all findings, with what they mean and the episodes that show them")))));
+}
+
+// How the store does, and the engines of a running job.
+function health(run) {
+  const { live } = run;
+  const store = `store ${bytes(run.store_bytes)}${run.disk_free_bytes === null ? "" : `, ${bytes(run.disk_free_bytes)} free`}`;
+  if (live === null) return store;
+  const kept = live.kv_bytes > 0 ? `, ${bytes(live.kv_bytes_used)} of ${bytes(live.kv_bytes)} keys and values` : "";
+  return `engine ${whole(live.requests_running)} running, ${whole(live.requests_waiting)} waiting${kept}; ${plural(live.workers, "worker")}; ${store}`;
 }
 
 // The reward of the only policy that is trained, or of each of several.

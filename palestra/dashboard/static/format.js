@@ -84,6 +84,12 @@ export function percent(share) {
   return share === null || share === undefined ? "–" : `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %`;
 }
 
+const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
+export function bytes(count) {
+  const power = count < 1024 ? 0 : Math.min(Math.floor(Math.log2(count) / 10), SIZES.length - 1);
+  return `${number(count / 1024 ** power, 3)} ${SIZES[power]}`;
+}
+
 // JSON on one line where it is short, and not more of it than a browser can lay out.
 export function pretty(value) {
   const line = json(value);

@@ -36,28 +36,54 @@ export function timeLegend() {
   return h("p", { class: "legend" }, [...PARTS.map(([label]) => label), "rest"].map((label) => h("span", {}, h("span", { class: `part ${label}` }), label)));
 }
 
+const STEPS = 200;  // rows that are drawn together; a run may have thousands
+
+function stepRow(run, row) {
+  return h("tr", { "data-step": row.step },
+    h("td", { class: "n" }, h("a", { href: href(run, "step", row.step) }, whole(row.step))),
+    ["train/reward_mean", "train/reward_std", "validation/reward_mean", "train/entropy", "train/grad_norm"].map((name) => h("td", { class: "n" }, byPolicy(ofPolicies(row, name), 3))),
+    h("td", { class: "n" }, whole(row["rollout/completion_tokens"])),
+    h("td", { class: "n" }, number(row["rollout/tokens_per_second"], 3)),
+    h("td", { class: "n" }, duration(row["time/step_seconds"] ?? row["time/validation_seconds"])),
+    h("td", { class: "time" }, timeBar(row)),
+    h("td", { class: "left" }, leftOut(row)));
+}
+
 export async function stepsView({ run }) {
   const metrics = await loadMetrics(run);
-  const place = h("div");
-  function render() {
-    const columns = metrics.columns;
-    if (!columns.step || columns.step.length === 0) { replace(place, empty("No step is finished yet.")); return; }
-    const rows = columns.step.map((_, i) => Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, column[i]]))).reverse();
-    replace(place, timeLegend(), scrolled("Steps", h("table", { class: "rows" },
-      h("thead", {}, h("tr", {}, ["step", "reward", "±", "validation", "entropy", "gradient", "tokens", "tokens/s", "time", "where it goes", "left out"].map((name, i) =>
-        h("th", { scope: "col", class: i < 9 ? "n" : "" }, name)))),
-      h("tbody", {}, rows.map((row) => h("tr", {},
-        h("td", { class: "n" }, h("a", { href: href(run, "step", row.step) }, whole(row.step))),
-        ["train/reward_mean", "train/reward_std", "validation/reward_mean", "train/entropy", "train/grad_norm"].map((name) => h("td", { class: "n" }, byPolicy(ofPolicies(row, name), 3))),
-        h("td", { class: "n" }, whole(row["rollout/completion_tokens"])),
-        h("td", { class: "n" }, number(row["rollout/tokens_per_second"], 3)),
-        h("td", { class: "n" }, duration(row["time/step_seconds"] ?? row["time/validation_seconds"])),
-        h("td", { class: "time" }, timeBar(row)),
-        h("td", { class: "left" }, leftOut(row))))))));
+  const { columns } = metrics;
+  const body = h("tbody");
+  const nothing = empty("No step is finished yet.");
+  const rowAt = (place) => Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, column[place]]));
+  const table = h("div", {}, metrics.damaged.length === 0 ? null : h("p", { class: "problem" }, `damaged: the metrics of ${metrics.damaged.length === 1 ? "step" : "steps"} ${metrics.damaged.join(", ")}`),
+    timeLegend(), scrolled("Steps", h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["step", "reward", "±", "validation", "entropy", "gradient", "tokens", "tokens/s", "time", "where it goes", "left out"].map((name, i) =>
+      h("th", { scope: "col", class: i < 9 ? "n" : "" }, name)))), body)));
+  const more = h("button", { type: "button", onclick: older }, "Older steps");
+  // Place in the columns of the oldest row that is drawn; their length while none is.
+  let drawn = (columns.step ?? []).length;
+  function older() {
+    const until = Math.max(0, drawn - STEPS);
+    const rows = [];
+    while (drawn > until) rows.push(stepRow(run, rowAt(--drawn)));
+    body.append(...rows);
+    say();
   }
-  render();
-  const stop = onChange((what, name) => { if (what === "metrics" && name === run) render(); });
-  return { title: `Steps of ${state.runs.get(run).title}`, crumbs: [[state.runs.get(run).title, href(run, "steps")]], node: h("div", { class: "view" }, runHead(run, "steps"), place), dispose: stop };
+  function say() {
+    table.hidden = body.firstChild === null;
+    nothing.hidden = !table.hidden;
+    more.hidden = drawn === 0;
+  }
+  // A step that was trained: its row replaces one of the same step, or stands above those of earlier steps.
+  function put(step) {
+    const row = stepRow(run, rowAt(columns.step.indexOf(step)));
+    const next = [...body.children].find((one) => Number(one.dataset.step) <= step) ?? null;
+    if (next !== null && Number(next.dataset.step) === step) next.replaceWith(row);
+    else if (next !== null || drawn === 0) body.insertBefore(row, next);
+    say();
+  }
+  older();
+  const stop = onChange((what, name, event) => { if (what === "metrics" && name === run) put(event.data.step); });
+  return { title: `Steps of ${state.runs.get(run).title}`, crumbs: [[state.runs.get(run).title, href(run, "steps")]], node: h("div", { class: "view" }, runHead(run, "steps"), nothing, table, h("p", {}, more)), dispose: stop };
 }
 
 // What a row says was left out of its step, in words.
@@ -108,18 +134,16 @@ export async function eventsView({ run }) {
   }
   more.addEventListener("click", load);
   await load();
-  let timer = null;
-  const stop = onChange((what, name) => {
-    if (what !== "event" || name !== run || timer !== null) return;
-    timer = setTimeout(async () => {
-      timer = null;
-      const newest = body.firstChild === null ? 0 : Number(body.firstChild.firstChild.textContent.replaceAll(",", ""));
-      const found = await get(at(run, "history"), { limit: 100 });
-      body.prepend(...found.events.filter((event) => event.event_id > newest).map(line));
-    }, 300);
+  const nothing = body.firstChild === null ? empty("Nothing has happened yet.") : null;
+  let newest = body.firstChild === null ? 0 : Number(body.firstChild.firstChild.textContent.replaceAll(",", ""));
+  const stop = onChange((what, name, event) => {
+    if (what !== "event" || name !== run || event.event_id <= newest) return;
+    newest = event.event_id;
+    nothing?.remove();
+    body.prepend(line(event));
   });
   return { title: `Events of ${state.runs.get(run).title}`, crumbs: [[state.runs.get(run).title, href(run, "steps")]],
-    node: h("div", { class: "view" }, runHead(run, "events"), body.firstChild === null ? empty("Nothing has happened yet.") : null, scrolled("Events", h("table", { class: "rows" },
+    node: h("div", { class: "view" }, runHead(run, "events"), nothing, scrolled("Events", h("table", { class: "rows" },
       h("thead", {}, h("tr", {}, ["", "when", "what", ""].map((name) => h("th", { scope: "col" }, name || h("span", { class: "unseen" }, "number or text"))))), body)), more), dispose: stop };
 }
 

@@ -48,21 +48,6 @@ async function askMetrics(name) {
   }
 }
 
-const refreshing = new Map();
-
-// Ask for the run's line again, at most once a second.
-function refresh(name) {
-  if (refreshing.has(name)) return;
-  refreshing.set(name, setTimeout(async () => {
-    refreshing.delete(name);
-    try {
-      const found = await get(at(name));
-      state.runs.set(name, { ...found, colour: state.runs.get(name).colour });
-      changed("run", name);
-    } catch { /* the stream says that the connection is lost */ }
-  }, 300));
-}
-
 // A row of a step goes into the columns in the place of its step: a step that is trained again replaces its row.
 export function putRow(metrics, row) {
   const columns = metrics.columns;
@@ -103,10 +88,15 @@ function take(event) {
   news(name, event);
   if (event.kind === "step" && typeof event.data.step === "number") {
     loading.get(name)?.rows.push(event.data);
-    if (metrics !== undefined) { putRow(metrics, event.data); changed("metrics", name); }
+    if (metrics !== undefined) { putRow(metrics, event.data); changed("metrics", name, event); }
   }
   changed("event", name, event);
-  refresh(name);
+}
+
+// How far a run is; the stream has it.
+function takeLine(line) {
+  state.runs.set(line.run, { ...line, colour: state.runs.get(line.run).colour });
+  changed("run", line.run);
 }
 
 // Follow every run that is running by one stream. A hidden tab holds none, because browsers allow six connections to a
@@ -126,14 +116,10 @@ export function followAll() {
     if (document.hidden) { ending?.abort(); ending = null; return; }
     if (ending !== null || state.connection === "over") return;
     ending = new AbortController();
-    follow(positions, take, said, ending.signal);
+    follow(positions, take, takeLine, said, ending.signal);
   }
   if (positions.size > 0) {
     document.addEventListener("visibilitychange", attend);
     attend();
   }
-  setInterval(() => {
-    if (document.hidden) return;
-    for (const run of state.runs.values()) if (run.live !== null || run.state === "running") refresh(run.run);
-  }, 3000);
 }

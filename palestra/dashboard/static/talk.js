@@ -12,6 +12,7 @@ const ROLES = ["user", "system", "tool", "assistant"];
 
 export async function talkView({ run, query }) {
   const line = state.runs.get(run), policies = line.live === null ? [] : line.live.policies;
+  const saved = line.live === null ? [] : line.live.checkpoints;
   const from = query.get("episode"), call = query.get("call");
   const forked = from === null ? null : await get(at(run, "episodes", from, "calls", call));
   const messages = forked === null ? [] : forked.messages.slice(0, Number(query.get("keep") ?? forked.messages.length));
@@ -20,7 +21,8 @@ export async function talkView({ run, query }) {
   let stopping = null;   // of the call that is in flight
 
   const setting = (label, input) => h("label", {}, label, " ", input);
-  const policy = h("select", { name: "policy" }, policies.map((name) => h("option", { value: name, selected: forked !== null && forked.policy === name }, name)));
+  const policy = h("select", { name: "policy" }, policies.map((name) => h("option", { value: name, selected: forked !== null && forked.policy === name }, name)),
+    saved.length === 0 ? null : h("optgroup", { label: "checkpoints" }, saved.filter((name) => !policies.includes(name)).map((name) => h("option", { value: name }, name))));
   const temperature = h("input", { type: "number", name: "temperature", min: 0, max: 2, step: "any", value: forked === null ? 1 : forked.temperature });
   const longest = h("input", { type: "number", name: "max_tokens", min: 1, step: 1, value: forked === null ? 256 : forked.max_tokens });
   const role = h("select", { name: "role", "aria-label": "Who says it" }, ROLES.map((name) => h("option", { value: name }, name)));
@@ -55,6 +57,7 @@ export async function talkView({ run, query }) {
     messages.push(reply);
     render();
     try {
+      if (saved.includes(asked.model)) await asking(`checkpoints/${encodeURIComponent(asked.model)}`, {}, stopping.signal);
       for await (const piece of calling(asked, stopping.signal)) { take(reply, piece); list.lastChild.replaceWith(said(reply, messages.length - 1)); }
     } catch (error) {
       if (error.name === "AbortError") reply.note = "stopped";
@@ -108,13 +111,16 @@ function keyForm(done) {
     h("label", { for: "talk-key" }, "Key of the job"), input, h("p", {}, h("button", { class: "primary" }, "Allow")), problem);
 }
 
+async function asking(route, body, signal) {
+  const answer = await fetch(`/v1/${route}`, { method: "POST", headers: { ...talkHeader(), "content-type": "application/json" }, body: JSON.stringify(body), cache: "no-store", signal });
+  if (answer.ok) return answer;
+  let said = `the server answered ${answer.status}`;
+  try { said = (await answer.json()).error.message; } catch { /* a proxy's answer */ }
+  throw new Refused(answer.status, said);
+}
+
 async function* calling(body, signal) {
-  const answer = await fetch("/v1/chat/completions", { method: "POST", headers: { ...talkHeader(), "content-type": "application/json" }, body: JSON.stringify(body), cache: "no-store", signal });
-  if (!answer.ok) {
-    let said = `the server answered ${answer.status}`;
-    try { said = (await answer.json()).error.message; } catch { /* a proxy's answer */ }
-    throw new Refused(answer.status, said);
-  }
+  const answer = await asking("chat/completions", body, signal);
   for await (const piece of events(answer.body)) {
     if (piece.error) throw new Refused(500, piece.error.message);
     if (piece.choices.length > 0) yield piece.choices[0];

@@ -14,15 +14,21 @@ const COLOURS = {
   ratio: { label: "ratio", legend: [["a-n2", "< 0.8"], ["a-n1", "< 0.99"], ["a-0", "about 1"], ["a-p1", "> 1.01"], ["a-p2", "> 1.25"]], of: (t) => (t.ratio === null ? "" : t.ratio < 0.8 ? "a-n2" : t.ratio < 0.99 ? "a-n1" : t.ratio <= 1.01 ? "a-0" : t.ratio <= 1.25 ? "a-p1" : "a-p2") },
   advantage: { label: "advantage", legend: [["a-n2", "< −1"], ["a-n1", "< 0"], ["a-0", "0"], ["a-p1", "> 0"], ["a-p2", "> 1"]], of: (t) => (t.advantage === null ? "" : t.advantage === 0 ? "a-0" : `a-${t.advantage < 0 ? "n" : "p"}${Math.abs(t.advantage) > 1 ? 2 : 1}`) },
   trained: { label: "trained or not", legend: [["t-yes", "trained"], ["t-no", "sampled, not trained"], ["t-else", "trained in another row"], ["", "prompt"]], of: (t) => (t.trained ? "t-yes" : t.call >= 0 ? "t-no" : t.fate.startsWith("sampled") ? "t-else" : "") },
-  version: { label: "version", legend: null, of: (t) => (t.version === null ? "" : `v-${Number(t.version.split(".")[1]) % 6}`) },
-  call: { label: "call", legend: null, of: (t) => (t.call < 0 ? "" : `v-${t.call % 6}`) },
-  weight: { label: "share in the loss", legend: [["a-p1", "has one"]], of: (t) => (t.weight === null ? "" : "a-p1") },
+  fate: { label: "why (not) trained", group: (t) => t.fate },
+  version: { label: "version", group: (t) => t.version },
+  call: { label: "call", group: (t) => (t.call < 0 ? null : `call ${t.call}`) },
+  temperature: { label: "temperature", group: (t) => (t.temperature === null ? null : number(t.temperature)) },
+  grammar: { label: "grammar", legend: [["t-yes", "sampled, held to a grammar"], ["t-no", "sampled freely"], ["", "prompt"]], of: (t) => (t.call < 0 ? "" : t.grammar ? "t-yes" : "t-no") },
+  weight: { label: "share in the loss", legend: [["t-yes", "has one"], ["t-no", "0"], ["", "not in the loss, or not known"]], of: (t) => (t.weight === null ? "" : t.weight === 0 ? "t-no" : "t-yes") },
 };
+const GROUPS = 6;  // colours of groups; a seventh has the first one's
 let colour = "logprob";
 
 export function tokensPart({ run, episode, query }) {
   let row = Math.min(Number(query.get("row") ?? 0) || 0, episode.rows.length - 1);
   let selected = null;   // { row, place }
+  const held = new Set(episode.calls.filter((call) => call.grammar !== "").map((call) => call.index));
+  const groups = new Map();  // of the tokens that were seen: by name of the colour, the groups in the order in which they came
   const pages = new Map();  // by first token: { node, data, loading }
   const text = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens. Left and right arrows move from token to token." });
   const detail = h("div", { class: "token-detail", role: "status" }, h("p", { class: "muted" }, "Choose a token: click it, or use the arrow keys in the text."));
@@ -37,23 +43,31 @@ export function tokensPart({ run, episode, query }) {
     select.value = colour;
     text.dataset.colour = colour;
     for (const page of pages.values()) if (page.data !== null) for (const span of page.node.querySelectorAll(".t")) span.className = classOf(page.data, Number(span.dataset.i) - page.data.start);
-    const { legend: fixed } = COLOURS[colour];
-    const items = fixed ?? [...new Set([...pages.values()].filter((page) => page.data !== null).flatMap((page) => (colour === "version" ? page.data.version_names : [...new Set(page.data.calls)].filter((call) => call >= 0).map(String))))]
-      .map((name) => [`v-${Number(colour === "version" ? name.split(".")[1] : name) % 6}`, colour === "version" ? name : `call ${name}`]);
+    const items = COLOURS[colour].legend ?? [...groups.get(colour) ?? []].map((label, place) => [`v-${place % GROUPS}`, label]);
     replace(legend, items.map(([kind, label]) => h("span", {}, h("span", { class: `t key ${kind}` }), label)));
+  }
+
+  function kindOf(token) {
+    const { of, group } = COLOURS[colour];
+    if (of !== undefined) return of(token);
+    const label = group(token);
+    if (label === null) return "";
+    if (!groups.has(colour)) groups.set(colour, new Set());
+    const known = groups.get(colour).add(label);
+    return `v-${[...known].indexOf(label) % GROUPS}`;
   }
 
   function tokenAt(data, i) {
     return {
       place: data.start + i, id: data.ids[i], text: data.texts === null ? null : data.texts[i], call: data.calls[i], logprob: data.logprobs[i], trainedLogprob: data.trained_logprobs[i], ratio: data.ratios[i], advantage: data.advantages[i], weight: data.weights[i],
-      version: data.versions[i] < 0 ? null : data.version_names[data.versions[i]], temperature: data.temperatures[i], fate: data.fate_texts[data.fates[i]], trained: data.trained[i],
+      version: data.versions[i] < 0 ? null : data.version_names[data.versions[i]], temperature: data.temperatures[i], fate: data.fate_texts[data.fates[i]], trained: data.trained[i], grammar: held.has(data.calls[i]),
     };
   }
 
   function classOf(data, i) {
     const token = tokenAt(data, i);
     const chosen = selected !== null && selected.row === row && selected.place === token.place ? " chosen" : "";
-    return `t ${token.call < 0 ? "prompt" : "sampled"} ${COLOURS[colour].of(token)}${chosen}`;
+    return `t ${token.call < 0 ? "prompt" : "sampled"} ${kindOf(token)}${chosen}`;
   }
 
   // Load a page once; who asks for it meanwhile waits for the same answer.

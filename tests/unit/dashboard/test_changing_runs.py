@@ -45,7 +45,10 @@ async def add_events(run: Run, count: int) -> None:
 
 
 def events(chunks) -> list[dict]:
-    return [json.loads(line[6:]) for chunk in chunks for line in chunk.decode().splitlines() if line[:6] == "data: "]
+    """Return what a stream has sent, but for how far the run is."""
+    lines = [line for chunk in chunks for line in chunk.decode().splitlines()]
+    found = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    return [one for one in found if "title" not in one]
 
 
 async def test_an_episode_is_that_of_the_run_that_has_the_folder_now(run):
@@ -70,7 +73,7 @@ async def test_an_episode_that_was_read_during_its_step_is_read_again_after_it(r
 
 
 async def test_a_stream_says_that_another_run_has_the_folder_and_sends_nothing_of_the_old_one(run, monkeypatch):
-    monkeypatch.setattr("palestra.dashboard.streams.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("palestra.dashboard.streams.LOOK_SECONDS", 0.0)
     await add_events(run, 20)
     streams = Streams(Reader([run], asyncio.Event()), asyncio.Event())
     look = streams.look({"recorded": 0}, lambda: None)
@@ -90,7 +93,7 @@ async def test_a_stream_that_asks_for_what_comes_after_the_end_of_another_run_is
 
 
 async def test_a_resumed_run_is_not_taken_for_another_one(run, monkeypatch):
-    monkeypatch.setattr("palestra.dashboard.streams.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("palestra.dashboard.streams.LOOK_SECONDS", 0.0)
     look = Streams(Reader([run], asyncio.Event()), asyncio.Event()).look({"recorded": 0}, lambda: None)
     assert [one["event_id"] for one in events((await look()).chunks)] == [1, 2]
     config = run.folder / "config.toml"

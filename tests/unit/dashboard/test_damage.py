@@ -116,10 +116,35 @@ def test_what_is_damaged_is_said(pair):
         "UPDATE episodes SET metadata = '[]' WHERE sample_index = 0;"
         "INSERT INTO events (at, kind, data) VALUES (1, 'warning', '[]')",
     )
-    assert [(one.step, one.code) for one in describe_run(bad).warnings] == [(4, "damaged"), (0, "damaged")]
+    described = describe_run(bad)
+    assert (described.damaged, [one.code for one in described.warnings]) == ([4], ["damaged"])
     assert "metrics of step 4" in read_step(bad, 4).events[0].data["text"]
     assert UNKNOWN_CREDIT in episode_answer(bad, read_reading(bad, "train-000000-01")).notes
     assert UNKNOWN_CREDIT in read_group(bad, "train", 0).notes
+
+
+def test_a_damaged_warning_says_so_among_the_rest(pair):
+    _, bad = pair
+    told = ('{"step": "x"}', '{"step": 5, "code": "c", "text": "t"}')
+    execute(bad, "".join(f"INSERT INTO events (at, kind, data) VALUES (1, 'warning', '{data}');" for data in told))
+    assert [(one.step, one.code) for one in describe_run(bad).warnings] == [(5, "c"), (0, "damaged")]
+
+
+@pytest.mark.parametrize(
+    "data", ["'[1]'", "'{'", "x'ff00'", "7", "'{\"train/reward_mean\": 1}'", '\'{"step": 5, "train/entropy": []}\'']
+)
+def test_a_damaged_row_of_metrics_is_named_and_the_rest_is_there(pair, data, capsys, monkeypatch):
+    _, bad = pair
+    execute(bad, f"UPDATE metric_rows SET data = {data} WHERE step = 5")
+    found = describe_run(bad)
+    assert (found.state, found.damaged, found.reward) == ("completed", [5], 0.5)
+    columns = read_columns(bad, -1)
+    assert (columns.damaged, columns.columns["step"], columns.columns["train/reward_mean"]) == ([5], [4], [0.5])
+    assert read_step(bad, 5).row == {}
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["top", str(bad.folder), "--once"]) == 0
+    assert "0.5 (0.5 to 0.5)" in capsys.readouterr().out
+    assert main(["doctor", str(bad.folder)]) == 0
 
 
 @pytest.mark.parametrize("value", ["[1]", "7", '"text"'])
@@ -139,7 +164,12 @@ async def test_damaged_events_do_not_end_the_stream(pair):
     look = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).look({"bad": 0, "good": 0}, lambda: None)
     chunks = b"".join([chunk async for chunk in follow(look, True)]).decode()
     events = [json.loads(line[6:]) for line in chunks.splitlines() if line.startswith("data: ")]
-    assert [event["event_id"] for event in events] == [*range(1, newest + 1)] * 2
+    numbered = [event["event_id"] for event in events if "event_id" in event]
+    assert numbered == [*range(1, newest + 1)] * 2
+    assert {event["run"]: event["state"] for event in events if "state" in event} == {
+        "bad": "stopped",
+        "good": "completed",
+    }
     assert chunks.count("\n\n") == len(events)
 
 

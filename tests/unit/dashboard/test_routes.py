@@ -135,8 +135,8 @@ async def test_events_are_replayed_after_any_of_them(page):
     async def numbers(**after: str) -> list[int]:
         found = await http.get("/dashboard/api/events?follow=true", headers=headers, params=after)
         events = [json.loads(block.partition("data: ")[2]) for block in found.text.split("\n\n") if block]
-        assert all(event["kind"] and event["run"] == "recorded" for event in events)
-        return [event["event_id"] for event in events]
+        assert all(event["run"] == "recorded" for event in events)
+        return [event["event_id"] for event in events if "event_id" in event]  # the others say how far the run is
 
     everything = await numbers()
     assert everything == sorted(set(everything))

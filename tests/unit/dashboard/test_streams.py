@@ -15,6 +15,8 @@ from starlette.requests import Request
 
 from palestra.dashboard import streams as module
 from palestra.dashboard.access import OneTimeLink
+from palestra.dashboard.answers import LiveState, RunAnswer
+from palestra.dashboard.progress import describe_run
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.server import create_page_app
@@ -49,7 +51,7 @@ def opened(runs: list[Run]) -> tuple[Streams, asyncio.Event]:
 
 async def read(streams: Streams, after: dict[str, int], wait: bool = False) -> list[tuple[str, int]]:
     chunks = [chunk async for chunk in follow(streams.look(after, lambda: None), wait)]
-    events = [json.loads(chunk.partition(b"data: ")[2]) for chunk in chunks]
+    events = [json.loads(chunk.partition(b"data: ")[2]) for chunk in chunks if not chunk.startswith(b"event: run\n")]
     return [(event["run"], event["event_id"]) for event in events]
 
 
@@ -101,6 +103,55 @@ async def test_many_streams_read_a_run_no_more_often_than_one(runs, monkeypatch)
     for one in await asyncio.gather(*following):
         assert one == [("a", newest + i + 1) for i in range(3)]
     assert looks <= 5
+
+
+async def test_how_far_a_run_is_comes_by_the_stream_when_it_changes_and_is_read_once_for_all(runs, monkeypatch):
+    monkeypatch.setattr(module, "LINE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "LINE_SHARE", 1.0)
+    readings = 0
+
+    def counted(run: Run) -> RunAnswer:
+        nonlocal readings
+        readings += 1
+        return describe_run(run)
+
+    monkeypatch.setattr(module, "describe_run", counted)
+    state = LiveState(state="running", phase="playing", step=5)
+    run = Run(name="a", folder=runs[0].folder, live=lambda: state)
+    streams, stopping = opened([run])
+
+    async def lines() -> list[RunAnswer]:
+        chunks = [chunk async for chunk in follow(streams.look({"a": runs[0].newest_event()}, lambda: None), True)]
+        return [RunAnswer.model_validate_json(chunk.partition(b"data: ")[2]) for chunk in chunks]
+
+    following = [asyncio.create_task(lines()) for _ in range(8)]
+    await asyncio.sleep(1.7)
+    state = LiveState(state="running", phase="training", step=6)
+    await asyncio.sleep(1.2)
+    stopping.set()
+    for found in await asyncio.gather(*following):
+        assert [(one.live and one.live.phase, one.step) for one in found] == [("playing", 5), ("training", 6)]
+    assert readings <= 8
+
+
+async def test_a_run_that_is_slow_to_read_is_read_seldom(runs, monkeypatch):
+    monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
+    readings: list[float] = []
+
+    def slow(run: Run) -> RunAnswer:
+        readings.append(time.monotonic())
+        time.sleep(0.05)
+        return describe_run(run)
+
+    monkeypatch.setattr(module, "describe_run", slow)
+    run = Run(name="a", folder=runs[0].folder, live=lambda: None)  # in use
+    streams, stopping = opened([run])
+    following = asyncio.create_task(read(streams, {"a": run.newest_event()}, wait=True))
+    await asyncio.sleep(2.5)
+    assert len(readings) == 1, "50 ms are half a percent of 10 s"
+    stopping.set()
+    await following
+    assert len(readings) == 2, "and once at the end"
 
 
 async def test_a_server_has_so_many_streams_and_no_more(runs):

@@ -62,7 +62,7 @@ async def test_a_list_may_be_of_one_kind_or_state_and_is_of_the_newest(store, cl
     assert [e.episode_id[-2:] for e in newest] == ["01", "02"]
 
 
-async def test_an_episode_is_shown_with_its_calls_its_step_and_its_groups_rewards(store, clock, tmp_path):
+async def test_an_episode_is_shown_with_its_calls_and_its_step(store, clock, tmp_path):
     await played(store, clock)
     with browse(tmp_path / "run.db") as connection:
         one = read_episode(connection, "train-000000-00")
@@ -70,7 +70,7 @@ async def test_an_episode_is_shown_with_its_calls_its_step_and_its_groups_reward
         with pytest.raises(NotFound):
             read_episode(connection, "nope")
     assert [c.completion_ids.tolist() for c in one.trajectory.chats] == [[1, 2, 3], [4]]
-    assert (one.step, one.group_rewards) == (3, ({"x": 1.0, "y": 0.5}, {"agent": -1.0}))
+    assert one.step == 3
     assert (other.step, other.trajectory.episode.state) == (None, EpisodeState.COMPLETED)
 
 
