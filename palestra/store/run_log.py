@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import orjson
@@ -195,9 +196,10 @@ def readable_metrics(connection: Connection, last: int | None = None) -> Recorde
             row = orjson.loads(data)
         except ValueError:
             row = None
-        numbers = isinstance(row, dict) and all(isinstance(value, int | float | None) for value in row.values())
-        if numbers and row.get("step") is not None:
-            found.rows.append({name: value for name, value in row.items() if value is not None})
+        kinds = set(map(type, row.values())) if isinstance(row, dict) else {object}
+        if kinds <= {int, float, NoneType} and row.get("step") is not None:
+            known = row if NoneType not in kinds else {name: value for name, value in row.items() if value is not None}
+            found.rows.append(known)
         elif isinstance(step, int):
             found.damaged.append(step)
     return RecordedMetrics(found.rows[::-1], found.damaged[::-1])
