@@ -64,7 +64,7 @@ def doctor_page() -> str:
         "",
         "```bash",
         "palestra doctor runs/addition",
-        "palestra doctor runs/addition --json     # one object: step, steps, findings",
+        "palestra doctor runs/addition --json     # one object: step, steps, findings, damaged",
         "```",
         "",
         "It ends with 0 where nothing was found, with 1 where something was, also if a later step does not show it any "

@@ -53,6 +53,8 @@ def as_json(found: Examination) -> str:
 
 
 def _print(folder: Path, found: Examination) -> None:
+    if found.damaged:
+        say(f"damaged, and not looked at: the metrics of steps {', '.join(map(str, found.damaged))}")
     if not found.step:
         say(f"{folder}: no step is finished yet")
         return

@@ -60,11 +60,13 @@ class Examination:
         step: number of the newest step that was looked at; 0: the run has none yet.
         steps: of the job.
         findings: those that hold first, then those of the past; each in the order of the rules.
+        damaged: steps that were not looked at, because their rows can't be read.
     """
 
     step: int
     steps: int
     findings: tuple[Finding, ...]
+    damaged: tuple[int, ...] = ()
 
 
 def examine(folder: Path | str) -> Examination:
@@ -94,13 +96,14 @@ def examine_store(connection: Connection, config: JobConfig, folder: Path) -> Ex
         config: of the run.
         folder: of the run, for the size of its files and what its disk has left.
     """
-    rows, facts = readable_metrics(connection).rows, store_facts(connection)
+    (rows, damaged), facts = readable_metrics(connection), store_facts(connection)
     known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]
     if known:
         known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
     found = findings_of(known, JobSize.of(config), config.players.rivals)
     shown = [_with_episodes(connection, finding) for finding in found]
-    return Examination(step=int(known[-1]["step"]) if known else 0, steps=config.steps, findings=tuple(shown))
+    newest = int(known[-1]["step"]) if known else 0
+    return Examination(step=newest, steps=config.steps, findings=tuple(shown), damaged=tuple(damaged))
 
 
 def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import orjson
@@ -206,9 +207,10 @@ def _readable_row(step: int, data: Any) -> dict[str, float] | None:
         return None
     if not isinstance(row, dict) or row.get("step") != step:
         return None
-    if not all(value is None or isinstance(value, int | float) for value in row.values()):
+    kinds = set(map(type, row.values()))  # of all values together: there may be thousands of rows
+    if not kinds <= {int, float, NoneType}:
         return None
-    return {name: value for name, value in row.items() if value is not None}
+    return row if NoneType not in kinds else {name: value for name, value in row.items() if value is not None}
 
 
 def is_finished(connection: Connection, step: int) -> bool:

@@ -108,7 +108,7 @@ async def test_of_a_run_with_a_damaged_record_the_rest_is_there(pair, script, ca
     assert "Traceback" not in said.err
 
 
-def test_what_is_damaged_is_said(pair):
+def test_what_is_damaged_is_said(pair, capsys):
     _, bad = pair
     execute(
         bad,
@@ -121,6 +121,8 @@ def test_what_is_damaged_is_said(pair):
     assert "metrics of step 4" in read_step(bad, 4).events[0].data["text"]
     assert UNKNOWN_CREDIT in episode_answer(bad, read_reading(bad, "train-000000-01")).notes
     assert UNKNOWN_CREDIT in read_group(bad, "train", 0).notes
+    assert main(["doctor", str(bad.folder)]) == 0
+    assert "damaged, and not looked at: the metrics of steps 4" in capsys.readouterr().out
 
 
 def test_a_damaged_warning_says_so_among_the_rest(pair):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -124,15 +123,10 @@ def test_an_adapter_of_the_hub_is_refused_because_it_names_any_folder_as_its_bas
         exact_model("org/adapter")
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_who_looks_at_a_run_asks_no_hub_for_the_model_that_its_folder_names(monkeypatch, hub, tmp_path, adapter):
+def test_who_looks_at_a_run_asks_no_hub_for_the_model_that_its_folder_names(monkeypatch, hub):
     monkeypatch.setattr(constants, "ENDPOINT", hub)
     monkeypatch.setattr(Hub, "asked", [])
-    model = "org/named-by-a-run"
-    if adapter:
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model}))
-        model = str(tmp_path)
-    config = parse_config({"name": "a", "policies": {"policy": {"model": model}}})
-    with pytest.raises(ModelError, match=r"not in the hub's cache|can't be|adapter"):
+    config = parse_config({"name": "a", "policies": {"policy": {"model": "org/named-by-a-run"}}})
+    with pytest.raises(ModelError, match="not in the hub's cache"):
         token_text(config, "policy")
     assert Hub.asked == []
