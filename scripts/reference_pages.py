@@ -77,7 +77,7 @@ def doctor_page() -> str:
         "## Signs",
         "",
         f"`now` is a mean of the last {RECENT} steps, `first` of the run's first {RECENT}; a job of fewer steps is "
-        f"judged by all for `equal_rewards`, `truncated` and `workers_fail`. "
+        f"judged by all for `equal_rewards`, `truncated`, `context_full`, `opponents_paid_alike` and `workers_fail`. "
         f"Trends are looked for in the newest {KEPT} rows. Metrics are those of "
         "[metrics.md](metrics.md).",
         "",

@@ -232,7 +232,9 @@ class Member(Answer):
     trained: bool
     why: str
     advantage: tuple[float, float] | None = Field(None, description="Least and most of its tokens; None: not known.")
-    weight: float | None = Field(None, description="Loss weight of each of its tokens; None: not known.")
+    weight: float | None = Field(
+        None, description="Loss weight of each of its tokens; None: not known, or each policy has another."
+    )
     mean_logprob: float | None = None
     prompt: str = Field("", description="The end of the first prompt: its last message.")
     reply: str = Field("", description="The last reply, or its beginning.")

@@ -12,6 +12,7 @@ from palestra.store.browsing import EpisodeView
 from palestra.tokens import TokenTrie, TrieNode, calls_of_final_answers
 from palestra.types.calls import Chat
 from palestra.types.records import Event, Trajectory
+from palestra.types.states import EpisodeState, GroupState
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def _fate(
     if view.step is None:
         if any(event.kind == "episode_stale" for event in mine):
             return Fate(False, "not trained: it has tokens older than rollout.max_staleness allows; it is played again")
-        return Fate(False, "not trained: it is in no batch yet")
+        return Fate(False, f"not trained: {_in_no_batch(view)}")
     if not config.policies[policy].updates.due(view.step):
         return Fate(False, f"in the batch of step {view.step}, not trained: the policy {policy} is not updated in it")
     for event in mine:
@@ -81,6 +82,17 @@ def _fate(
     return Fate(
         True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{reward:g}' for reward in rewards)}"
     )
+
+
+def _in_no_batch(view: EpisodeView) -> str:
+    """Return why an episode is in no batch."""
+    if view.trajectory.episode.state is EpisodeState.DISCARDED:
+        return f"it was discarded ({view.failed_reason})" if view.failed_reason else "it was discarded"
+    if view.group_state is GroupState.DROPPED:
+        return "its group was dropped and replaced, because too few of its episodes were completed"
+    if view.group_state is GroupState.SKIPPED:
+        return "its group was replaced, because there was nothing to compare in it (algorithm.dynamic_sampling)"
+    return "it is in no batch yet"
 
 
 def _teaches(shares: Sequence[Trajectory], config: JobConfig, policy: str) -> bool:

@@ -288,7 +288,7 @@ def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mappin
     values = [v for credit in credits.values() for v in credit.advantages.get(line.episode_id, {}).values()]
     flat = np.concatenate(values) if values else np.empty(0, np.float32)
     known = flat[~np.isnan(flat)]
-    weights = [w for credit in credits.values() if (w := credit.weights.get(line.episode_id)) is not None]
+    weights = {w for credit in credits.values() if (w := credit.weights.get(line.episode_id)) is not None}
     advantage = (float(known.min()), float(known.max())) if len(known) else None
     if advantage is None and not fate.trained and any(credit.weights for credit in credits.values()):
         advantage = (0.0, 0.0)
@@ -297,7 +297,7 @@ def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mappin
         trained=fate.trained,
         why=fate.why,
         advantage=advantage,
-        weight=weights[0] if weights else None,
+        weight=weights.pop() if len(weights) == 1 else None,
         mean_logprob=mean_logprob(chats),
         prompt=_end(chats[0].messages[-1].text if chats and chats[0].messages else "", EXCERPT),
         reply=_said(chats[-1])[:REPLY] if chats else "",

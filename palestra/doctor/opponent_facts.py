@@ -46,8 +46,11 @@ def opponent_facts(connection: Connection, steps: Collection[int]) -> dict[int, 
 
 
 def _batch(connection: Connection, step: int) -> frozenset[str]:
-    """Return the ids of the episodes that a step has trained."""
-    manifest = read_manifest(connection, step)
+    """Return the ids of the episodes that a step has trained; none where the record of its batch is damaged."""
+    try:
+        manifest = read_manifest(connection, step)
+    except (*UNREADABLE, TypeError, AttributeError):
+        return frozenset()
     return frozenset(() if manifest is None else manifest.episode_ids)
 
 

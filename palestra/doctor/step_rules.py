@@ -20,7 +20,7 @@ GAP = 0.05
 GAP_GROWTH, GAP_GROWN = 10.0, 0.01  # times the gap of the first steps, and nats from which on growth counts
 RATIO = (0.8, 1.25)  # in healthy runs of all algorithms the mean ratio of a step stayed within 0.89 and 1.02
 CLIPPED_ON_POLICY = 0.1  # share of the tokens of the newest policy, none of which would be clipped without a gap
-DRIFT_SHARE = 0.1  # share of the calls that go on from an earlier one
+DRIFT_SHARE = 0.1  # share of all calls
 FORKS = "rollout/forks_"
 
 
@@ -50,7 +50,7 @@ def _no_gradient(history: History) -> str | None:
     if row["train/groups_zero_variance"] >= history.job.groups_per_step or row["train/updates_skipped"]:
         return None
     norm = row.get("train/grad_norm", row.get("train/critic_grad_norm", 0.0))  # a step may train the critic alone
-    if row["train/trained_tokens"] and norm > 0:
+    if row["train/trained_tokens"] and (norm > 0 or _moved_before(row)):
         return None
     if row.get("train/reward_std", 1.0) < EQUAL:  # of an algorithm that compares with more than the group
         return (
@@ -60,6 +60,14 @@ def _no_gradient(history: History) -> str | None:
         f"rewards of step {row['step']:.0f} differ, and its gradient is 0 ({row['train/trained_tokens']:.0f} tokens "
         "were trained)"
     )
+
+
+def _moved_before(row: Row) -> bool:
+    """Return whether updates of a step before its last one, whose gradient the metrics are of, have moved the policy.
+
+    Tokens that the policy sampled itself are clipped only after it has moved. The narrow bounds of gspo then clip all.
+    """
+    return row.get("train/clip_fraction", 0.0) > row.get("train/clip_fraction_on_policy", 1.0)
 
 
 def _updates_skipped(history: History) -> str | None:
@@ -188,7 +196,8 @@ STEP_RULES = (
     Rule(
         code="no_gradient",
         formula="fewer than `rollout.groups_per_step` groups without variance, no update skipped, and "
-        "`train/trained_tokens` = 0 or `train/grad_norm` = 0",
+        "`train/trained_tokens` = 0 or `train/grad_norm` = 0; that norm is of the last update, so not where "
+        "`train/clip_fraction` > `train/clip_fraction_on_policy`: updates before have moved the policy",
         seen=_no_gradient,
         means="all tokens were left out or clipped, or there was nothing to compare",
         remedy="choose tasks that the model solves sometimes, or give partial rewards; where rewards differ, see "

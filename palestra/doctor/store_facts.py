@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from palestra.doctor.opponent_facts import rewards_of_two
+from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.store_rules import CLAIMS, FAILURES, FREE, NEEDED, REASON
 from palestra.store.tables import episodes, groups
 
@@ -22,16 +22,19 @@ LONGEST_REASON = 80  # characters: of the same failure, what differs from one to
 def store_facts(connection: Connection) -> dict[int, dict[str, float]]:
     """Return numbers of the training episodes of each step, by its number.
 
+    Attempts count those of all groups of the step; rewards are those of its batch, as a running job looks at them.
+
     Args:
         connection: from `browse`.
     """
-    columns = (episodes.c.state, episodes.c.attempts, episodes.c.rewards, episodes.c.reason, groups.c.step)
+    columns = (episodes.c.state, episodes.c.attempts, episodes.c.reason, groups.c.step)
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
     wanted = select(*columns).join(groups, of_group).where(episodes.c.kind == "train")
     by_step: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(wanted):
         by_step[row.step].append(row)
-    return {step: _attempts(rows) | rewards_of_two(row.rewards for row in rows) for step, rows in by_step.items()}
+    rewards = opponent_facts(connection, by_step.keys())
+    return {step: _attempts(rows) | rewards[step] for step, rows in by_step.items()}
 
 
 def _attempts(rows: Iterable[Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from palestra.doctor import episodes
 from palestra.doctor.opponent_rules import may_be_opponents
-from palestra.doctor.rule import RECENT, START, History, Row, Rule, in_each, mean
+from palestra.doctor.rule import KEPT, RECENT, START, History, Row, Rule, in_each, mean
 
 REWARD, STD, ENTROPY = "train/reward_mean", "train/reward_std", "train/entropy"
 SURE = 4.0  # standard errors; of a hundred means of three steps, chance brings none so far from the best
@@ -174,8 +174,9 @@ TREND_RULES = (
     ),
     Rule(
         code="reward_oscillates",
-        formula=f"in the last {SWING_STEPS} steps `train/reward_mean` turns ≥ {SWINGS} times after a move of ≥ "
-        f"{SURE:g} σ/√`rollout.groups_per_step` and ≥ {SWING_RANGE:g} of its range",
+        formula=f"in the last {SWING_STEPS} steps `train/reward_mean` moves ≥ {SWINGS} times, by turns up and down, by "
+        f"≥ {SURE:g} σ/√`rollout.groups_per_step` and ≥ {SWING_RANGE:g} of its range in the newest {KEPT} rows; σ is "
+        "the largest `train/reward_std` of these steps",
         seen=_reward_oscillates,
         means="updates overshoot, or the tasks of consecutive steps are of different kinds",
         remedy="lower learning_rate, raise rollout.groups_per_step, or mix the tasks of a step",

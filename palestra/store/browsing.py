@@ -21,9 +21,10 @@ from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
-from palestra.store.tables import RECORDS_TRAINED, SCHEMA, chats, episodes, events, manifests, trained_tokens
+from palestra.store.tables import RECORDS_TRAINED, SCHEMA, chats, episodes, events, groups, manifests, trained_tokens
 from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
+from palestra.types.states import GroupState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,11 +213,13 @@ class EpisodeView:
     Attributes:
         trajectory: the episode and its calls.
         step: the step whose batch it is in; None: it is in none.
+        group_state: of its group's lifecycle; None: it is in no group that is trained or scored.
         failed_reason: why its last attempt that failed did so; None: none has failed.
     """
 
     trajectory: Trajectory
     step: int | None
+    group_state: GroupState | None
     failed_reason: str | None
 
 
@@ -230,10 +233,16 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
+    state = connection.execute(
+        select(groups.c.state).where(
+            groups.c.kind == found.episode.kind, groups.c.group_index == found.episode.group_index
+        )
+    ).scalar()
     reason = connection.execute(select(episodes.c.reason).where(episodes.c.episode_id == episode_id)).scalar()
     return EpisodeView(
         trajectory=found,
         step=step,
+        group_state=None if state is None else GroupState(state),
         failed_reason=reason,
     )
 

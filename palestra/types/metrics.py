@@ -154,8 +154,8 @@ METRICS = (
     Metric(
         "rollout/drift_share",
         "ratio",
-        "Share of the trained policy's calls that went on from an earlier one, and could not start with its exact "
-        "tokens.",
+        "Calls of the trained policy that went on from an earlier one, and could not start with its exact tokens / all "
+        "of its calls.",
     ),
     *(
         Metric(f"rollout/forks_{reason.value}", "calls", f"Calls that forked: {MEANINGS[reason]}.")

@@ -23,7 +23,9 @@ from palestra.store.calls import read_trajectory
 from palestra.store.search import EpisodeFilter
 from palestra.store.trained_tokens import TrainedCall
 from palestra.types.forks import MEANINGS, ForkReason
-from unit.building import make_train_batch, open_store
+from palestra.types.records import Task
+from palestra.types.states import GroupState
+from unit.building import FakeClock, make_train_batch, open_store
 from unit.dashboard.recorded import REWARDS, VERSION, calls_of, config, nan_equal, record
 
 MODES = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
@@ -173,6 +175,29 @@ async def test_what_is_not_trained_says_why(tmp_path):
     assert "validation episode" in why("validation-000000-00")
     with pytest.raises(NotFound):
         read_reading(run, "train-000009-00")
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (GroupState.DROPPED, "its group was dropped and replaced"),
+        (GroupState.SKIPPED, "there was nothing to compare in it"),
+        (None, "it is in no batch yet"),
+    ],
+)
+async def test_what_no_batch_will_ever_have_is_not_said_to_wait_for_one(tmp_path, state, why):
+    run = await record(tmp_path)
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.groups.register("train", 3, 6, Task(task_id="more", data={}), 2)
+        first = await store.episodes.claim("w", "more0", None, "train-000003-00")
+        await store.episodes.end(first.episode_id, first.fence, {"agent": 1.0}, None, {})
+        second = await store.episodes.claim("w", "more1", None, "train-000003-01")
+        await store.episodes.abort(second.episode_id, second.fence, "not_scored: None", True)
+        if state is not None:
+            await store.groups.settle("train", 3, state)
+    found = {name: episode_answer(run, read_reading(run, name)).why for name in (first.episode_id, second.episode_id)}
+    assert why in found[first.episode_id]
+    assert found[second.episode_id] == "not trained: it was discarded (not_scored: None)"
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,22 @@ async def test_a_step_a_group_and_an_episode_say_whose_tokens_are_trained(folder
     assert any("black: in the batch of step 2, not trained: the policy black is not updated in it" in w for w in whys)
 
 
+async def test_an_episode_of_two_policies_has_one_loss_weight_only_where_both_weigh_its_tokens_alike(tmp_path):
+    """The policies of a token have loss weights of their own, and none of them is that of the episode."""
+    policies = {"white": {"algorithm": {"name": "rloo", "loss_agg_mode": "token-mean"}}, "black": {}}
+    settings = config(policies=policies, roles=ROLES, run_dir=str(tmp_path))
+    await ScriptedJob(tmp_path, settings).run()
+    (tmp_path / "config.toml").write_text(dump_config(settings))
+    run, seen = Run(name="duel", folder=tmp_path), set()
+    for group in read_step(run, 1).groups:
+        for member in read_group(run, "train", group.group_index).members:
+            credits = read_reading(run, member.line.episode_id).credits
+            known = {credit.weights[member.line.episode_id] for credit in credits.values()} - {None}
+            seen.add(len(known))
+            assert member.weight == (known.pop() if len(known) == 1 else None)
+    assert 2 in seen
+
+
 async def test_the_commands_show_both(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["top", str(folder), "--once"]) == 0

@@ -10,10 +10,13 @@ import pytest
 from palestra.cli.main import main
 from palestra.config import dump_config, parse_config
 from palestra.doctor.examination import examine
+from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound, StoreError
 from palestra.store.browsing import browse
-from palestra.types.records import Task
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import BatchManifest, Task
+from palestra.types.states import GroupState
 from unit.building import FakeClock, make_chat, open_store
 from unit.doctor.curves import run_of
 from unit.learner.scripted_job import ScriptedJob, config
@@ -36,7 +39,15 @@ async def record(folder, change=lambda step: {}, rewards=None) -> None:
                 await store.calls.append(make_chat(name, completion=completion))
                 given = {"agent": float(sample)} if rewards is None else rewards(step, sample)
                 await store.episodes.end(name, 1, given, None, {})
+            await store.log.commit_manifest(manifest_of(step))
             await store.log.put_metrics(step, {k: v for k, v in row.items() if k[:4] not in ("stor", "disk")})
+
+
+def manifest_of(step: int, size: int = 4) -> BatchManifest:
+    """The batch of a step: all episodes of the group that has its number."""
+    names = tuple(f"train-{step:06d}-{sample:02d}" for sample in range(size))
+    versions = {"policy": PolicyVersion(0, step - 1)}
+    return BatchManifest(step=step, versions=versions, episode_ids=names, seed=0, config_digest="d")
 
 
 async def test_a_healthy_run_has_no_finding_and_exits_with_0(tmp_path, capsys):
@@ -114,6 +125,32 @@ async def test_opponents_are_read_from_the_rewards_of_the_episodes(tmp_path):
     assert (finding.code, finding.until) == ("opponents_rise", 8)
     assert "black from 0 to 1" in finding.seen
     assert len(finding.episodes) == 4
+
+
+async def test_a_group_that_was_dropped_says_nothing_of_opponents_as_in_the_running_job(tmp_path):
+    """Its episodes are not in the batch: here both agents of most of them were paid by mistake."""
+    await record(tmp_path, rewards=lambda step, sample: {"a": float(sample % 2), "b": 1.0 - sample % 2})
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.groups.register("train", 9, 3, Task(task_id="t9", data={}), 8)
+        for sample in range(8):
+            claimed = await store.episodes.claim("w", f"d{sample}", None, f"train-000009-0{sample}")
+            await store.episodes.end(claimed.episode_id, claimed.fence, {"a": sample % 2, "b": sample % 2}, None, {})
+        await store.groups.settle("train", 9, GroupState.DROPPED)
+    with browse(tmp_path / "run.db") as connection:
+        facts = store_facts(connection)
+        told = opponent_facts(connection, [3])[3]
+    assert facts[3]["store/claims"] == 12
+    assert (facts[3]["store/reward_correlation"], facts[3]["store/constant_sum_share"]) == (-1.0, 1.0)
+    assert told.items() <= facts[3].items()
+
+
+async def test_a_damaged_batch_leaves_the_findings_of_the_others(tmp_path):
+    await record(tmp_path, rewards=lambda step, sample: {"a": float(sample % 2), "b": 1.0 - sample % 2})
+    with sqlite3.connect(tmp_path / "run.db") as store:
+        store.execute("UPDATE manifests SET episode_ids = '[' WHERE step = 3")
+    with browse(tmp_path / "run.db") as connection:
+        facts = store_facts(connection)
+    assert [step for step in facts if "store/reward_correlation" in facts[step]] == [1, 2, 4, 5, 6, 7, 8]
 
 
 async def test_a_disk_with_less_room_than_the_run_needs_is_a_finding(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from palestra.doctor.rule import JobSize
 from palestra.doctor.store_facts import store_facts
 from palestra.store.browsing import browse
 from palestra.types.metrics import by_policy
+from palestra.types.records import BatchManifest
 from unit.building import TASK, open_store
 from unit.doctor.curves import run_of
 
@@ -236,6 +237,10 @@ async def test_the_correlation_is_that_of_the_episodes_rewards(tmp_path):
                 episode = await store.episodes.claim("w", f"{step}-{number}", None)
                 rewards = {"agent": float(agent), "opponent": float(opponent)}
                 await store.episodes.end(episode.episode_id, episode.fence, rewards, None, {})
+            names = tuple(f"train-{step:06d}-{number:02d}" for number in range(len(pairs)))
+            await store.log.commit_manifest(
+                BatchManifest(step=step, versions={}, episode_ids=names, seed=0, config_digest="d")
+            )
     with browse(next(tmp_path.rglob("run.db"))) as connection:
         facts = store_facts(connection)
     assert [facts[step].get(TOGETHER) for step in (1, 2, 3)] == [pytest.approx(-1), pytest.approx(1), None]

@@ -110,6 +110,16 @@ def test_a_gradient_of_0_is_said_with_whether_the_rewards_differ():
         assert said in warning.text
 
 
+def test_a_last_gradient_of_0_is_no_sign_where_updates_before_have_moved_the_policy():
+    """As of `gspo` with two epochs: all tokens are clipped in the second one, because the first has moved it."""
+    last = {"train__grad_norm": 0.0, "train__clip_fraction": 1.0}
+    assert codes([row(1, **last, train__clip_fraction_on_policy=0.0)]) == []
+    assert codes([row(1, **last, train__clip_fraction_on_policy=1.0)]) == ["no_gradient"]
+    assert codes([row(1, **last)]) == ["no_gradient"]
+    nothing = last | {"train__trained_tokens": 0.0}
+    assert codes([row(1, **nothing, train__clip_fraction_on_policy=0.0)]) == ["no_gradient"]
+
+
 def test_replies_that_are_all_cut():
     assert codes(repeated(RECENT, rollout__truncated_share=1.0)) == ["truncated"]
     assert codes(repeated(RECENT - 1, rollout__truncated_share=1.0)) == []
