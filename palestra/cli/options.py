@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from palestra.errors import ConfigError, NotFound
+from palestra.extras import missing_extra
 from palestra.terminal import printable
 
 if TYPE_CHECKING:
@@ -248,7 +249,8 @@ def load_function(reference: str) -> Any:
             sys.path.insert(0, "")
             module = importlib.import_module(place)
     except ImportError as error:
-        raise ConfigError(f"{reference}: {error}") from error
+        lacking = missing_extra(error) if isinstance(error, ModuleNotFoundError) else None
+        raise ConfigError(f"{reference}: {lacking or error}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{place} has no {name!r}")
     return getattr(module, name)
