@@ -262,3 +262,5 @@ def test_rewards_by_name_are_shown_with_the_episode(tmp_path, capsys):
     capsys.readouterr()
     main(["episodes", str(tmp_path / "run"), "train-000000-00"])
     assert "\nright not scored; short 0.25\n" in capsys.readouterr().out
+    main(["episodes", str(tmp_path / "run"), "train-000000-00", "--json"])
+    assert json.loads(capsys.readouterr().out)["named_rewards"] == {"right": None, "short": 0.25}
