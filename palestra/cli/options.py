@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from palestra.errors import ConfigError, NotFound
-from palestra.extras import missing_extra
 from palestra.terminal import printable
 
 if TYPE_CHECKING:
@@ -249,8 +248,7 @@ def load_function(reference: str) -> Any:
             sys.path.insert(0, "")
             module = importlib.import_module(place)
     except ImportError as error:
-        lacking = missing_extra(error) if isinstance(error, ModuleNotFoundError) else None
-        raise ConfigError(f"{reference}: {lacking or error}") from error
+        raise ConfigError(f"{reference}: {error}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{place} has no {name!r}")
     return getattr(module, name)
