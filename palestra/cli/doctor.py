@@ -81,7 +81,7 @@ def _print_failures(folder: Path) -> None:
     for episode in found:
         if episode.reason is not None:
             _paragraph("discarded", f"{episode.episode_id}: {episode.reason}")
-            _paragraph("all of them", f"palestra episodes {folder} --state discarded")
+            _paragraph("all", f"palestra episodes {folder} --state discarded")
 
 
 def _when(finding: Finding) -> str:

@@ -253,6 +253,7 @@ def test_a_reward_function_that_fails_is_shown_with_one_traceback_and_by_the_doc
     said = " ".join(capsys.readouterr().out.split())
     assert "no step is finished yet discarded train-" in said
     assert "KeyError: " in said
+    assert f" all palestra episodes {tmp_path}" in said
     assert "in reward)" in said
 
 
