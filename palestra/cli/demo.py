@@ -28,6 +28,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run `recipes/addition.py` of the checkout, or of the installed package."""
+    from palestra.runtime import training  # noqa: F401 - where the client alone is installed, says what to install
+
     here = Path(__file__).parent
     for folder in (here.parents[1] / "recipes", here / "recipes"):  # a checkout; an installed package
         if (folder / "addition.py").is_file():

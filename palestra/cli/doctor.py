@@ -57,6 +57,7 @@ def _print(folder: Path, found: Examination) -> None:
         say(f"damaged, and not looked at: the metrics of steps {', '.join(map(str, found.damaged))}")
     if not found.step:
         say(f"{folder}: no step is finished yet")
+        _print_failures(folder)
         return
     number = len(found.findings)
     what = "nothing found" if not number else f"{number} finding{'s' if number > 1 else ''}"
@@ -70,6 +71,19 @@ def _print(folder: Path, found: Examination) -> None:
         _paragraph("try", finding.remedy)
         if finding.episodes:
             _paragraph("episodes", ", ".join(finding.episodes))
+
+
+def _print_failures(folder: Path) -> None:
+    """Print why the newest discarded episode failed: before the first step there are no metrics that could show it."""
+    from palestra.store.browsing import browse, list_episodes
+    from palestra.types.states import EpisodeState
+
+    with browse(folder / "run.db") as connection:
+        found = list_episodes(connection, None, EpisodeState.DISCARDED, 1)
+    for episode in found:
+        if episode.reason is not None:
+            _paragraph("discarded", f"{episode.episode_id}: {episode.reason}")
+            _paragraph("all", f"palestra episodes {folder} --state discarded")
 
 
 def _when(finding: Finding) -> str:

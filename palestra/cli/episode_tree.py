@@ -41,8 +41,8 @@ def _totals(chats: Collection[Chat], trie: TokenTrie) -> str:
     seen = sum(chat.tokens for chat in chats)
     drift = sum(chat.fork is not None and chat.fork.reason.is_drift for chat in chats)
     return (
-        f"{len(chats)} calls, {len(trie):,} distinct tokens of {seen:,} that the model saw, {sampled:,} sampled, "
-        f"{drift} forked from their history"
+        f"{len(chats)} call{'s' * (len(chats) != 1)}, {len(trie):,} distinct tokens of {seen:,} that the model saw, "
+        f"{sampled:,} sampled, {drift} forked from their history"
     )
 
 

@@ -88,6 +88,11 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
     if episode.rewards is not None and len(episode.rewards) > 1:
         console.print(Text("; ".join(f"{agent} earned {reward:g}" for agent, reward in episode.rewards.items())))
+    if episode.named_rewards:
+        named = (
+            f"{name} {'not scored' if n is None else f'{n:g}'}" for name, n in sorted(episode.named_rewards.items())
+        )
+        console.print(Text("; ".join(named)))
     console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
     if episode.players:
         console.print(Text("; ".join(f"{role} is played by {name}" for role, name in episode.players.items())))

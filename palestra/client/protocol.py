@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,8 +148,9 @@ def _number(value: Any) -> float:
     except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for a tensor of several numbers
         number = math.nan
     if not math.isfinite(number):
+        why = "was not awaited" if inspect.iscoroutine(value) else "is neither"
         raise InvalidRequest(
-            f"a reward is a finite number, or None for an episode that is not to be scored; {value!r:.60} is neither",
+            f"a reward is a finite number, or None for an episode that is not to be scored; {value!r:.60} {why}",
             "reward",
         )
     return number
@@ -256,7 +258,7 @@ def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskB
 def _task_body(row: Mapping[str, Any]) -> TaskBody:
     if not isinstance(row, Mapping):
         raise InvalidRequest(
-            f"a task is a JSON object, such as {{'text': {str(row)[:40]!r}}}; {row!r:.60} is a {type(row).__name__}",
+            f"a task is a JSON object, such as {{'prompt': {str(row)[:40]!r}}}; {row!r:.60} is a {type(row).__name__}",
             "tasks",
         )
     data = dict(row)

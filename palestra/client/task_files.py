@@ -71,7 +71,9 @@ def _task(line: bytes, place: str) -> TaskBody:
             raise TypeError(f"a task is a JSON object, this is a {type(data).__name__}")
         return named_task(data)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON: {error.msg}") from error
+        raise ConfigError(
+            f"{place}: not valid JSON: {error.msg}; a file of tasks has one JSON object a line"
+        ) from error
     except ValidationError as error:
         raise ConfigError(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
     except (UnicodeDecodeError, RecursionError, TypeError) as error:

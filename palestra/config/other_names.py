@@ -18,6 +18,8 @@ TRL: Mapping[str, str] = {
     "num_generations": "rollout.group_size",
     "num_iterations": "algorithm.epochs",
     "output_dir": "run_dir",
+    "peft_config": "policies.NAME.adapter",
+    "report_to": "tracking",
     "save_steps": "checkpoint.every_steps",
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "algorithm.advantage_scale",

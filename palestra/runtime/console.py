@@ -125,7 +125,8 @@ class Console:
         chosen = f" --policy {self._config.players.default}" if self._config.trains_several else ""
         self._out.print(
             "next:   "
-            f"palestra episodes {folder}   what was played, token by token\n"
+            f"palestra dashboard {folder}   curves, groups, episodes and tokens in the browser\n"
+            f"        palestra episodes {folder}   what was played, token by token\n"
             f"        palestra export {folder} my-model{chosen}   the trained model as a folder of its own"
         )
 
@@ -149,7 +150,11 @@ class Console:
 
     def _headline(self) -> str:
         budget = self._config.token_budget
-        until = f"{self._config.steps} steps" if budget is None else f"{budget:,} sampled tokens"
+        until = (
+            f"{self._config.steps} step{'s' * (self._config.steps != 1)}"
+            if budget is None
+            else f"{budget:,} sampled tokens"
+        )
         return f"{models_of(self._config)}, {until}; tok/s: prompts and replies"
 
     def _say(self, text: str) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import palestra
 from palestra import JobConfig, RolloutResult, RolloutSpec
+from palestra.cli.main import main
 from palestra.client import worker
 from palestra.envs import Environment
 from palestra.errors import EngineFailure, InvalidRequest, RolloutFailed
@@ -236,3 +237,31 @@ def test_an_environment_of_your_own_may_give_rewards_by_name(tmp_path):
     assert result.metrics[-1]["train/rewards/right"] == 1.0
     assert "train/rewards/short" not in result.metrics[-1]
     assert {row["named_rewards"] for row in episodes(tmp_path)} == {'{"right":1.0,"short":null}'}
+
+
+def test_a_reward_function_that_fails_is_shown_with_one_traceback_and_by_the_doctor(tmp_path, caplog, capsys):
+    def reward(task, answer):
+        raise KeyError(task["prompt"])
+
+    small = config(tmp_path, rollout={"group_size": 2, "groups_per_step": 1})
+    with pytest.raises(EngineFailure, match="KeyError"):
+        palestra.train(reward=reward, tasks=[{"prompt": str(n)} for n in range(4)], config=small, quiet=True)
+    lines = [record for record in caplog.records if "environment_failed" in record.getMessage()]
+    assert len(lines) > 3
+    assert [bool(record.exc_info and record.exc_info[0]) for record in lines] == [True] + [False] * (len(lines) - 1)
+    assert main(["doctor", str(tmp_path / "run")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no step is finished yet discarded train-" in said
+    assert "KeyError: " in said
+    assert f" all palestra episodes {tmp_path}" in said
+    assert "in reward)" in said
+
+
+def test_rewards_by_name_are_shown_with_the_episode(tmp_path, capsys):
+    rewards = {"short": lambda task, answer: 0.25, "right": lambda task, answer: None}
+    palestra.train(reward=rewards, tasks=[{"prompt": "?"}], config=config(tmp_path, steps=1), quiet=True)
+    capsys.readouterr()
+    main(["episodes", str(tmp_path / "run"), "train-000000-00"])
+    assert "\nright not scored; short 0.25\n" in capsys.readouterr().out
+    main(["episodes", str(tmp_path / "run"), "train-000000-00", "--json"])
+    assert json.loads(capsys.readouterr().out)["named_rewards"] == {"right": None, "short": 0.25}

@@ -87,6 +87,7 @@ def test_what_it_does_not_have_it_names_with_what_to_install(installed, tmp_path
     assert run(installed / "env/bin/palestra", "worker", "--help").returncode == 0
     (tmp_path / "job.toml").write_text("steps = 1\n")
     for words in (
+        ("demo",),
         ("run", "job.toml"),
         ("train", "agent:rollout"),
         ("episodes", "runs/job"),

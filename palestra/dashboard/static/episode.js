@@ -40,6 +40,7 @@ export async function episodeView({ run, rest, query }) {
       line.reason ? h("p", { class: "note" }, `Given back or discarded: ${visible(line.reason)}`) : null,
       found.notes.map((note) => h("p", { class: "note" }, note)),
       h("div", { class: "tiles" }, tile("reward", number(line.reward, 4)), several.agents && line.rewards ? Object.entries(line.rewards).map(([agent, reward]) => tile(agent, number(reward, 4))) : null,
+        Object.entries(found.named_rewards ?? {}).map(([which, reward]) => tile(which, reward === null ? "not scored" : number(reward, 4), "Part of the reward")),
         tile("calls", whole(calls.length)), tile("sampled tokens", whole(line.tokens)), tile("distinct tokens", whole(found.distinct_tokens), "That the model saw, each once"), tile("time", duration(seconds))),
       h("div", { class: "columns" },
         h("aside", {}, h("section", {}, h("h2", {}, "Task ", copyable(line.task_id)), box(pretty(found.task)),

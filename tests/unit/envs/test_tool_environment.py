@@ -219,3 +219,15 @@ def test_functions_by_name_return_a_number_each_and_have_names_that_fit():
         ConfigError, match=r"`reward` has the type dict; give a function .* or a dict of such functions"
     ):
         resolve_rollout(JobConfig(), None, None, {"right": 1.0})
+
+
+def test_a_text_and_what_was_not_awaited_are_no_rewards():
+    async def score():
+        return 1.0
+
+    with pytest.raises(InvalidEnvironment, match=r"returned '1\.0', which is no reward: a reward is a number"):
+        reward_function(lambda task, answer: "1.0")({}, "")
+    pending = score()
+    with pytest.raises(InvalidEnvironment, match="which is no reward: it was not awaited"):
+        reward_function(lambda task, answer: pending)({}, "")
+    pending.close()

@@ -11,6 +11,10 @@ from palestra.errors import ConfigError
 from palestra.runtime import training
 
 
+def by_length(task, answer):
+    return float(len(answer))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -22,6 +26,12 @@ from palestra.runtime import training
         ({"rollout": Gomoku}, "Gomoku is an environment, not a rollout function; give environment=Gomoku"),
         ({"rollout": Gomoku()}, "give environment=Gomoku"),
         ({"rollout": 3}, "`rollout` has the type int; give a function"),
+        ({"rollout": lambda task: 1.0}, "can't be called as <lambda>(task, endpoint): too many positional arguments"),
+        ({"rollout": lambda task, endpoint, *, key: 1.0}, "missing a required argument: 'key'"),
+        (
+            {"rollout": None, "reward": lambda answer: 1.0},
+            "(answer) can't be called as <lambda>(task, answer): too many",
+        ),
         ({"rollout": None}, "nothing says what is played"),
         ({"environment": Gomoku}, "said more than once, by rollout and environment;"),
         ({"environment": "gomoku"}, "said more than once, by rollout and environment.name = 'gomoku'"),
@@ -30,17 +40,17 @@ from palestra.runtime import training
             "each episode needs its own; give the class Gomoku, or `lambda: Gomoku(…)`",
         ),
         ({"rollout": None, "reward": 3}, "`reward` has the type int; give a function"),
-        ({"rollout": None, "reward": len}, "`tasks`, task 0: the task has no key `prompt`; it has 'a'"),
+        ({"rollout": None, "reward": by_length}, "`tasks`, task 0: the task has no key `prompt`; it has 'a'"),
         (
             {
                 "rollout": None,
-                "reward": len,
+                "reward": by_length,
                 "tasks": [{"prompt": "?"}, {"prompt": [{"role": "user", "content": "?"}]}],
             },
             "`tasks`, task 1: the task's `prompt` has the type list, and is asked as one message of the user",
         ),
         (
-            {"rollout": None, "reward": len, "tasks": [{"prompt": "?"}], "validation_tasks": [{}]},
+            {"rollout": None, "reward": by_length, "tasks": [{"prompt": "?"}], "validation_tasks": [{}]},
             "`validation_tasks`, task 0: the task has no key `prompt`",
         ),
         ({"model": 3}, "`model` has the type int; give the name of a model"),
