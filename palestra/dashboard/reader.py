@@ -92,6 +92,8 @@ class Reader:
         self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
         self._searches = {run.name: _Turn() for run in runs}
         self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
+        # By run: what its findings need of the episodes of finished steps. Searches, one at a time, use it.
+        self._facts: dict[str, dict[int, dict[str, float]]] = {run.name: {} for run in runs}
         self._readings: OrderedDict[tuple[str, str], tuple[tuple[int, ...], EpisodeReading]] = OrderedDict()
 
     def run(self, name: str) -> Run:
@@ -180,7 +182,10 @@ class Reader:
         Raises:
             StoreUnreachable, StoreError: see `read`.
         """
-        return await self._findings.get(run.name, lambda: self.search(run, lambda: read_findings(run)))
+        return await self._findings.get(run.name, lambda: self._find(run))
+
+    async def _find(self, run: Run) -> FindingsAnswer:
+        return await self.search(run, lambda: read_findings(run, self._facts[run.name]))
 
     async def described_all(self) -> list[RunAnswer]:
         """Return how far each run is; one that takes too long is said to be unreadable."""
