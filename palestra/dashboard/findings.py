@@ -10,15 +10,16 @@ from palestra.doctor.examination import examine_store
 from palestra.doctor.rules import RULES
 
 
-def read_findings(run: Run) -> FindingsAnswer:
+def read_findings(run: Run, kept: dict[int, dict[str, float]]) -> FindingsAnswer:
     """Return what the rules find in all steps of a run.
 
     Args:
         run: of the page.
+        kept: what was read of finished steps before; see `examine_store`.
     """
     config = run.config
     with run.open() as connection:
-        found = examine_store(connection, config, run.folder)
+        found = examine_store(connection, config, run.folder, kept)
     return FindingsAnswer(
         run=run.name,
         step=found.step,

@@ -106,6 +106,8 @@ class Reader:
         self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
         self._searches = {run.name: _Turn() for run in runs}
         self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
+        # By run: its `begun`, and what its findings need of the episodes of finished steps. Searches, one at a time, use it.
+        self._facts: dict[str, tuple[tuple[int, ...], dict[int, dict[str, float]]]] = {}
         self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
 
     def run(self, name: str) -> Run:
@@ -194,7 +196,18 @@ class Reader:
         Raises:
             StoreUnreachable, StoreError: see `read`.
         """
-        return await self._findings.get(run.name, lambda: self.search(run, lambda: read_findings(run)))
+        return await self._findings.get(run.name, lambda: self._find(run))
+
+    async def _find(self, run: Run) -> FindingsAnswer:
+        return await self.search(run, lambda: read_findings(run, self._facts_of(run)))
+
+    def _facts_of(self, run: Run) -> dict[int, dict[str, float]]:
+        """Return what is kept of a run's episodes, nothing once another run has its folder."""
+        begun = run.begun
+        known = self._facts.get(run.name)
+        if known is None or known[0] != begun:
+            known = self._facts[run.name] = (begun, {})
+        return known[1]
 
     async def described_all(self) -> list[RunAnswer]:
         """Return how far each run is; one that takes too long is said to be unreadable."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,15 +88,20 @@ def examine(folder: Path | str) -> Examination:
         return examine_store(connection, config, folder)
 
 
-def examine_store(connection: Connection, config: JobConfig, folder: Path) -> Examination:
+def examine_store(
+    connection: Connection, config: JobConfig, folder: Path, kept: dict[int, dict[str, float]] | None = None
+) -> Examination:
     """Return what the rules say about a run whose store is open.
 
     Args:
         connection: from `browse`.
         config: of the run.
         folder: of the run, for the size of its files and what its disk has left.
+        kept: numbers of the episodes of finished steps, which the last examination has left there, and to which this
+            one adds; None: all episodes of the run are read.
     """
-    (rows, damaged), facts = readable_metrics(connection), store_facts(connection)
+    rows, damaged = readable_metrics(connection)
+    facts = _facts(connection, {} if kept is None else kept, int(rows[-1]["step"]) if rows else 0)
     known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]
     if known:
         known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
@@ -104,6 +109,15 @@ def examine_store(connection: Connection, config: JobConfig, folder: Path) -> Ex
     shown = [_with_episodes(connection, finding) for finding in found]
     newest = int(known[-1]["step"]) if known else 0
     return Examination(step=newest, steps=config.steps, findings=tuple(shown), damaged=tuple(damaged))
+
+
+def _facts(connection: Connection, kept: dict[int, dict[str, float]], newest: int) -> Mapping[int, Mapping[str, float]]:
+    """Return the numbers of the episodes of each finished step, and keep them: trained episodes do not change."""
+    if max(kept, default=0) > newest:
+        kept.clear()  # the job was resumed from an earlier checkpoint, and trains these steps again
+    found = store_facts(connection, max(kept, default=0))
+    kept.update((step, facts) for step, facts in found.items() if step <= newest)
+    return kept
 
 
 def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -> list[Finding]:

@@ -19,17 +19,18 @@ ON_PURPOSE = ("not_scored", "cancelled")
 LONGEST_REASON = 80  # characters: of the same failure, what differs from one to the next stands behind
 
 
-def store_facts(connection: Connection) -> dict[int, dict[str, float]]:
+def store_facts(connection: Connection, after: int = 0) -> dict[int, dict[str, float]]:
     """Return numbers of the training episodes of each step, by its number.
 
     Attempts count those of all groups of the step; rewards are those of its batch, as a running job looks at them.
 
     Args:
         connection: from `browse`.
+        after: only later steps.
     """
     columns = (episodes.c.state, episodes.c.attempts, episodes.c.reason, groups.c.step)
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
-    wanted = select(*columns).join(groups, of_group).where(episodes.c.kind == "train")
+    wanted = select(*columns).join(groups, of_group).where(episodes.c.kind == "train", groups.c.step > after)
     by_step: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(wanted):
         by_step[row.step].append(row)

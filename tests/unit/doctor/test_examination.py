@@ -8,7 +8,8 @@ import sqlite3
 import pytest
 
 from palestra.cli.main import main
-from palestra.config import dump_config, parse_config
+from palestra.config import dump_config, load_config, parse_config
+from palestra.doctor import examination
 from palestra.doctor.examination import examine
 from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.store_facts import disk_facts, store_facts
@@ -196,6 +197,47 @@ async def test_a_run_of_a_newer_version_and_a_damaged_one_are_one_line(tmp_path,
     (tmp_path / "run.db").write_bytes(b"no database" * 1000)
     assert main(["doctor", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+async def test_episodes_of_finished_steps_are_read_once(tmp_path, monkeypatch):
+    await record(tmp_path)
+    kept, config = {}, load_config(tmp_path / "config.toml")
+    read: list[list[int]] = []
+
+    def counted(connection, after):
+        found = store_facts(connection, after)
+        read.append(list(found))
+        return found
+
+    monkeypatch.setattr(examination, "store_facts", counted)
+
+    async def fail(step: int, finished: bool) -> None:
+        with open_store(tmp_path, FakeClock()) as store:
+            await store.groups.register("train", step, step, Task(task_id=f"t{step}", data={}), 6)
+            for sample in range(6):
+                name = f"train-{step:06d}-0{sample}"
+                claimed = await store.episodes.claim("w", name, None, name)
+                await store.episodes.abort(claimed.episode_id, claimed.fence, "agent_failed: -", True)
+            if finished:
+                row = run_of(step)[-1]
+                await store.log.put_metrics(step, {k: v for k, v in row.items() if k[:4] not in ("stor", "disk")})
+
+    def both() -> list[str]:
+        with browse(tmp_path / "run.db") as connection:
+            found, fresh = (examination.examine_store(connection, config, tmp_path, facts) for facts in (kept, None))
+        assert found == fresh
+        return [finding.code for finding in found.findings]
+
+    assert both() == []
+    await fail(9, finished=False)
+    assert both() == []
+    await fail(10, finished=True)
+    assert both() == ["workers_fail"]
+    assert [steps for steps in read[::2]] == [list(range(1, 9)), [9], [9, 10]]
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.log.restore_metrics(8)
+    assert both() == []
+    assert read[-2] == list(range(1, 11)), "a job that was resumed is read anew"
 
 
 async def test_damaged_rows_leave_the_rest(tmp_path):
