@@ -47,7 +47,7 @@ def unreadable(run: Run, why: str) -> RunAnswer:
         run: of the page.
         why: for people.
     """
-    return RunAnswer(run=run.name, title=run.name, folder=str(run.folder), state="unreadable", reason=why)
+    return RunAnswer(run=run.name, title=run.title or run.name, folder=str(run.folder), state="unreadable", reason=why)
 
 
 def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer:
@@ -70,7 +70,7 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         counts.setdefault(kind, {})[of_state] = found
     return RunAnswer(
         run=run.name,
-        title=run.name,
+        title=run.title or run.name,
         folder=str(run.folder),
         kind=config.kind,
         state=state,
@@ -88,7 +88,7 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         tokens_per_second=newest_value(rows, "rollout/tokens_per_second"),
         episodes=counts,
         warnings=_warnings(connection),
-        serve=serve_command(run, config),
+        serve=serve_command(run, config) if run.serve is None else run.serve,
         started_at=first,
         changed_at=last,
         last_event=number,

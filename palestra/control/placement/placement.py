@@ -77,7 +77,7 @@ class Decision:
 
     Attributes:
         starts: the jobs that start now.
-        waiting: reason by job.
+        waiting: reason by job, in the order of their turns.
         impossible: reason by job that can never start, even on an empty cluster.
         again_at: when the same call could start a job if nothing else happens, Unix seconds; None: never.
     """

@@ -21,7 +21,7 @@ from palestra.dashboard.server import create_page_app
 from palestra.dashboard.streams import Streams
 from palestra.errors import ServerStopping
 from palestra.http.sse import follow
-from unit.dashboard.recorded import record
+from unit.dashboard.recorded import allowed, record
 
 
 def add_events(run: Run, *numbers: int) -> None:
@@ -48,7 +48,7 @@ def opened(runs: list[Run]) -> tuple[Streams, asyncio.Event]:
 
 
 async def read(streams: Streams, after: dict[str, int], wait: bool = False) -> list[tuple[str, int]]:
-    chunks = [chunk async for chunk in follow(streams.look(after, lambda: None), wait)]
+    chunks = [chunk async for chunk in follow(streams.look(after, allowed), wait)]
     events = [json.loads(chunk.partition(b"data: ")[2]) for chunk in chunks]
     return [(event["run"], event["event_id"]) for event in events]
 
