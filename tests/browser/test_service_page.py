@@ -257,7 +257,7 @@ def test_a_key_that_is_revoked_while_the_page_is_open_opens_nothing_more(service
     page.wait_for_selector("#places >> text=admin")
 
 
-def test_a_server_that_was_gone_is_followed_again_and_no_change_is_missing_or_doubled(
+def test_a_server_that_was_gone_is_followed_again_and_no_change_is_missing_or_twice(
     service, admin, page_of, long_job
 ):
     page = page_of(admin)
