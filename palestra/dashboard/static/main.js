@@ -40,7 +40,7 @@ async function show() {
     if (error instanceof Refused && (error.status === 401 || (error.status === 403 && service === null))) {
       service?.end();
       await session.ask(main, error.message);
-      await service?.begin(show);
+      await service?.begin(show, hide);
       return mine === turn || service !== null ? show() : undefined;
     }
     if (!(error instanceof Refused)) console.error(error);
@@ -62,6 +62,12 @@ async function show() {
   if (!first) main.focus({ preventScroll: true });
   performance.mark("palestra-ready");
   document.documentElement.dataset.ready = location.hash || "#/";
+}
+
+// End the view that is shown, which would go on asking.
+function hide() {
+  shown?.dispose?.();
+  shown = null;
 }
 
 function connection() {
@@ -108,7 +114,7 @@ async function start() {
   try {
     if (session.isService()) {
       service = await import("./service/main.js");
-      await service.begin(show);
+      await service.begin(show, hide);
     } else {
       await loadRuns();
     }

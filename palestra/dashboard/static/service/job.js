@@ -5,7 +5,7 @@ import { at, get } from "../api.js";
 import { href } from "../curves.js";
 import { tabs } from "../run.js";
 import { onChange } from "../state.js";
-import { ago, confirmCancel, jobBadge, models, progress, resources, staleLine } from "./parts.js";
+import { ago, confirmCancel, isSelected, jobBadge, models, progress, renewTimes, resources, staleLine } from "./parts.js";
 import { ask, may, OPEN, post, repeat } from "./state.js";
 
 const EVERY = 3000, MOST_SHOWN = 20000;   // characters of a configuration
@@ -19,7 +19,8 @@ export async function jobView({ job: id }) {
     const [job, changes] = await Promise.all([ask(`/jobs/${encodeURIComponent(id)}`), ask(`/jobs/${encodeURIComponent(id)}/changes`)]);
     const run = job.state === "running" ? await get(at(id)).catch(() => undefined) : undefined;
     const now = JSON.stringify([job, changes, run?.step, run?.seconds_left]);
-    if (now === written) return;
+    renewTimes(facts);
+    if (now === written || isSelected(facts)) return;
     written = now;
     shown = job;
     render(job, changes, run);

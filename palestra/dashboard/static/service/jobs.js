@@ -4,7 +4,7 @@ import { clock, whole } from "../format.js";
 import { get } from "../api.js";
 import { href } from "../curves.js";
 import { onChange } from "../state.js";
-import { ago, amount, confirmCancel, jobBadge, models, progress, resources, staleLine } from "./parts.js";
+import { ago, amount, confirmCancel, isSelected, jobBadge, models, progress, renewTimes, resources, staleLine } from "./parts.js";
 import { ask, HOLDING, may, OPEN, repeat, service } from "./state.js";
 
 const STATES = [["", "all"], ["open", "open"], ["queued", "queued"], ["running", "running"], ["completed", "completed"], ["failed", "failed"], ["cancelled", "cancelled"]];
@@ -41,7 +41,8 @@ export async function jobsView({ query }) {
     ]);
     progressOf = new Map(runs.runs.map((run) => [run.run, run]));
     const now = JSON.stringify([page, waiting, cluster, runs.runs.map((run) => [run.run, run.step, run.seconds_left])]);
-    if (now === drawn && document.activeElement !== document.body) return;   // times go on when nothing else has the focus
+    renewTimes(view);
+    if (now === drawn || isSelected(view)) return;
     drawn = now;
     keepFocus(() => render(page, waiting.jobs, cluster));
   }
@@ -89,12 +90,14 @@ export async function jobsView({ query }) {
       h("span", { class: "when" }, clock(one.at).slice(11)), " ", h("a", { href: href(one.job_id, "job") }, one.job_id), ` ${one.previous === null ? "" : `${one.previous} → `}${one.following}: `, h("span", { class: "muted" }, one.reason)))));
   }
 
-  // The tables are drawn again with each news; what has the focus keeps it.
+  // The tables are drawn again with each news; what has the focus keeps it, also where its job stands elsewhere now.
   function keepFocus(draw) {
-    const all = () => [...view.querySelectorAll("table a, table button, table input, ol a, .pages a")];
-    const place = all().indexOf(document.activeElement);
+    const focused = document.activeElement, row = focused.closest("[data-job]");
+    const list = row?.parentElement.tagName, job = row?.dataset.job;
     draw();
-    if (place >= 0) all()[place]?.focus({ preventScroll: true });
+    if (row === null) return;
+    const again = [...view.querySelectorAll(`${list} > [data-job]`)].find((one) => one.dataset.job === job);
+    again?.querySelector(focused.tagName)?.focus({ preventScroll: true });
   }
 
   const filter = h("form", { class: "controls", role: "search", onsubmit: (event) => { event.preventDefault(); go(); } },

@@ -30,7 +30,7 @@ class Lines {
   add(text) {
     const pieces = text.split("\n"), made = document.createDocumentFragment();
     pieces.forEach((piece, number) => {
-      if (number > 0) this.end();
+      if (number > 0) this.end(made);
       this.extend(piece, made);
     });
     this.place.append(made);
@@ -50,8 +50,8 @@ class Lines {
     if (this.more > 0) this.line.append(h("span", { class: "cut" }, ` … ${plural(this.more, "more character")}`));
   }
 
-  end() {
-    if (this.line === null) this.place.append(h("div", { class: "line" }, "\u00a0"));
+  end(made) {
+    if (this.line === null) made.append(h("div", { class: "line" }, "\u00a0"));
     this.line = null;
     this.begun = "";
     this.more = 0;

@@ -14,11 +14,12 @@ import { ask, followWhileSeen, may, reset, service } from "./state.js";
 
 const OWN = { job: jobView, log: logView };
 const MOST_BESIDE = 8;   // runs whose curves are drawn beside one another
-let reshow = () => {};
+let reshow = () => {}, leave = () => {};
 
-// Learn what the key may do, and follow the jobs of its tenant. `show` draws the present view again.
-export async function begin(show) {
+// Learn what the key may do, and follow the jobs of its tenant. `show` draws the present view again, `hide` ends it.
+export async function begin(show, hide) {
   reshow = show;
+  leave = hide;
   reset();
   service.me = await ask("/me");
   state.version = (await get("").catch(() => ({ version: state.version }))).version;
@@ -26,7 +27,9 @@ export async function begin(show) {
   if (may("job.list")) followWhileSeen(() => reshow());
 }
 
+// End all that a key has opened.
 export function end() {
+  leave();
   reset();
   document.getElementById("places")?.remove();
 }
@@ -37,13 +40,13 @@ function places() {
   const nav = h("nav", { id: "places", "aria-label": "Service" },
     link("#/", "Jobs", may("job.list")), link("#/machines", "Machines", may("cluster.read")), link("#/start", "Start a job", may("job.submit")));
   const who = h("span", { class: "who" }, `${service.me.user} (${service.me.role}) of ${service.me.tenant}`);
-  const leave = h("button", { type: "button", class: "link", title: "Forget the key of this tab", onclick: async () => {
+  const forget = h("button", { type: "button", class: "link", title: "Forget the key of this tab", onclick: async () => {
     end();
     await askForKey(document.getElementById("main"), "");
-    await begin(reshow);
+    await begin(reshow, leave);
     reshow();
   } }, "Forget key");
-  nav.append(who, leave);
+  nav.append(who, forget);
   document.getElementById("crumbs").after(nav);
 }
 

@@ -3,6 +3,7 @@ import { badge, h } from "../dom.js";
 import { duration, plural, whole } from "../format.js";
 import { cancel } from "./state.js";
 
+const MOST_OF_NAME = 300;   // characters of models
 const KINDS = { queued: "warn", starting: "good", running: "good", completed: "plain", failed: "bad", cancelled: "plain" };
 
 export function jobBadge(job) {
@@ -16,10 +17,10 @@ export function models({ config }, run = undefined) {
   if (policies !== null && typeof policies === "object" && !Array.isArray(policies) && Object.keys(policies).length > 0) {
     return named(Object.entries(policies).map(([name, policy]) => [name, policy?.model ?? config.model ?? "default model"]));
   }
-  return String(config.model ?? "default model");
+  return String(config.model ?? "default model").slice(0, MOST_OF_NAME);
 }
 
-const named = (policies) => policies.map(([name, model]) => (policies.length === 1 && name === "policy" ? String(model) : `${name}: ${model}`)).join(", ");
+const named = (policies) => policies.map(([name, model]) => (policies.length === 1 && name === "policy" ? String(model) : `${name}: ${model}`)).join(", ").slice(0, MOST_OF_NAME);
 
 export function resources({ cpus, gpus, memory_gib: memory }) {
   return [`${amount(cpus)} CPU`, gpus > 0 ? `${amount(gpus)} GPU` : null, memory > 0 ? `${amount(memory)} GiB` : null].filter(Boolean).join(", ");
@@ -31,8 +32,24 @@ export function amount(value) {
 
 // A moment as people read it: how long ago; the exact time, in a title, beside it.
 export function ago(at) {
-  const date = new Date(at * 1000), seconds = Math.max(0, Date.now() / 1000 - at);
-  return h("time", { datetime: date.toISOString(), title: date.toLocaleString("en-GB") }, seconds < 1 ? "now" : `${duration(seconds)} ago`);
+  const date = new Date(at * 1000);
+  return h("time", { datetime: date.toISOString(), title: date.toLocaleString("en-GB") }, since(date));
+}
+
+function since(date) {
+  const seconds = Math.max(0, (Date.now() - date) / 1000);
+  return seconds < 1 ? "now" : `${duration(seconds)} ago`;
+}
+
+// Bring the times in a view up to date, and leave everything else as it is.
+export function renewTimes(view) {
+  for (const time of view.querySelectorAll("time")) time.textContent = since(new Date(time.dateTime));
+}
+
+// Whether text in an element is selected, which drawing it again would undo.
+export function isSelected(element) {
+  const selection = getSelection();
+  return !selection.isCollapsed && element.contains(selection.anchorNode);
 }
 
 // How far a run is, by what its server has reported; null where nothing is known.
