@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--view", choices=("jobs", "machines", "job", "log", "start"), default="jobs")
     options = parser.parse_args()
     state = Path(tempfile.mkdtemp(prefix="service-"))
-    command = [Path(sys.executable).with_name("palestra"), "serve", "--state-dir", state, "--port", "0"]
+    command = [str(Path(sys.executable).with_name("palestra")), "serve", "--state-dir", str(state), "--port", "0"]
     with subprocess.Popen([*command, "--cpus", "6", "--gpus", "2"], stdout=subprocess.PIPE, text=True) as served:
         try:
             assert served.stdout is not None
@@ -52,8 +52,8 @@ def main() -> None:
                 job = _start_jobs(control)
                 _draw(f"{url[0]}/dashboard", key[0], job, options)
                 for one in control.jobs():
-                    one.cancel()
-                _wait(lambda: all(one.view().state in ("completed", "cancelled") for one in control.jobs()))
+                    control.job(one.job_id).cancel()
+                _wait(lambda: all(one.state in ("completed", "cancelled") for one in control.jobs()))
         finally:
             served.terminate()
     shutil.rmtree(state)

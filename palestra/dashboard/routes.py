@@ -127,7 +127,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
         return ViewerKey(key=access.exchange(request), talk=access.talk(request))
 
     @app.get(f"{PAGE}/api/runs", dependencies=[Depends(private)], tags=["page"])
-    async def runs() -> RunsAnswer:
+    async def all_runs() -> RunsAnswer:
         """List the runs of the page, with how far each is."""
         return RunsAnswer(runs=await reader.described_all(), version=__version__)
 
