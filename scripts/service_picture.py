@@ -85,13 +85,14 @@ def _draw(url: str, key: str, job: str, options: argparse.Namespace) -> None:
     address = addresses.get(options.view, f"#/run/{job}/{options.view}")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page: Page = browser.new_page(viewport={"width": options.width, "height": 860}, color_scheme=options.scheme)
+        page: Page = browser.new_page(viewport={"width": options.width, "height": 720}, color_scheme=options.scheme)
         page.goto(url + address)
         page.fill("#key", key)
         page.click("form.login button")
         page.wait_for_selector(f'html[data-ready="{address}"]', state="attached")
         page.wait_for_timeout(1500)  # until what is asked for again was answered
         page.evaluate("document.activeElement.blur()")
+        page.mouse.move(0, 0)
         name = "dashboard-service.png" if options.view == "jobs" else f"dashboard-service-{options.view}.png"
         page.screenshot(path=options.folder / name)
         browser.close()

@@ -133,6 +133,7 @@ def test_a_job_is_started_from_a_file_watched_and_left_with_its_curves(service, 
     visit(page, f"#/run/{job}/job")
     page.wait_for_selector(".head .badge:has-text('completed')")
     changes = admin("GET", f"/jobs/{job}/changes")
+    assert "3 of 3 steps" in facts_of(page)["progress"]
     cells = page.locator("main tbody td:nth-child(2)").all_inner_texts()
     assert cells == [change["following"] for change in reversed(changes)]
 
@@ -173,6 +174,15 @@ def test_the_queue_says_why_and_machines_and_quotas_are_those_of_the_api(admin, 
     shown_ids = [row.get_attribute("data-job") for row in page.locator("table.jobs tbody tr").all()]
     assert shown_ids == [job["job_id"] for job in listed]
     assert numbers_of(page)["CPUs"] == "2"
+
+    # Curves of chosen jobs stand beside one another
+    ended = next(job["job_id"] for job in listed if job["state"] == "completed")
+    for job in (long_job, ended):
+        page.check(f"table.jobs [data-job={job}] input")
+    page.click("text=Curves of the chosen")
+    page.wait_for_selector(".cards .card >> nth=1")
+    assert page.locator(".card h2").all_inner_texts() == ["long-lake", "typed"]
+    visit(page, "#/")
 
     # Of the running job, how far it is, and how long it still takes
     cell = page.locator(f"table.jobs [data-job={long_job}] .progress")
@@ -249,6 +259,7 @@ def test_a_key_that_is_revoked_while_the_page_is_open_opens_nothing_more(service
     page.wait_for_selector("#key")
     assert page.locator("#places").count() == 0
     assert page.evaluate("sessionStorage.getItem('palestra-key')") is None
+    assert page.evaluate("JSON.stringify(localStorage)").count("pk_") == 0
     page.fill("#key", "pk_000000000000_" + "x" * 43)
     page.click("form.login button")
     page.wait_for_selector("form.login [role=alert]:not(:empty)")

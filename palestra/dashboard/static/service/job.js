@@ -17,7 +17,7 @@ export async function jobView({ job: id }) {
 
   async function load() {
     const [job, changes] = await Promise.all([ask(`/jobs/${encodeURIComponent(id)}`), ask(`/jobs/${encodeURIComponent(id)}/changes`)]);
-    const run = job.state === "running" ? await get(at(id)).catch(() => undefined) : undefined;
+    const run = job.state === "queued" ? undefined : await get(at(id)).catch(() => undefined);   // it may not have begun
     const now = JSON.stringify([job, changes, run?.step, run?.seconds_left]);
     renewTimes(facts);
     if (now === written || isSelected(facts)) return;
