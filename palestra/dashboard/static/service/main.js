@@ -15,10 +15,19 @@ import { ask, followWhileSeen, may, reset, service } from "./state.js";
 const OWN = { job: jobView, log: logView };
 const MOST_BESIDE = 8;   // runs whose curves are drawn beside one another
 let reshow = () => {}, leave = () => {};
+let outdated = false;   // whether the job of a run that is known has another state now: it may have begun again
 
-// Learn what the key may do, and follow the jobs of its tenant. `show` draws the present view again, `hide` ends it.
-export async function begin(show, hide) {
-  reshow = show;
+onChange((what, job) => { if (what === "job" && (job === null || state.runs.has(job))) outdated = true; });
+
+async function show(runs) {
+  if (outdated) await showRuns([]);
+  outdated = false;
+  await showRuns(runs);
+}
+
+// Learn what the key may do, and follow the jobs of its tenant. `draw` draws the present view again, `hide` ends it.
+export async function begin(draw, hide) {
+  reshow = draw;
   leave = hide;
   reset();
   service.me = await ask("/me");
@@ -60,14 +69,14 @@ export async function make({ parts, query }, views) {
   if (what === "machines") return machinesView();
   if (what === "start") return startView({ query });
   if (what === "curves") {
-    await showRuns([...new Set(query.getAll("job"))].slice(0, MOST_BESIDE));
+    await show([...new Set(query.getAll("job"))].slice(0, MOST_BESIDE));
     return beside(await curvesView({ query }));
   }
   if (what !== "run" || name === undefined) throw new Refused(404, "There is nothing at this address.");
   if (Object.hasOwn(OWN, name)) return OWN[name]({ job: run, query });
   if (name !== "curves" && !Object.hasOwn(views, name)) throw new Refused(404, "There is nothing at this address.");
   try {
-    await showRuns([run]);
+    await show([run]);
   } catch (error) {
     if (error.status !== 404) throw error;
     return notBegun(run, name, error.message);
