@@ -9,7 +9,6 @@ import shutil
 
 import httpx2
 import pytest
-from fastapi.routing import APIRoute
 
 from palestra.control.jobs.scheduler import RUN
 from palestra.control.placement.fitting import Node, RunningJob
@@ -23,7 +22,7 @@ from palestra.http import sse
 from palestra.runtime.service_page import create_service_app
 from palestra.types.jobs import Resources
 from palestra.types.states import JobState
-from unit.control.building import running, submit
+from unit.control.building import api_routes, running, submit
 from unit.dashboard.recorded import record
 
 PARTS = {"step": "5", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0", "call": "1"}
@@ -64,7 +63,7 @@ async def with_run(plane, **values):
 
 
 def run_paths(plane, job_id: str) -> list[str]:
-    routes = [route for route in create_service_app(plane, asyncio.Event()).routes if isinstance(route, APIRoute)]
+    routes = api_routes(create_service_app(plane, asyncio.Event()))
     found = [route.path for route in routes if route.path.startswith(f"{RUNS}/{{run}}")]
     values = PARTS | {"run": job_id}
     filled = [re.sub(r"\{(\w+)\}", lambda match: values[match[1]], path) for path in found]
