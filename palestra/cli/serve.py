@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     def ready(url: str, first: Any) -> None:
-        say(f"control plane at {url}, its state in {arguments.state_dir}")
+        say(f"control plane at {url}, its state in {arguments.state_dir}; the page is {url}/dashboard")
         if first is not None and not arguments.insecure_no_auth:
             say(f"the admin's key, shown this once:  {first.secret}")
             say(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key")

@@ -50,7 +50,7 @@ def unreadable(run: Run, why: str) -> RunAnswer:
         run: of the page.
         why: for people.
     """
-    return RunAnswer(run=run.name, title=run.name, folder=str(run.folder), state="unreadable", reason=why)
+    return RunAnswer(run=run.name, title=run.title or run.name, folder=str(run.folder), state="unreadable", reason=why)
 
 
 def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer:
@@ -71,7 +71,7 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         counts.setdefault(kind, {})[of_state] = found
     return RunAnswer(
         run=run.name,
-        title=run.name,
+        title=run.title or run.name,
         folder=str(run.folder),
         kind=config.kind,
         state=state,
@@ -91,7 +91,7 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         warnings=_warnings(connection),
         store_bytes=run.store_bytes,
         disk_free_bytes=shutil.disk_usage(run.folder).free // ROUNDED * ROUNDED,
-        serve=serve_command(run, config),
+        serve=serve_command(run, config) if run.serve is None else run.serve,
         damaged=damaged,
         started_at=_time_of(connection, events.c.event_id.asc()),
         changed_at=_time_of(connection, events.c.event_id.desc()),

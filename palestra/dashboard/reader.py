@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from palestra.dashboard.answers import FindingsAnswer, RunAnswer
@@ -64,6 +64,10 @@ class _Kept(Generic[T]):
         self._known: dict[str, tuple[float, T]] = {}  # by name of the run: until when the answer is good, by the clock
         self._asking: dict[str, asyncio.Task[T]] = {}
 
+    def pop(self, name: str, default: None) -> None:
+        """Forget the answer about a run."""
+        self._known.pop(name, default)
+
     async def get(self, name: str, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the answer about a run, read now or a moment ago. Errors of reading are raised, and not kept.
 
@@ -94,21 +98,34 @@ class _Kept(Generic[T]):
 class Reader:
     """Reads runs in threads, a few of each at the same time, and keeps the episodes that were read last."""
 
-    def __init__(self, runs: Sequence[Run], stopping: asyncio.Event) -> None:
+    def __init__(self, runs: Sequence[Run], stopping: asyncio.Event, most: int | None = None) -> None:
         """Create a reader.
 
         Args:
             runs: that are read.
             stopping: is set when the server ends.
+            most: how many runs it knows where they are added one by one; the one that was added longest ago is
+                forgotten then. None: all, and an error names them.
         """
-        self._stopping = stopping
-        self.runs: Mapping[str, Run] = {run.name: run for run in runs}
-        self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
-        self._searches = {run.name: _Turn() for run in runs}
+        self._stopping, self._most = stopping, most
+        self.runs: OrderedDict[str, Run] = OrderedDict()
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._searches: dict[str, _Turn] = {}
         self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
-        # By run: its `begun`, and what its findings need of the episodes of finished steps. Searches, one at a time, use it.
+        # By run: its `begun`, and what its findings need of the episodes of finished steps; used by one search at a time.
         self._facts: dict[str, tuple[tuple[int, ...], dict[int, dict[str, float]]]] = {}
         self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
+        for run in runs:
+            self.add(run)
+
+    def add(self, run: Run) -> None:
+        """Read a further run, too; one of a name that is known stays as it is."""
+        self.runs.setdefault(run.name, run)
+        self.runs.move_to_end(run.name)
+        if self._most is not None and len(self.runs) > self._most:
+            name, _ = self.runs.popitem(last=False)
+            for kept in (self._slots, self._searches, self._described, self._findings, self._facts):
+                kept.pop(name, None)
 
     def run(self, name: str) -> Run:
         """Return a run by its name.
@@ -117,7 +134,8 @@ class Reader:
             NotFound: the page has no such run.
         """
         if name not in self.runs:
-            raise NotFound(f"there is no run {name!r} here; there are {', '.join(self.runs)}")
+            known = f"; there are {', '.join(self.runs)}" if self._most is None else ""
+            raise NotFound(f"there is no run {name!r} here{known}")
         return self.runs[name]
 
     async def read(self, run: Run, work: Callable[[], T]) -> T:
@@ -131,7 +149,7 @@ class Reader:
             StoreUnreachable: the function takes too long, or earlier ones of this run do.
             StoreError: a record of the run is damaged.
         """
-        slots, loop = self._slots[run.name], asyncio.get_running_loop()
+        slots, loop = self._slots.setdefault(run.name, asyncio.Semaphore(AT_ONCE)), asyncio.get_running_loop()
 
         def then_release() -> T:
             try:
@@ -167,7 +185,7 @@ class Reader:
             ServerStopping: the server ends before the search begins.
             StoreUnreachable, StoreError: see `read`.
         """
-        turn = self._searches[run.name]
+        turn = self._searches.setdefault(run.name, _Turn())
         async with turn.lock:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), max(turn.after - time.monotonic(), 0.0))
@@ -211,7 +229,13 @@ class Reader:
 
     async def described_all(self) -> list[RunAnswer]:
         """Return how far each run is; one that takes too long is said to be unreadable."""
-        asked = {run.name: asyncio.ensure_future(self.described(run)) for run in self.runs.values()}
+        return await self.described_each(list(self.runs.values()))
+
+    async def described_each(self, runs: Sequence[Run]) -> list[RunAnswer]:
+        """Return how far some runs are; one that takes too long is said to be unreadable."""
+        if not runs:
+            return []
+        asked = {run.name: asyncio.ensure_future(self.described(run)) for run in runs}
         _, late = await asyncio.wait(asked.values(), timeout=LIST_SECONDS)
         for task in late:
             task.cancel()

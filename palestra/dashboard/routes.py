@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi import Path as Part
@@ -54,6 +54,9 @@ class ViewerKey(BaseModel):
     """The answer to `POST /dashboard/session`."""
 
     key: str = Field(description="Opens the routes of the page, and nothing else.")
+    service: bool = Field(
+        False, description="Whether this is a service (`palestra serve`): the page then shows the jobs of a tenant."
+    )
     talk: str | None = Field(
         description="Calls the job's policies (`/v1/chat/completions`) outside any episode: nothing of it is recorded "
         "or trained. None: no engine runs here, or the given key may only look."
@@ -123,12 +126,27 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
         response.headers["cache-control"] = "no-store"
         return ViewerKey(key=access.exchange(request), talk=access.talk(request))
 
-    api = APIRouter(prefix=f"{PAGE}/api/runs", dependencies=[Depends(private)], tags=["page"])
+    @app.get(f"{PAGE}/api/runs", dependencies=[Depends(private)], tags=["page"])
+    async def all_runs() -> RunsAnswer:
+        """List the runs of the page, with how far each is."""
+        return RunsAnswer(runs=await reader.described_all(), version=__version__)
+
+    add_run_routes(app, reader, private)
+    _add_stream(app, Streams(reader, stopping), reader, access, stopping, private)
+
+
+def add_run_routes(app: FastAPI, reader: Reader, allowed: Callable[..., Any]) -> None:
+    """Add the routes that read one run to an application.
+
+    Args:
+        app: the application.
+        reader: of the runs.
+        allowed: dependency of each route, which refuses who may not see the run of the path parameter `run`.
+    """
+    api = APIRouter(prefix=f"{PAGE}/api/runs", dependencies=[Depends(allowed)], tags=["page"])
     _add_run_routes(api, reader)
     _add_episode_routes(api, reader)
-
     app.include_router(api)
-    _add_stream(app, Streams(reader, stopping), reader, access, stopping, private)
 
 
 def _add_stream(
@@ -140,11 +158,7 @@ def _add_stream(
     private: Callable[[Request, Response], None],
 ) -> None:
     """Add the route of the stream, one for all runs of a page: browsers allow few connections to a server."""
-
-    async def pause(seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):  # in place of `wait_for`, which makes a task each time
-                await stopping.wait()
+    pause = pause_until(stopping)
 
     @app.get(f"{PAGE}/api/events", dependencies=[Depends(private)], tags=["page"])
     async def events(
@@ -158,34 +172,51 @@ def _add_stream(
         a client asks for the events after the last one that it has of each run. Events of the type `run` have no
         number: each says how far a run is, as `GET /dashboard/api/runs/{run}` does, and comes whenever that changes.
         """
-        positions = _positions(reader, after)
-        look = streams.look(positions, lambda: access.check(request))
-        return streams.answer(sse.follow(look, follow, pause))
+        positions = {reader.run(name).name: number for name, number in read_positions(after).items()}
+        positions = positions or dict.fromkeys(reader.runs, 0)
+
+        async def check() -> None:
+            access.check(request)
+
+        look = streams.look(positions, check)
+        return streams.answer(sse.follow(look, follow, pause), positions)
 
 
-def _positions(reader: Reader, after: Sequence[str]) -> dict[str, int]:
-    """Return the number after which the events of each run are wanted.
+def pause_until(stopping: asyncio.Event) -> Callable[[float], Awaitable[None]]:
+    """Return a function that waits for some seconds, and no longer than until the server ends.
+
+    Args:
+        stopping: is set when the server ends.
+    """
+
+    async def pause(seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):  # in place of `wait_for`, which makes a task each time
+                await stopping.wait()
+
+    return pause
+
+
+def read_positions(after: Sequence[str]) -> dict[str, int]:
+    """Return the number after which the events of each run are wanted, by name of the run.
+
+    Args:
+        after: `NAME:NUMBER` for each.
 
     Raises:
         InvalidRequest: a text is no `NAME:NUMBER`.
-        NotFound: the page has no such run.
     """
     found: dict[str, int] = {}
     for text in after:
         name, colon, number = text.rpartition(":")
         if not (colon and number.isascii() and number.isdigit() and len(number) < 16):
             raise InvalidRequest(f"after is {text!r}; it is NAME:NUMBER, a run and the number of an event", "after")
-        found[reader.run(name).name] = int(number)
-    return found or dict.fromkeys(reader.runs, 0)
+        found[name] = int(number)
+    return found
 
 
 def _add_run_routes(api: APIRouter, reader: Reader) -> None:
-    """Add the routes about runs, their metrics and their history."""
-
-    @api.get("")
-    async def runs() -> RunsAnswer:
-        """List the runs of the page, with how far each is."""
-        return RunsAnswer(runs=await reader.described_all(), version=__version__)
+    """Add the routes about a run, its metrics and its history."""
 
     @api.get("/{run}")
     async def one_run(run: str) -> RunAnswer:

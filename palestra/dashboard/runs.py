@@ -40,6 +40,9 @@ class Run:
         live: returns what the process that runs it knows; None: another process does, or none.
         given: configuration of a run that is being started; None: it is in the folder.
         texts: returns the function that gives the text of token ids of a policy; None: tokenizers are loaded here.
+        title: name for people; None: `name`.
+        serve: command that serves what it has trained; None: one that reads its folder.
+        used: returns whether a process of any machine runs the job; None: the lock in its folder says so.
     """
 
     name: str
@@ -47,6 +50,9 @@ class Run:
     live: Callable[[], LiveState] | None = None
     given: JobConfig | None = None
     texts: Callable[[str], TokenText] | None = None
+    title: str | None = None
+    serve: str | None = None
+    used: Callable[[], bool] | None = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Connection]:
@@ -140,9 +146,11 @@ class Run:
         return newest_event_number(path, QUERY_SECONDS) if path.is_file() else None
 
     def in_use(self) -> bool:
-        """Return whether a process of this machine runs the job now."""
+        """Return whether a process runs the job now; without `used`, one of this machine."""
         if self.live is not None:
             return True
+        if self.used is not None:
+            return self.used()
         return is_locked(self.folder / RUN_LOCK)
 
 

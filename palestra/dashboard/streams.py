@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import orjson
@@ -192,35 +192,55 @@ class Streams:
     """The streams of a server, and the feeds behind them."""
 
     def __init__(self, reader: Reader, stopping: asyncio.Event) -> None:
-        self._feeds = {run.name: Feed(run, reader, stopping) for run in reader.runs.values()}
-        self._open = 0
+        self._reader, self._stopping = reader, stopping
+        self._feeds: dict[str, Feed] = {}
+        self._open: Counter[str] = Counter()  # by owner
+        self._users: Counter[str] = Counter()  # streams by name of a run
 
-    def answer(self, content: AsyncIterator[bytes]) -> StreamingResponse:
+    def answer(self, content: AsyncIterator[bytes], names: Collection[str], owner: str = "") -> StreamingResponse:
         """Return the answer that is a stream.
 
         Args:
             content: of the stream.
+            names: of its runs.
+            owner: tenant whose streams are counted together; "": a server without tenants.
 
         Raises:
-            TooManyRequests: the server has as many streams as it may.
+            TooManyRequests: the owner has as many streams as it may.
         """
-        if self._open >= MOST_STREAMS:
+        if self._open[owner] >= MOST_STREAMS:
             raise TooManyRequests(
                 f"{MOST_STREAMS} streams of this page are open, and there may not be more; close other windows with it",
                 retry_after_seconds=5.0,
             )
-        return _Counted(self, content)
+        return _Counted(self, content, names, owner)
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a stream as open."""
-        self._open += 1
+    def counted(self, names: Collection[str], owner: str) -> Iterator[None]:
+        """Count a stream of an owner as open, and keep the feeds of its runs until it is closed."""
+        self._open[owner] += 1
+        self._users.update(names)
         try:
             yield
         finally:
-            self._open -= 1
+            self._open[owner] -= 1
+            self._users.subtract(names)
+            for name in names:
+                if self._users[name] == 0:
+                    del self._users[name]
+                    self._feeds.pop(name, None)
+            if self._open[owner] == 0:
+                del self._open[owner]
 
-    def look(self, after: Mapping[str, int], check: Callable[[], None]) -> Callable[[], Awaitable[News | None]]:
+    def _feed(self, name: str) -> Feed:
+        """Return the feed of a run, which is made when its first stream begins."""
+        if name not in self._feeds:
+            self._feeds[name] = Feed(self._reader.run(name), self._reader, self._stopping)
+        return self._feeds[name]
+
+    def look(
+        self, after: Mapping[str, int], check: Callable[[], Awaitable[None]]
+    ) -> Callable[[], Awaitable[News | None]]:
         """Return a function that returns what is new in some runs, or None once the key is void.
 
         Args:
@@ -233,13 +253,13 @@ class Streams:
         async def look() -> News | None:
             first = not generations
             try:
-                check()
+                await check()
             except PalestraError:
                 return None
             found = await self._found(positions, first)
             chunks: list[bytes] = []
             for name, news in zip(tuple(positions), found, strict=True):
-                generation = self._feeds[name].generation
+                generation = self._feed(name).generation
                 if news.replaced or generations.setdefault(name, generation) != generation:
                     chunks.append(encode_event(orjson.dumps({"run": name, "kind": REPLACED}), REPLACED))
                     del positions[name]
@@ -257,20 +277,20 @@ class Streams:
     async def _found(self, positions: Mapping[str, int], first: bool) -> Sequence[FeedNews]:
         """Return the news of each run; nothing is waited for where all were read a moment ago."""
         if not first:
-            known = [self._feeds[name].known(last) for name, last in positions.items()]
+            known = [self._feed(name).known(last) for name, last in positions.items()]
             if (ready := [news for news in known if news is not None]) and len(ready) == len(known):
                 return ready
-        return await asyncio.gather(*(self._feeds[name].after(last, first) for name, last in positions.items()))
+        return await asyncio.gather(*(self._feed(name).after(last, first) for name, last in positions.items()))
 
 
 class _Counted(StreamingResponse):
     """A stream that counts as open until its client has gone, also where the client reads nothing of it."""
 
-    def __init__(self, streams: Streams, content: AsyncIterator[bytes]) -> None:
+    def __init__(self, streams: Streams, content: AsyncIterator[bytes], names: Collection[str], owner: str) -> None:
         super().__init__(content, 200, AS_IT_COMES, MEDIA_TYPE)
-        self._streams = streams
+        self._streams, self._names, self._owner = streams, list(names), owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream (called by the server)."""
-        with self._streams.counted():
+        with self._streams.counted(self._names, self._owner):
             await super().__call__(scope, receive, send)

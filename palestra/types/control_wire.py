@@ -38,7 +38,8 @@ class SubmitJob(Body):
     """Request of `POST /jobs`: queue a job. Safe to send again with the same header `Idempotency-Key`."""
 
     name: Name | None = Field(
-        None, description="For people; need not be unique. None: the name of `from_job`, or `job`."
+        None,
+        description="For people; need not be unique. None: that in `config_toml`, or of `from_job`, or `job`.",
     )
     kind: JobKind | None = Field(None, description="None: what `config.kind` says.")
     priority: Literal["low", "normal", "high"] = "normal"
@@ -46,6 +47,9 @@ class SubmitJob(Body):
         None,
         description="A JobConfig (docs/configuration.md). None: that of `from_job`, to be served unless `kind` is "
         "`training`.",
+    )
+    config_toml: str | None = Field(
+        None, max_length=2**18, description="The same as TOML, as a job's file has it, in place of `config`."
     )
     from_job: Name | None = Field(
         None, description="Start from the weights of this job of the same tenant and not from a model's."
@@ -76,6 +80,10 @@ class JobView(Body):
     priority: str
     state: str
     reason: str = Field(description="Why it is in this state; of a job that waits, what for.")
+    place: int | None = Field(
+        None,
+        description="Whose turn it is, among the waiting jobs of all tenants; 1 is the next. None: it does not wait.",
+    )
     resources: ResourcesBody
     attached: bool
     private: bool = Field(False, description="Only its owner and the tenant's admins see it.")
@@ -102,6 +110,17 @@ class JobList(Body):
 
     jobs: list[JobView]
     cursor: str | None = Field(description="Pass it to get the next page; None: this is the last one.")
+
+
+class TenantChangeView(Body):
+    """One change of the state of any job of the tenant, in the stream of `GET /events`."""
+
+    number: int = Field(description="1, 2, … in each tenant.")
+    job_id: str
+    at: float = Field(description="Unix seconds.")
+    previous: str | None = Field(description="None: the job was submitted.")
+    following: str
+    reason: str
 
 
 class ChangeView(Body):
@@ -161,6 +180,7 @@ class NodeView(Body):
     memory_gib: float
     free_cpus: float
     free_gpus: float
+    free_memory_gib: float
     jobs: int
 
 
@@ -312,6 +332,9 @@ class IdentityView(Body):
     user: str
     role: str
     scopes: list[str]
+    may: dict[str, Literal["own", "all"]] = Field(
+        {}, description="The actions that the key may do: to objects of its own user, or to those of all users."
+    )
     private_jobs: bool = Field(False, description="Jobs of the tenant are private unless they say otherwise.")
 
 

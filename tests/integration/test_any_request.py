@@ -111,9 +111,16 @@ def test_the_control_plane_answers_whatever_is_asked(control_plane):
         http.post("/tenants", json={"name": "ann"})
         job: dict[str, Any] = http.post("/jobs", json={"config": {}}).json()
         http.delete(f"/jobs/{job['job_id']}")
-        known = {"job_id": job["job_id"], "key_id": other["key_id"], "name": "ann", "from_job": job["job_id"]}
+        known = {
+            "job_id": job["job_id"],
+            "run": job["job_id"],
+            "key_id": other["key_id"],
+            "name": "ann",
+            "from_job": job["job_id"],
+        }
         asked = play(url, lambda _: key, known)
-        assert {"POST /jobs", "PATCH /tenants/{name}", "GET /jobs/{job_id}/events"} <= asked
+        of_page = {"GET /events", "POST /dashboard/session", "GET /dashboard/api/runs/{run}/metrics"}
+        assert of_page | {"POST /jobs", "PATCH /tenants/{name}", "GET /jobs/{job_id}/events"} <= asked
         assert http.get("/healthz").status_code == 200
         assert http.get("/cluster").status_code == 200
         again = http.post("/jobs", json={"config": {}}, headers={"authorization": f"Bearer {key}"})

@@ -57,6 +57,10 @@ class Identity:
             and (owner is None or owner == self.user or self.role in rule.others)
         )
 
+    def may_all(self, action: Action) -> bool:
+        """Return whether an action is allowed to the objects of all users of the tenant."""
+        return self.may(action) and self.role in PERMISSIONS[action].others
+
     def sees(self, action: Action, owner: str | None) -> bool:
         """Return whether a private job of `owner` is visible to this sender for an action."""
         return owner == self.user or self.role in PERMISSIONS[action].private

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fastapi import FastAPI
 from starlette.requests import Request
 
@@ -19,14 +21,19 @@ PUBLIC = ("/healthz", *http_app.PUBLIC)  # paths that are answered without a key
 __all__ = ["PUBLIC", "ControlPlane", "create_control_app"]
 
 
-def create_control_app(plane: ControlPlane) -> FastAPI:
-    """Return the application with all routes of the control plane."""
+def create_control_app(plane: ControlPlane, public: Collection[str] = PUBLIC) -> FastAPI:
+    """Return the application with all routes of the control plane.
+
+    Args:
+        plane: the state that the routes share.
+        public: paths that are answered without a key; those of `PUBLIC`, and of what is added to the application.
+    """
 
     async def authenticate(request: Request) -> int:
         return (await plane.who(request)).limits.body_bytes
 
     app = http_app.build_app(
-        "Palestra control plane", "Submit jobs, watch them, and say who may.", authenticate, MAX_BODY_BYTES, PUBLIC
+        "Palestra control plane", "Submit jobs, watch them, and say who may.", authenticate, MAX_BODY_BYTES, public
     )
     add_job_routes(app, plane)
     add_reading_routes(app, plane)

@@ -40,7 +40,12 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Return the tenant, the user and the rights of the calling key."""
         private = await accounts.private_jobs(by)
         return IdentityView(
-            tenant=by.tenant, user=by.user, role=by.role.value, scopes=sorted(by.scopes), private_jobs=private
+            tenant=by.tenant,
+            user=by.user,
+            role=by.role.value,
+            scopes=sorted(by.scopes),
+            may={action.value: "all" if by.may_all(action) else "own" for action in Action if by.may(action)},
+            private_jobs=private,
         )
 
     @app.patch("/tenant", tags=["accounts"], status_code=204, openapi_extra=request_schema(SetPrivate))

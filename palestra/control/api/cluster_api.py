@@ -42,6 +42,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
                     memory_gib=node.memory_gib,
                     free_cpus=node.cpus - sum(job.needs.cpus for job in here),
                     free_gpus=node.gpus - sum(job.needs.gpus for job in here),
+                    free_memory_gib=node.memory_gib - sum(job.needs.memory_gib for job in here),
                     jobs=len(here),
                 )
             )

@@ -39,8 +39,9 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     rotating = asyncio.Lock()  # a rotation that waits for another one holds no thread
 
     def view(job: JobRecord) -> JobView:
-        waits = scheduler.waiting.get(job.job_id) if job.state is JobState.QUEUED else None
-        return job_view(job, waits)
+        if job.state is not JobState.QUEUED:
+            return job_view(job, None)
+        return job_view(job, scheduler.waiting.get(job.job_id), scheduler.places.get(job.job_id))
 
     @app.post("/jobs", tags=["jobs"], status_code=201, openapi_extra=request_schema(SubmitJob))
     async def submit(
@@ -169,19 +170,40 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         key = await artifacts.read_key(scheduler.folder_of(job_id) / RUN)
         return ServerView(url=job.url, api_key=key)
 
+    @app.get("/events", tags=["jobs"])
+    async def all_events(
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_LIST))],
+        last_event_id: Annotated[str | None, Header()] = None,
+        follow: bool = True,
+    ) -> StreamingResponse:
+        """Stream the changes of state of all jobs of the tenant, those from now on.
+
+        The first event, `begin`, has the number of the newest change. After a lost connection, send the header
+        `Last-Event-ID` to continue after the last event that arrived.
+        """
+        after = streams.number_of(last_event_id)
+        return StreamingResponse(streams.tenant_events(plane, by, after, follow), 200, AS_IT_COMES, MEDIA_TYPE)
+
     @app.get("/jobs/{job_id}/logs", tags=["jobs"])
     async def logs(
         job_id: str,
         by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))],
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        last: Annotated[int | None, Query(ge=0, le=2**53)] = None,
         follow: bool = False,
     ) -> StreamingResponse:
-        """Return a job's log as text from the byte `offset` on; with `follow` until the job has ended."""
+        """Return a job's log as text from the byte `offset` on; with `follow` until the job has ended.
+
+        With `last`, the text begins at most so many bytes before the present end. The header `log-offset` has the
+        number of its first byte.
+        """
         await plane.job(by, job_id, Action.JOB_READ)
         path = scheduler.folder_of(job_id) / LOG_FILE
-        return StreamingResponse(
-            streams.log(plane, by, job_id, path, offset, follow), 200, AS_IT_COMES, "text/plain; charset=utf-8"
-        )
+        if last is not None:
+            offset = max(offset, await asyncio.to_thread(streams.size_of, path) - last)
+        headers = {**AS_IT_COMES, "log-offset": str(offset)}
+        content = streams.log(plane, by, job_id, path, offset, follow)
+        return StreamingResponse(content, 200, headers, "text/plain; charset=utf-8")
 
     @app.get("/jobs/{job_id}/events", tags=["jobs"])
     async def events(
@@ -214,20 +236,21 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         return FileResponse(await artifacts.checked(scheduler.folder_of(job_id) / RUN, path))
 
 
-def job_view(job: JobRecord, waits: str | None) -> JobView:
+def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> JobView:
     """Return a job as users of its tenant see it.
 
     Args:
         job: the record.
         waits: why a queued job does not start; None: the record's reason is shown.
+        place: of a queued job, among all that wait; None: it does not wait, or its turn is not known yet.
     """
     needs = job.resources
-    shown: dict[str, Any] = {
-        name: getattr(job, name) for name in JobView.model_fields if name not in ("resources", "reason", "state")
-    }
+    made_here = ("resources", "reason", "state", "place")
+    shown: dict[str, Any] = {name: getattr(job, name) for name in JobView.model_fields if name not in made_here}
     return JobView(
         **shown,
         state=job.state.value,
         reason=waits or job.reason,
+        place=place,
         resources=ResourcesBody(cpus=needs.cpus, gpus=needs.gpus, memory_gib=needs.memory_gib),
     )

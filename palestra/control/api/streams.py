@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -17,6 +18,7 @@ from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
 from palestra.http.sse import News, encode_event, follow
 from palestra.store.browsing import browse
 from palestra.store.run_log import read_events
+from palestra.types.control_wire import TenantChangeView
 from palestra.types.jobs import JobChange, JobRecord
 from palestra.types.records import Event
 
@@ -89,6 +91,54 @@ def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Pla
     return follow(look, wait)
 
 
+def number_of(text: str | None) -> int | None:
+    """Return the number of a change in the header `Last-Event-ID`; None: there is none.
+
+    Raises:
+        InvalidRequest: the stream of a tenant has not sent this id.
+    """
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise InvalidRequest(f"Last-Event-ID is {text!r}; send one that this stream had", "last-event-id")
+    return min(int(text), LARGEST)
+
+
+def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bool) -> AsyncIterator[bytes]:
+    """Yield the changes of state of all jobs of a tenant that the reader sees, as server-sent events.
+
+    Args:
+        plane: the control plane.
+        by: the reader; the stream ends when the reader's key does not list jobs any more.
+        after: number of the last change that was read; None: the stream begins at the newest one, and says which.
+        wait: whether to wait for future changes.
+    """
+    changed, seen = plane.store.changed, -1  # seen: number of notifications before the last complete look
+
+    async def look() -> News | None:
+        nonlocal after, seen
+        now = await plane.identities.renewed(by)
+        if now is None or not now.may(Action.JOB_LIST):
+            return None
+        if after is None:
+            after = await plane.store.newest_change(by.tenant)
+            return News([encode_event(orjson.dumps({"number": after}), "begin", str(after))], False)
+        if (count := changed.count) == seen:  # many pages look, and jobs seldom change
+            return News([], False)
+        viewer = None if now.sees(Action.JOB_LIST, None) else now.user
+        found = await plane.store.tenant_changes(by.tenant, after, viewer, MOST_EVENTS)
+        chunks = []
+        for change in found:
+            after = change.number
+            view = TenantChangeView.model_validate(asdict(change))
+            chunks.append(encode_event(view.model_dump_json().encode(), "state", str(after)))
+        if len(found) < MOST_EVENTS:
+            seen = count
+        return News(chunks, False)
+
+    return follow(look, wait, lambda seconds: changed.wait(seconds, seen))
+
+
 def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, wait: bool) -> AsyncIterator[bytes]:
     """Yield a job's log from a byte on.
 
@@ -144,6 +194,14 @@ def _events_after(run: Path, last: int) -> list[Event]:
             return read_events(connection, last, MOST_EVENTS)
     except StoreError:  # the store is just being created
         return []
+
+
+def size_of(path: Path) -> int:
+    """Return the present length of a log in bytes; 0 while there is no log."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _read(path: Path, offset: int) -> bytes:

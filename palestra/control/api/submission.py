@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +43,9 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step, trained)
     recorded = await recorded_source(plane, by, kind, given)
+    written = given.get("name") if body.config_toml is not None else None
     return JobRequest(
-        name=body.name or ("job" if source is None else source.name),
+        name=body.name or written or ("job" if source is None else source.name),
         kind=kind,
         priority=body.priority,
         config=given,
@@ -132,8 +134,9 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
         ConfigError: body and configuration name different kinds.
         InvalidRequest: there is neither a configuration nor `from_job`.
     """
-    if body.config is not None:
-        given = dict(body.config)
+    written = _written(body)
+    if written is not None:
+        given = dict(written)
         kind = given.get("kind", body.kind)
         if body.kind is not None and kind != body.kind:
             raise ConfigError(f"kind is {body.kind!r}, and config.kind is {kind!r}; leave one of them out")
@@ -143,6 +146,25 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
     kind = body.kind or "inference"
     left_out = ("environment", "algorithm") if kind == "inference" else ()
     return {key: value for key, value in source.config.items() if key not in left_out} | {"kind": kind}
+
+
+def _written(body: SubmitJob) -> dict[str, Any] | None:
+    """Return the configuration in a body; None: there is none.
+
+    Raises:
+        ConfigError: the configuration is text that is no TOML.
+        InvalidRequest: it is there as JSON and as TOML.
+    """
+    if body.config_toml is None:
+        return body.config
+    if body.config is not None:
+        raise InvalidRequest("config and config_toml are the same thing; leave one of them out", "config_toml")
+    try:
+        return tomllib.loads(body.config_toml)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config_toml: not valid TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError("config_toml: its lists or tables are nested too deeply") from None
 
 
 def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:

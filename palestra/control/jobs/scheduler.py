@@ -65,6 +65,7 @@ class JobScheduler:
         nodes: machines of the cluster, as they were at the last look.
         running: what live jobs hold, by job id.
         waiting: reasons of the queued jobs, by job id.
+        places: of the waiting jobs that can start at some time, by job id; 1 has the next turn.
         ready: set when the machines, and the jobs that run on them, are known.
     """
 
@@ -97,6 +98,7 @@ class JobScheduler:
         self.nodes: list[Node] = []
         self.running: dict[str, RunningJob] = {}
         self.waiting: Mapping[str, str] = {}
+        self.places: Mapping[str, int] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}  # one for each live job, from its start to its end
         self._starting: dict[str, asyncio.Task[Listening]] = {}  # the part of a life that may be cancelled
         self._cancelled: set[str] = set()  # jobs whose life is to end
@@ -212,6 +214,7 @@ class JobScheduler:
         self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
         decision = place(waiting, running, self.nodes, self.policy, self._store.clock.now())
         self.waiting = {**decision.waiting, **decision.impossible}
+        self.places = {job_id: place for place, job_id in enumerate(decision.waiting, start=1)}
         for start in decision.starts:
             job = queue[start.job_id]
             self._hold(job, start, starting=True)

@@ -33,7 +33,7 @@ from palestra.control.placement.fitting import (
     reserve,
 )
 from palestra.control.placement.queues import QueueEntry, TenantQueue, WaitingJob, in_order
-from palestra.control.placement.reasons import Shortage, behind, name_of, sizes_of, too_large
+from palestra.control.placement.reasons import Shortage, behind, name_of, short, sizes_of, too_large
 from palestra.control.placement.tenants import Quota, QuotaReservation, TenantUsage
 
 
@@ -77,7 +77,7 @@ class Decision:
 
     Attributes:
         starts: the jobs that start now.
-        waiting: reason by job.
+        waiting: reason by job, in the order of their turns.
         impossible: reason by job that can never start, even on an empty cluster.
         again_at: when the same call could start a job if nothing else happens, Unix seconds; None: never.
     """
@@ -180,7 +180,7 @@ class _Placement:
                 texts[needs] = shortage.describe(needs)
             self._waiting[job_id] = texts[needs]
         if self._kept:
-            self._waiting[self._kept.job_id] += f"; node {self._kept.node.node_id} is kept for it"
+            self._waiting[self._kept.job_id] += f"; node {short(self._kept.node.node_id)} is kept for it"
         return Decision(
             starts=tuple(self._starts),
             waiting=self._waiting,

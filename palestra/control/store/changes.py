@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from palestra.control.store.tables import changes
+from palestra.control.store.tables import changes, jobs
 from palestra.types.jobs import JobChange
 from palestra.types.states import JobState
 
@@ -66,6 +66,29 @@ def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
         select(changes).where(changes.c.job_id == job_id, changes.c.number > number).order_by(changes.c.number)
     )
     return [_change_of(row) for row in rows]
+
+
+def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | None, limit: int) -> list[JobChange]:
+    """Return changes of the jobs of a tenant in order.
+
+    Args:
+        connection: to the store.
+        tenant: whose jobs.
+        number: only changes with a larger number are returned.
+        viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
+        limit: the most changes to return.
+    """
+    wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
+    if viewer is not None:
+        seen = jobs.c.private.is_(False) | (jobs.c.user_name == viewer)
+        wanted = wanted.join(jobs, jobs.c.job_id == changes.c.job_id).where(seen)
+    return [_change_of(row) for row in connection.execute(wanted.order_by(changes.c.number).limit(limit))]
+
+
+def newest(connection: Connection, tenant: str) -> int:
+    """Return the number of the newest change in a tenant; 0: there is none."""
+    wanted = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
+    return int(connection.execute(wanted).scalar_one())
 
 
 def _change_of(row: Any) -> JobChange:

@@ -13,7 +13,7 @@ from typing import Self, TypeVar, Unpack
 
 import sqlalchemy as sa
 
-from palestra.control.store import audit, jobs, tables
+from palestra.control.store import audit, changes, jobs, tables
 from palestra.control.store.audit import AuditEntry
 from palestra.control.store.backends import open_backend
 from palestra.control.store.stored_text import can_match, check_identifier, check_name, check_request
@@ -250,6 +250,21 @@ class ControlStore:
         """
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.changes_of(c, tenant, job_id, _number(after)))
+
+    async def tenant_changes(self, tenant: str, after: int, viewer: str | None, limit: int) -> list[JobChange]:
+        """Return changes of all jobs of a tenant, oldest first.
+
+        Args:
+            tenant: whose jobs.
+            after: only changes with a larger number are returned.
+            viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
+            limit: the most changes to return.
+        """
+        return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), viewer, limit))
+
+    async def newest_change(self, tenant: str) -> int:
+        """Return the number of the newest change of a job of a tenant; 0: there is none."""
+        return await self.read(lambda c: changes.newest(c, tenant))
 
     async def append_audit(
         self, tenant: str, who: str, key_id: str | None, what: str, target: str, outcome: str

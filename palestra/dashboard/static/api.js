@@ -5,10 +5,11 @@ export class Refused extends Error {
   constructor(status, message) { super(message); this.status = status; }
 }
 
-async function request(path, signal = undefined) {
+// Send a request to an address of this server; raises what it says where it refuses.
+export async function send(path, { headers = {}, ...options } = {}) {
   let answer;
   try {
-    answer = await fetch(`/dashboard/api/${path}`, { headers: header(), cache: "no-store", signal });
+    answer = await fetch(path, { headers: { ...headers, ...header() }, cache: "no-store", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused(0, "the server can't be reached; it may have ended");
@@ -17,6 +18,10 @@ async function request(path, signal = undefined) {
   let said = `the server answered ${answer.status}`;
   try { said = (await answer.json()).error.message; } catch { /* no answer of ours: a proxy's, perhaps */ }
   throw new Refused(answer.status, said);
+}
+
+function request(path, signal = undefined) {
+  return send(`/dashboard/api/${path}`, { signal });
 }
 
 export async function get(path, query = {}, signal = undefined) {
@@ -33,12 +38,12 @@ export function at(run, ...parts) {
   return `/${[run, ...parts].map((part) => encodeURIComponent(part)).join("/")}`;
 }
 
-const PAUSES = [500, 1000, 2000, 5000];  // milliseconds before the next attempts
+export const PAUSES = [500, 1000, 2000, 5000];  // milliseconds before the next attempts
 const STREAMS = 3;  // of all windows in sight: browsers open six connections to a server
-const ASK = 2000;   // milliseconds between the questions of a further window
+export const ASK = 2000;   // milliseconds between the questions of a further window
 
 // Take one of the places for streams; gives the function that leaves it, or null if there is none.
-function takePlace(number = 1) {
+export function takePlace(number = 1) {
   if (navigator.locks === undefined) return Promise.resolve(() => {});  // a page without TLS from another machine
   if (number > STREAMS) return Promise.resolve(null);
   return new Promise((resolve, reject) => {

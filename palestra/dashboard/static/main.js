@@ -13,7 +13,7 @@ import { changed, followAll, loadRuns, onChange, state } from "./state.js";
 
 const main = document.getElementById("main");
 const VIEWS = { steps: stepsView, step: stepView, group: groupView, episodes: episodesView, episode: episodeView, findings: findingsView, talk: talkView, settings: settingsView, events: eventsView };
-let shown = null, turn = 0;
+let shown = null, turn = 0, service = null;   // service: what the page of `palestra serve` adds
 
 function parse() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -22,6 +22,7 @@ function parse() {
 }
 
 async function make({ parts, query }) {
+  if (service !== null) return service.make({ parts, query }, VIEWS);
   if (parts.length === 0) return curvesView({ query });
   const [what, run, name, ...rest] = parts;
   if (what !== "run" || !Object.hasOwn(VIEWS, name)) throw new Refused(404, "There is nothing at this address.");
@@ -36,14 +37,15 @@ async function show() {
   try {
     view = await make(parse());
   } catch (error) {
-    if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
+    if (error instanceof Refused && (error.status === 401 || (error.status === 403 && service === null))) {
+      service?.end();
       await session.ask(main, error.message);
-      if (mine === turn) return show();
-      return;
+      await service?.begin(show, hide);
+      return mine === turn || service !== null ? show() : undefined;
     }
     if (!(error instanceof Refused)) console.error(error);
     const said = error instanceof Refused ? error.message : "This view could not be drawn; the browser's console has the reason.";
-    view = { title: "Not there", crumbs: [], node: h("div", { class: "view" }, h("h1", {}, "Not there"), h("p", { class: "problem", role: "alert" }, said), h("p", {}, h("button", { type: "button", onclick: show }, "Try again"), " ", h("a", { href: "#/" }, "All runs"))) };
+    view = { title: "Not there", crumbs: [], node: h("div", { class: "view" }, h("h1", {}, "Not there"), h("p", { class: "problem", role: "alert" }, said), h("p", {}, h("button", { type: "button", onclick: show }, "Try again"), " ", h("a", { href: "#/" }, service === null ? "All runs" : "All jobs"))) };
   }
   clearTimeout(waiting);
   main.classList.remove("loading");
@@ -53,13 +55,19 @@ async function show() {
   shown = view;
   document.title = visible(`${view.title} · Palestra`);
   const several = state.runs.size > 1;
-  replace(document.getElementById("crumbs"), h("ol", {}, [[several ? "runs" : "curves", "#/"], ...view.crumbs].map(([label, to], place, all) =>
+  replace(document.getElementById("crumbs"), h("ol", {}, [[service !== null ? "jobs" : several ? "runs" : "curves", "#/"], ...view.crumbs].map(([label, to], place, all) =>
     h("li", {}, h("a", { href: to, "aria-current": place === all.length - 1 ? "page" : null }, label)))));
   replace(main, view.node);
   scrollTo(0, 0);
   if (!first) main.focus({ preventScroll: true });
   performance.mark("palestra-ready");
   document.documentElement.dataset.ready = location.hash || "#/";
+}
+
+// End the view that is shown, which would go on asking.
+function hide() {
+  shown?.dispose?.();
+  shown = null;
 }
 
 function connection() {
@@ -104,7 +112,12 @@ async function start() {
   themed();
   await session.open(main);
   try {
-    await loadRuns();
+    if (session.isService()) {
+      service = await import("./service/main.js");
+      await service.begin(show, hide);
+    } else {
+      await loadRuns();
+    }
   } catch (error) {
     replace(main, h("div", { class: "view" }, h("h1", {}, "Not there"), h("p", { class: "problem", role: "alert" }, error.message)));
     return;
@@ -112,7 +125,7 @@ async function start() {
   addEventListener("hashchange", show);
   onChange((what) => { if (what === "connection") connection(); });
   await show();
-  followAll();
+  if (service === null) followAll();
   append(document.body, [h("footer", {}, `Palestra ${state.version}`)]);
 }
 

@@ -3,13 +3,15 @@ import { badge, empty, h, replace, scrolled, visible } from "./dom.js";
 import { byPolicy, clock, duration, json, number, ofPolicies, percent, plural, signed, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href, stateBadge } from "./curves.js";
+import { isService } from "./session.js";
 import { loadMetrics, onChange, state } from "./state.js";
 
 // The parts of a step's time, in order; what is left of time/step_seconds is the rest.
 export const PARTS = [["rollout", "time/rollout_seconds"], ["train", "time/train_seconds"], ["publish", "time/publish_seconds"]];
 
 export function tabs(run, current) {
-  return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, [["steps", "Steps"], ["episodes", "Episodes"], ["findings", "Findings"], ["talk", "Talk"], ["settings", "Settings"], ["events", "Events"]].map(([name, label]) =>
+  const ofService = isService() ? [["job", "Job"], ["log", "Log"], ["curves", "Curves"]] : [];
+  return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, [...ofService, ["steps", "Steps"], ["episodes", "Episodes"], ["findings", "Findings"], ["talk", "Talk"], ["settings", "Settings"], ["events", "Events"]].map(([name, label]) =>
     h("a", { href: href(run, name), "aria-current": name === current ? "page" : null }, label)));
 }
 

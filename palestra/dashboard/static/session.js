@@ -5,6 +5,7 @@ import { h, replace } from "./dom.js";
 
 const STORED = "palestra-key", STORED_TALK = "palestra-talk";
 let key = null;
+let service = false;  // whether this is a service, whose page shows the jobs of a tenant
 let talk = null;   // the key that calls policies; null: this tab may only look
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("palestra-key") : null;
 
@@ -22,11 +23,16 @@ async function exchange(given) {
 // Keep the viewer's key, and the one that calls policies where the given key brought one.
 function keep(found) {
   key = found.key;
+  service = found.service;
   talk = found.talk ?? talk;
   try {
     sessionStorage.setItem(STORED, key);
     if (talk !== null) sessionStorage.setItem(STORED_TALK, talk);
   } catch { /* the keys then live as long as the page */ }
+}
+
+export function isService() {
+  return service;
 }
 
 export function talkHeader() {
@@ -92,7 +98,7 @@ export function ask(main, said) {
     const problem = h("p", { class: "problem", role: "alert" }, said);
     const form = h("form", { class: "login" },
       h("h1", {}, "This page needs a key"),
-      h("p", {}, "Of a running job: what is in ", h("code", {}, "RUN/api_key"), ", or a viewer's key. Of ", h("code", {}, "palestra dashboard"),
+      h("p", {}, "Of a service (", h("code", {}, "palestra serve"), "): your key, ", h("code", {}, "pk_…"), "; a viewer's is enough to look. Of a running job: what is in ", h("code", {}, "RUN/api_key"), ", or a viewer's key. Of ", h("code", {}, "palestra dashboard"),
         ": open the link that it printed; Enter in its terminal prints another one."),
       h("label", { for: "key" }, "Key"), input, h("button", { class: "primary" }, "Open"), problem);
     form.addEventListener("submit", async (event) => {

@@ -85,6 +85,7 @@ function several(row, name) {
 
 function take(event) {
   const name = event.run, metrics = state.metrics.get(name);
+  if (!state.runs.has(name)) return;
   news(name, event);
   if (event.kind === "step" && typeof event.data.step === "number") {
     loading.get(name)?.rows.push(event.data);
@@ -95,31 +96,51 @@ function take(event) {
 
 // How far a run is; the stream has it.
 function takeLine(line) {
+  if (!state.runs.has(line.run)) return;  // others are shown now
   state.runs.set(line.run, { ...line, colour: state.runs.get(line.run).colour });
   changed("run", line.run);
 }
 
+let stopFollowing = () => {}, choosing = Promise.resolve();
+
+// Show these runs, and no others: a service has too many to show them all. Raises what the server says of one.
+export function showRuns(names) {
+  choosing = choosing.catch(() => {}).then(async () => {
+    if (names.length === state.runs.size && names.every((name) => state.runs.has(name))) return;
+    stopFollowing();
+    stopFollowing = () => {};
+    for (const known of [state.runs, state.hidden, state.metrics]) known.clear();
+    const found = await Promise.all(names.map((name) => get(at(name))));
+    found.forEach((run, place) => state.runs.set(run.run, { ...run, colour: place % COLOURS }));
+    stopFollowing = followAll(() => {});
+  });
+  return choosing;
+}
+
 // Follow every run that is running by one stream. A hidden tab holds none, because browsers allow six connections to a
-// server, for all tabs; when it is shown, the stream is taken up where it broke off.
-export function followAll() {
+// server, for all tabs; when it is shown, the stream is taken up where it broke off. `said` gets the state of the
+// connection. Gives the function that ends it.
+export function followAll(said = connected) {
   const positions = new Map();
   for (const run of state.runs.values()) {
     if (run.state === "unreadable" || (run.live === null && run.state !== "running")) continue;
     positions.set(run.run, (state.metrics.get(run.run) ?? run).last_event);
   }
-  let ending = null;
-  function said(connection) {
-    state.connection = connection;
-    changed("connection");
-  }
+  let ending = null, over = false;
   function attend() {
     if (document.hidden) { ending?.abort(); ending = null; return; }
-    if (ending !== null || state.connection === "over") return;
+    if (ending !== null || over) return;
     ending = new AbortController();
-    follow(positions, take, takeLine, said, ending.signal);
+    follow(positions, take, takeLine, (connection) => { over = connection === "over"; said(connection); }, ending.signal);
   }
   if (positions.size > 0) {
     document.addEventListener("visibilitychange", attend);
     attend();
   }
+  return () => { document.removeEventListener("visibilitychange", attend); ending?.abort(); };
+}
+
+export function connected(connection) {
+  state.connection = connection;
+  changed("connection");
 }

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from palestra.control.accounts.administration import Administration
 from palestra.control.accounts.identity import Identities
-from palestra.control.api import ControlPlane, create_control_app
+from palestra.control.api import ControlPlane
 from palestra.control.jobs.rules import Rules
 from palestra.control.jobs.scheduler import JobScheduler
 from palestra.control.placement.placement import PlacementPolicy
@@ -23,6 +23,7 @@ from palestra.control.store.control_store import ControlStore
 from palestra.errors import ConfigError
 from palestra.http.server import listen, served, url_of
 from palestra.runtime.ray.cluster import LocalRay, connect, stop_local
+from palestra.runtime.service_page import create_service_app
 from palestra.waiting import race
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -105,11 +106,11 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
             without_keys=options.without_keys,
         )
         stack.callback(plane.pool.close)
-        scheduling = asyncio.create_task(scheduler.run())
+        scheduling, stopping = asyncio.create_task(scheduler.run()), asyncio.Event()
         try:
             # Until it knows the cluster's nodes, the scheduler would refuse every job, so the API opens only then.
             await race(scheduler.ready.wait(), asyncio.shield(scheduling))
-            async with served(create_control_app(plane), listener):
+            async with served(create_service_app(plane, stopping), listener, stopping.set):
                 yield ServedControlPlane(plane, url_of(listener), first, scheduling)
                 if scheduling.done():
                     scheduling.result()

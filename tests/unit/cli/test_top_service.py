@@ -18,7 +18,7 @@ from palestra.terminal import TerminalConsole
 from palestra.types.control_wire import ClusterView, InUse, JobView, NodeView, QuotaBody, ResourcesBody, ServerView
 from unit.dashboard.recorded import record
 
-NODE = {"alive": True, "draining": False, "memory_gib": 8.0, "free_gpus": 0.0}
+NODE = {"alive": True, "draining": False, "memory_gib": 8.0, "free_gpus": 0.0, "free_memory_gib": 8.0}
 
 
 def job(number: int, state: str, reason: str, name: str = "addition") -> JobView:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from palestra.control.accounts.administration import Administration
 from palestra.control.accounts.identity import Identities, Identity
@@ -62,6 +64,15 @@ def control_plane(store: ControlStore, folder: Path, launcher: Launcher | None =
         rates=RequestRates(store.clock),
         **more,
     )
+
+
+def api_routes(app: FastAPI) -> list[APIRoute]:
+    """All routes of an application, with those of its routers, which `app.routes` has as one."""
+    found: list[Any] = []
+    for route in app.routes:
+        router = getattr(route, "original_router", None)
+        found += [route] if router is None else router.routes
+    return [route for route in found if isinstance(route, APIRoute)]
 
 
 def pg_ctl(server: Any, command: str) -> None:

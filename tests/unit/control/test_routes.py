@@ -10,14 +10,17 @@ import httpx2
 import pytest
 from fastapi.routing import APIRoute
 
-from palestra.control.api import PUBLIC, create_control_app, jobs_api
+from palestra.control import api as control
+from palestra.control.api import jobs_api
 from palestra.control.rights.permissions import PERMISSIONS, Role
+from palestra.dashboard.files import public_paths
 from palestra.errors import Unauthorized
 from palestra.http import sse
 from palestra.http.bodies import LONG_BODY
+from palestra.runtime.service_page import create_service_app
 from palestra.server import KeyRing
 from palestra.store.key_files import SecretFile, write_private
-from unit.control.building import submit
+from unit.control.building import api_routes, submit
 
 BODIES = {
     ("POST", "/jobs"): {"config": {}},
@@ -32,9 +35,16 @@ BODIES = {
 }
 
 
+PUBLIC = {*control.PUBLIC, "/", *public_paths()}
+
+
+def application(plane):
+    """What `palestra serve` serves: the control plane and its page."""
+    return create_service_app(plane, asyncio.Event())
+
+
 def routes(app) -> list[tuple[str, APIRoute]]:
-    found = [route for route in app.routes if isinstance(route, APIRoute)]
-    return [(method, route) for route in found for method in sorted(route.methods)]
+    return [(method, route) for route in api_routes(app) for method in sorted(route.methods)]
 
 
 def action_of(route: APIRoute):
@@ -43,32 +53,45 @@ def action_of(route: APIRoute):
 
 
 def client(plane) -> httpx2.AsyncClient:
-    transport = httpx2.ASGITransport(create_control_app(plane), raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(application(plane), raise_app_exceptions=False)
     return httpx2.AsyncClient(transport=transport, base_url="http://control")
 
 
 async def test_every_route_but_the_public_ones_has_exactly_one_rule_of_the_table(plane):
     found = {}
-    for method, route in routes(create_control_app(plane)):
+    for method, route in routes(application(plane)):
         if route.path not in PUBLIC:
             found[method, route.path] = action_of(route)
+    assert ("GET", "/dashboard/api/runs/{run}/metrics") in found
     assert set(found.values()) == PERMISSIONS.keys(), "an action without a route, or a route without an action"
     assert all(path in found or (method, path) in found for method, path in BODIES)
 
 
 async def test_without_a_key_nothing_but_the_public_routes_answers(plane):
     async with client(plane) as http:
-        for method, route in routes(create_control_app(plane)):
+        for method, route in routes(application(plane)):
             answer = await http.request(method, filled(route.path), json=BODIES.get((method, route.path)))
-            assert answer.status_code == (200 if route.path in PUBLIC else 401), (method, route.path)
+            assert answer.status_code in ((200, 307) if route.path in PUBLIC else (401,)), (method, route.path)
             wrong = {"authorization": "Bearer pk_000000000000_" + "x" * 43}
             answer = await http.request(method, filled(route.path), headers=wrong)
-            assert answer.status_code == (200 if route.path in PUBLIC else 401)
+            assert answer.status_code in ((200, 307) if route.path in PUBLIC else (401,))
 
 
 def filled(path: str, job_id: str = "job-0000000000000000") -> str:
-    values = {"job_id": job_id, "name": "somebody", "key_id": "000000000000"}
-    return path.replace("{path:path}", "x").format(**values)
+    values = {"job_id": job_id, "run": job_id, "name": "somebody", "key_id": "000000000000"}
+    parts = {"step": "1", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0", "call": "0"}
+    whole = path.replace("{path:path}", "x").format(**values, **parts)
+    return f"{whole}?after={job_id}:0" if path == "/dashboard/api/events" else whole
+
+
+def at_once(path: str) -> str:
+    """The address of a route, of whose stream only what there is now is wanted."""
+    streams = path.partition("?")[0].endswith("/events")
+    return f"{path}{'&' if '?' in path else '?'}follow=false" if streams else path
+
+
+def of_a_job(route: APIRoute) -> bool:
+    return "{job_id}" in route.path or "{run}" in route.path or route.path == "/dashboard/api/events"
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -83,15 +106,13 @@ async def test_each_role_may_do_what_the_table_says_and_nothing_else(plane, role
         made = await http.post("/users", json={"name": "ann", "role": role.value}, headers=by_admin)
         mine = {"authorization": f"Bearer {made.json()['secret']}"}
         job = await submit(plane.store, tenant, "ann")
-        for method, route in routes(create_control_app(plane)):
+        for method, route in routes(application(plane)):
             if route.path in PUBLIC:
                 continue
             rule = PERMISSIONS[action_of(route)]
             allowed = role in rule.roles and (not rule.operator or tenant == "default")
-            path = filled(route.path, job.job_id)
+            path = at_once(filled(route.path, job.job_id))
             async with asyncio.timeout(10):
-                if path.endswith("/events"):
-                    path += "?follow=false"
                 answer = await http.request(method, path, json=BODIES.get((method, route.path)), headers=mine)
             assert (answer.status_code == 403) is (not allowed), (method, route.path, answer.text)
             assert answer.status_code < 500, (method, route.path, answer.text)
@@ -102,8 +123,8 @@ async def test_a_job_of_another_tenant_is_exactly_as_one_that_does_not_exist(pla
     job = await submit(plane.store, "other", "ann")
     async with client(plane) as http:
         headers = {"authorization": f"Bearer {admin}"}
-        for method, route in routes(create_control_app(plane)):
-            if "{job_id}" not in route.path:
+        for method, route in routes(application(plane)):
+            if not of_a_job(route):
                 continue
             texts = []
             for job_id in (job.job_id, "job-0000000000000000"):
@@ -126,14 +147,14 @@ async def test_what_a_colleague_may_do_with_a_job_on_every_route(plane, role, pr
             keys[name] = {"authorization": f"Bearer {made.json()['secret']}"}
         made = await http.post("/tenants", json={"name": "other"}, headers=by_admin)
         keys["stranger"] = {"authorization": f"Bearer {made.json()['secret']}"}
-        for method, route in routes(create_control_app(plane)):
-            if "{job_id}" not in route.path:
+        for method, route in routes(application(plane)):
+            if not of_a_job(route):
                 continue
             rule = PERMISSIONS[action_of(route)]
             answers = {}
             for name, headers in keys.items():
                 job = await submit(plane.store, "default", "ann", private=private)
-                path = filled(route.path, job.job_id) + ("?follow=false" if route.path.endswith("/events") else "")
+                path = at_once(filled(route.path, job.job_id))
                 answer = await http.request(method, path, json=BODIES.get((method, route.path)), headers=headers)
                 answers[name] = answer.status_code, answer.text.replace(job.job_id, "")
                 none = await http.request(method, path.replace(job.job_id, "job-0"), headers=headers)

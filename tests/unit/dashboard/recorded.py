@@ -93,3 +93,7 @@ def nan_equal(found: list[float | None], wanted: np.ndarray) -> bool:
     """Whether numbers of an answer are those of an array, with None for NaN, to the digits of a float32."""
     numbers = [np.nan if value is None else value for value in found]
     return bool(np.allclose(numbers, wanted, rtol=1e-6, atol=0.0, equal_nan=True))
+
+
+async def allowed() -> None:
+    """The check of a key that stays good."""

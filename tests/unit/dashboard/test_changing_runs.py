@@ -13,7 +13,7 @@ from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.streams import Streams
 from unit.building import FakeClock, open_store
-from unit.dashboard.recorded import record
+from unit.dashboard.recorded import allowed, record
 
 NAME = "train-000000-00"
 
@@ -76,25 +76,25 @@ async def test_a_stream_says_that_another_run_has_the_folder_and_sends_nothing_o
     monkeypatch.setattr("palestra.dashboard.streams.LOOK_SECONDS", 0.0)
     await add_events(run, 20)
     streams = Streams(Reader([run], asyncio.Event()), asyncio.Event())
-    look = streams.look({"recorded": 0}, lambda: None)
+    look = streams.look({"recorded": 0}, allowed)
     assert len(events((await look()).chunks)) == 22
     await replace(run, 5.0)
     await add_events(run, 30)  # more than the old one had
     assert events((await look()).chunks) == [{"run": "recorded", "kind": "replaced"}]
     assert (await look()).over
-    found = events((await streams.look({"recorded": 3}, lambda: None)()).chunks)
+    found = events((await streams.look({"recorded": 3}, allowed)()).chunks)
     assert [one["event_id"] for one in found] == [*range(4, 33)]
     assert all(one["kind"] == "note" for one in found)
 
 
 async def test_a_stream_that_asks_for_what_comes_after_the_end_of_another_run_is_told_so(run):
     streams = Streams(Reader([run], asyncio.Event()), asyncio.Event())
-    assert events((await streams.look({"recorded": 500}, lambda: None)()).chunks)[0]["kind"] == "replaced"
+    assert events((await streams.look({"recorded": 500}, allowed)()).chunks)[0]["kind"] == "replaced"
 
 
 async def test_a_resumed_run_is_not_taken_for_another_one(run, monkeypatch):
     monkeypatch.setattr("palestra.dashboard.streams.LOOK_SECONDS", 0.0)
-    look = Streams(Reader([run], asyncio.Event()), asyncio.Event()).look({"recorded": 0}, lambda: None)
+    look = Streams(Reader([run], asyncio.Event()), asyncio.Event()).look({"recorded": 0}, allowed)
     assert [one["event_id"] for one in events((await look()).chunks)] == [1, 2]
     config = run.folder / "config.toml"
     config.with_suffix(".new").write_text(config.read_text())

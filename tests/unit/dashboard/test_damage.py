@@ -29,7 +29,7 @@ from palestra.dashboard.streams import Streams
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
 from palestra.http.sse import follow
 from palestra.store.search import EpisodeFilter
-from unit.dashboard.recorded import REWARDS, record
+from unit.dashboard.recorded import REWARDS, allowed, record
 
 ENDLESS = """
 DROP TABLE episodes;
@@ -95,7 +95,7 @@ async def test_of_a_run_with_a_damaged_record_the_rest_is_there(pair, script, ca
     assert read_columns(bad, -1).columns["train/reward_mean"][-1] == 0.625
     assert len(read_step(bad, 5).groups) == len(REWARDS)
     assert read_group(bad, "train", 0).members[0].line.reward == 0.0
-    assert read_findings(bad).step == 5
+    assert read_findings(bad, {}).step == 5
     assert read_slow_calls(bad).calls
     reading = read_reading(bad, "train-000000-00")
     assert episode_answer(bad, reading).calls
@@ -163,7 +163,7 @@ async def test_damaged_events_do_not_end_the_stream(pair):
     good, bad = pair
     newest = len(read_events_after(good, 0, 500))
     execute(bad, "UPDATE events SET data = '[]' WHERE event_id = 1; UPDATE events SET at = 'x', kind = 'a' || char(10)")
-    look = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).look({"bad": 0, "good": 0}, lambda: None)
+    look = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).look({"bad": 0, "good": 0}, allowed)
     chunks = b"".join([chunk async for chunk in follow(look, True)]).decode()
     events = [json.loads(line[6:]) for line in chunks.splitlines() if line.startswith("data: ")]
     numbered = [event["event_id"] for event in events if "event_id" in event]

@@ -23,7 +23,7 @@ from palestra.dashboard.server import create_page_app
 from palestra.dashboard.streams import Streams
 from palestra.errors import ServerStopping
 from palestra.http.sse import follow
-from unit.dashboard.recorded import record
+from unit.dashboard.recorded import allowed, record
 
 
 def add_events(run: Run, *numbers: int) -> None:
@@ -50,7 +50,7 @@ def opened(runs: list[Run]) -> tuple[Streams, asyncio.Event]:
 
 
 async def read(streams: Streams, after: dict[str, int], wait: bool = False) -> list[tuple[str, int]]:
-    chunks = [chunk async for chunk in follow(streams.look(after, lambda: None), wait)]
+    chunks = [chunk async for chunk in follow(streams.look(after, allowed), wait)]
     events = [json.loads(chunk.partition(b"data: ")[2]) for chunk in chunks if not chunk.startswith(b"event: run\n")]
     return [(event["run"], event["event_id"]) for event in events]
 
@@ -121,7 +121,7 @@ async def test_how_far_a_run_is_comes_by_the_stream_when_it_changes_and_is_read_
     streams, stopping = opened([run])
 
     async def lines() -> list[RunAnswer]:
-        chunks = [chunk async for chunk in follow(streams.look({"a": runs[0].newest_event()}, lambda: None), True)]
+        chunks = [chunk async for chunk in follow(streams.look({"a": runs[0].newest_event()}, allowed), True)]
         return [RunAnswer.model_validate_json(chunk.partition(b"data: ")[2]) for chunk in chunks]
 
     following = [asyncio.create_task(lines()) for _ in range(8)]

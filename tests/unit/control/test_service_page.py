@@ -1,0 +1,334 @@
+"""What the page of a service needs of the control plane: runs of jobs, changes of a tenant, places, rights, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+
+import httpx2
+import pytest
+
+from palestra.control.jobs.scheduler import RUN
+from palestra.control.placement.fitting import Node, RunningJob
+from palestra.control.rights.permissions import PERMISSIONS, Action, Role
+from palestra.dashboard import service as service_page
+from palestra.dashboard import streams as run_streams
+from palestra.dashboard.reader import Reader
+from palestra.dashboard.runs import Run
+from palestra.errors import NotFound
+from palestra.http import sse
+from palestra.runtime.service_page import create_service_app
+from palestra.types.jobs import Resources
+from palestra.types.states import JobState
+from unit.control.building import api_routes, running, submit
+from unit.dashboard.recorded import record
+
+PARTS = {"step": "5", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0", "call": "1"}
+RUNS = "/dashboard/api/runs"
+
+
+@pytest.fixture
+async def keys(plane):
+    """Headers by name: two users and a viewer of one tenant, its admin, and a stranger."""
+    admin = (await plane.administration.first_start()).secret
+    found = {"admin": admin}
+    async with client(plane) as http:
+        for name, role in (("ann", "member"), ("bob", "member"), ("eve", "viewer")):
+            made = await http.post("/users", json={"name": name, "role": role}, headers=bearing(admin))
+            found[name] = made.json()["secret"]
+        made = await http.post("/tenants", json={"name": "other"}, headers=bearing(admin))
+        found["stranger"] = made.json()["secret"]
+    return {name: bearing(secret) for name, secret in found.items()}
+
+
+def bearing(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def client(plane) -> httpx2.AsyncClient:
+    app = create_service_app(plane, asyncio.Event())
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    return httpx2.AsyncClient(transport=transport, base_url="http://control")
+
+
+async def with_run(plane, **values):
+    """A job of ann whose run was recorded."""
+    job = await submit(plane.store, "default", "ann", **values)
+    folder = plane.scheduler.folder_of(job.job_id) / RUN
+    folder.mkdir(parents=True)
+    await record(folder)
+    return job.job_id
+
+
+def run_paths(plane, job_id: str) -> list[str]:
+    routes = api_routes(create_service_app(plane, asyncio.Event()))
+    found = [route.path for route in routes if route.path.startswith(f"{RUNS}/{{run}}")]
+    values = PARTS | {"run": job_id}
+    filled = [re.sub(r"\{(\w+)\}", lambda match: values[match[1]], path) for path in found]
+    return [*filled, f"/dashboard/api/events?follow=false&after={job_id}:0"]
+
+
+async def test_the_runs_of_jobs_are_read_by_those_who_may_read_the_jobs(plane, keys):
+    open_, private = await with_run(plane), await with_run(plane, private=True)
+    async with client(plane) as http:
+        paths = run_paths(plane, open_)
+        assert len(paths) == 13
+        for path in paths:
+            for name in ("ann", "bob", "eve", "admin"):
+                answer = await http.get(path, headers=keys[name])
+                assert answer.status_code == 200, (name, path, answer.text)
+                assert answer.headers["cache-control"] == "no-store"
+            for name in ("bob", "eve", "stranger"):
+                hidden = await http.get(path.replace(open_, private), headers=keys[name])
+                none = await http.get(path.replace(open_, "job-0"), headers=keys[name])
+                assert (hidden.status_code, hidden.text.replace(private, "job-0")) == (404, none.text), (name, path)
+            assert (await http.get(path.replace(open_, private), headers=keys["admin"])).status_code == 200
+            strange = await http.get(path, headers=keys["stranger"])
+            assert (strange.status_code, "run" not in strange.text.replace(open_, "")) == (404, True)
+        described = (await http.get(f"{RUNS}/{open_}", headers=keys["eve"])).json()
+        assert (described["run"], described["title"], described["state"]) == (open_, "addition", "completed")
+        assert described["serve"] == f"palestra submit --from-job {open_}"
+
+
+async def test_a_key_that_reads_no_jobs_reads_no_run(plane, keys):
+    job = await with_run(plane)
+    async with client(plane) as http:
+        made = await http.post("/keys", json={"scopes": ["cluster:read"]}, headers=keys["ann"])
+        narrow = bearing(made.json()["secret"])
+        for path in [*run_paths(plane, job), RUNS, "/events?follow=false"]:
+            assert (await http.get(path, headers=narrow)).status_code == 403, path
+        assert (await http.post("/dashboard/session", headers=narrow)).json()["service"] is True
+
+
+async def test_the_session_is_the_key_itself_and_a_key_in_an_address_or_cookie_is_none(plane, keys):
+    async with client(plane) as http:
+        answer = await http.post("/dashboard/session", headers=keys["eve"])
+        secret = keys["eve"]["authorization"].removeprefix("Bearer ")
+        assert answer.json() == {"key": secret, "service": True, "talk": None}
+        assert answer.headers["cache-control"] == "no-store"
+        for path, headers in ((f"/dashboard/session?key={secret}", {}), ("/dashboard/session", {"cookie": secret})):
+            assert (await http.post(path, headers=headers)).status_code == 401
+        page = await http.get("/dashboard")
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        assert (await http.get("/")).headers["location"] == "/dashboard"
+
+
+async def test_the_list_of_runs_is_that_of_the_running_jobs_that_one_sees(plane, keys):
+    job = await running(plane.store, "default", "ann")
+    await running(plane.store, "other", "zoe")
+    folder = plane.scheduler.folder_of(job.job_id) / RUN
+    folder.mkdir(parents=True)
+    await record(folder)
+    await with_run(plane)  # one that waits
+    async with client(plane) as http:
+        found = (await http.get(RUNS, headers=keys["eve"])).json()
+        assert [(run["run"], run["steps"]) for run in found["runs"]] == [(job.job_id, 8)]
+        assert found["version"]
+
+
+async def test_a_job_that_has_no_run_yet_is_said_to_have_none(plane, keys):
+    job = await submit(plane.store, "default", "ann")
+    async with client(plane) as http:
+        answer = await http.get(f"{RUNS}/{job.job_id}", headers=keys["ann"])
+        assert (answer.status_code, "has not begun" in answer.text) == (404, True)
+
+
+async def test_a_stream_of_runs_names_them_and_ends_with_its_key(plane, keys, monkeypatch):
+    job = await with_run(plane)
+    async with client(plane) as http:
+        for query in ("", "?after=job", f"?after={job}:x"):
+            answer = await http.get(f"/dashboard/api/events{query}", headers=keys["ann"])
+            assert answer.status_code in (400, 422), query
+        monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(Run, "in_use", lambda _: True)
+        following = asyncio.ensure_future(http.get(f"/dashboard/api/events?after={job}:0", headers=keys["eve"]))
+        await asyncio.sleep(0.3)
+        assert not following.done()
+        await http.delete("/users/eve", headers=keys["admin"])
+        async with asyncio.timeout(20):
+            answer = await following
+        sent = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        numbers = [one["event_id"] for one in sent if "event_id" in one]  # others say how far the run is
+        assert numbers == sorted(set(numbers))
+        assert numbers
+
+
+def events_of(text: str) -> list[tuple[str, dict]]:
+    blocks = [block.splitlines() for block in text.split("\n\n") if "data: " in block]
+    return [(lines[1].removeprefix("event: "), json.loads(lines[2].removeprefix("data: "))) for lines in blocks]
+
+
+async def test_changes_of_a_tenant_are_streamed_once_each_from_any_number(plane, keys):
+    async with client(plane) as http:
+
+        async def after(number: int | None, name: str) -> list[tuple[str, dict]]:
+            last = {} if number is None else {"last-event-id": str(number)}
+            return events_of((await http.get("/events?follow=false", headers=keys[name] | last)).text)
+
+        assert await after(None, "ann") == [("begin", {"number": 0})]
+        open_ = await running(plane.store, "default", "ann")
+        private = await submit(plane.store, "default", "ann", private=True)
+        await submit(plane.store, "other", "zoe")
+        found = await after(0, "ann")
+        assert [(kind, one["number"], one["job_id"], one["following"]) for kind, one in found] == [
+            ("state", 1, open_.job_id, "queued"),
+            ("state", 2, open_.job_id, "starting"),
+            ("state", 3, open_.job_id, "running"),
+            ("state", 4, private.job_id, "queued"),
+        ]
+        assert (found[0][1]["previous"], found[1][1]["previous"]) == (None, "queued")
+        assert [one["number"] for _, one in await after(0, "eve")] == [1, 2, 3]  # the private one is ann's
+        assert [one["number"] for _, one in await after(0, "admin")] == [1, 2, 3, 4]
+        assert [one["number"] for _, one in await after(2, "ann")] == [3, 4]
+        assert await after(4, "ann") == []
+        assert await after(None, "ann") == [("begin", {"number": 4})]
+        assert len(await after(0, "stranger")) == 1
+        for wrong in ("", "x", "-1", "1.2", "9" * 30):
+            answer = await http.get("/events?follow=false", headers=keys["ann"] | {"last-event-id": wrong})
+            assert answer.status_code in (400, 422), wrong
+
+
+async def test_the_stream_of_a_tenant_ends_with_its_key(plane, keys, monkeypatch):
+    monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)
+    async with client(plane) as http:
+        following = asyncio.ensure_future(http.get("/events", headers=keys["bob"]))
+        await asyncio.sleep(0.2)
+        assert not following.done()
+        await http.delete("/users/bob", headers=keys["admin"])
+        async with asyncio.timeout(20):
+            assert events_of((await following).text) == [("begin", {"number": 0})]
+
+
+async def test_waiting_jobs_have_their_places_and_machines_what_is_free(plane, keys):
+    scheduler, node = plane.scheduler, Node(node_id="n", cpus=4.0, gpus=1, memory_gib=8.0)
+    low = await submit(plane.store, "default", "ann", priority="low", resources=Resources(cpus=2.0))
+    high = await submit(plane.store, "default", "ann", priority="high", resources=Resources(cpus=2.0))
+    scheduler.nodes = [node]
+    held = RunningJob(
+        job_id="job-held",
+        tenant="other",
+        submitted_at=0.0,
+        needs=Resources(cpus=3.5, gpus=1.0, memory_gib=5.0),
+        node_id="n",
+        devices=((0, 1),),
+        since=0.0,
+    )
+    scheduler.running["job-held"] = held
+    await scheduler._place()
+    async with client(plane) as http:
+        jobs = (await http.get("/jobs", headers=keys["eve"])).json()["jobs"]
+        assert {job["job_id"]: job["place"] for job in jobs} == {high.job_id: 1, low.job_id: 2}
+        assert all("waits for" in job["reason"] or "behind" in job["reason"] for job in jobs)
+        (view,) = (await http.get("/cluster", headers=keys["eve"])).json()["nodes"]
+        assert (view["free_cpus"], view["free_gpus"], view["free_memory_gib"], view["jobs"]) == (0.5, 0.0, 3.0, 1)
+        await plane.store.change_state(high.job_id, JobState.QUEUED, JobState.STARTING, "there is room")
+        assert (await http.get(f"/jobs/{high.job_id}", headers=keys["eve"])).json()["place"] is None
+
+
+async def test_what_a_key_may_do_is_what_the_table_says(plane, keys):
+    async with client(plane) as http:
+        for name, role in (("admin", Role.ADMIN), ("ann", Role.MEMBER), ("eve", Role.VIEWER)):
+            may = (await http.get("/me", headers=keys[name])).json()["may"]
+            for action in Action:
+                rule = PERMISSIONS[action]
+                whose = "all" if role in rule.others else "own"
+                assert may.get(action.value) == (whose if role in rule.roles else None), (name, action)
+        assert "cluster.drain" not in (await http.get("/me", headers=keys["stranger"])).json()["may"]
+        made = await http.post("/keys", json={"scopes": ["jobs:read"]}, headers=keys["ann"])
+        may = (await http.get("/me", headers=bearing(made.json()["secret"]))).json()["may"]
+        assert may == {"job.list": "all", "job.read": "all", "self.read": "own", "key.list": "own"}
+
+
+async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
+    job = await submit(plane.store, "default", "ann")
+    folder = plane.scheduler.folder_of(job.job_id)
+    async with client(plane) as http:
+
+        async def read(query: str) -> tuple[str, str]:
+            answer = await http.get(f"/jobs/{job.job_id}/logs{query}", headers=keys["eve"])
+            return answer.headers["log-offset"], answer.text
+
+        assert await read("?last=5") == ("0", "")
+        folder.mkdir(parents=True)
+        (folder / "log.txt").write_text("0123456789")
+        assert await read("") == ("0", "0123456789")
+        assert await read("?offset=7") == ("7", "789")
+        assert await read("?last=4") == ("6", "6789")
+        assert await read("?last=4&offset=8") == ("8", "89")
+        assert await read("?last=100") == ("0", "0123456789")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"config_toml": "steps = "}, "not valid TOML"),
+        ({"config_toml": "x = " + "[" * 5000}, "nested too deeply"),
+        ({"config_toml": "steps = 3", "config": {}}, "leave one of them out"),
+        ({"config_toml": "nothing = 1"}, "nothing"),
+        ({"config_toml": "[tasks]\ntrain = '/etc/passwd'"}, "does not read"),
+        ({"config_toml": "#" * 2**18 + "#"}, "config_toml"),
+        ({"config_toml": "seed = nan"}, "seed"),
+        ({"config_toml": "name = 2026-01-01"}, "name"),
+    ],
+)
+async def test_a_configuration_in_toml_that_is_no_job_is_refused_in_words(plane, keys, body, said):
+    async with client(plane) as http:
+        answer = await http.post("/jobs", json=body, headers=keys["ann"])
+        assert answer.status_code in (400, 422), answer.text
+        assert said in answer.json()["error"]["message"]
+
+
+async def test_a_configuration_in_toml_is_the_same_job_as_in_json(plane, keys):
+    config = {"name": "typed", "steps": 3, "engine": {"kind": "fake"}}
+    text = 'name = "typed"\nsteps = 3\n[engine]\nkind = "fake"\n'
+    async with client(plane) as http:
+        made = [
+            (await http.post("/jobs", json=body, headers=keys["ann"])).json()
+            for body in ({"config": config, "name": "typed"}, {"config_toml": text})
+        ]
+        given = (await http.post("/jobs", json={"config_toml": text, "name": "mine"}, headers=keys["ann"])).json()
+    assert made[0]["config"] == made[1]["config"]
+    assert made[0]["config"].items() > config.items()
+    assert [job["name"] for job in (*made, given)] == ["typed", "typed", "mine"]
+
+
+async def test_runs_that_were_added_longest_ago_are_forgotten_with_all_that_is_kept_of_them(tmp_path):
+    base = await record(tmp_path)
+    reader = Reader((), asyncio.Event(), 2)
+    for name in "abc":
+        reader.add(Run(name=name, folder=base.folder))
+        await reader.described(reader.run(name))
+    assert list(reader.runs) == ["b", "c"]
+    assert reader._slots.keys() == {"b", "c"}
+    reader.add(reader.runs["b"])
+    reader.add(Run(name="d", folder=base.folder))
+    assert list(reader.runs) == ["b", "d"]
+    with pytest.raises(NotFound) as missing:
+        reader.run("a")
+    assert "'b'" not in str(missing.value)
+    assert "there are" not in str(missing.value)
+
+
+async def test_one_tenants_streams_take_no_place_of_anothers_and_leave_nothing(plane, keys, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_streams, "MOST_STREAMS", 1)
+    monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(Run, "in_use", lambda _: True)
+    job = await with_run(plane)
+    theirs = await submit(plane.store, "other", "zoe")
+    shutil.copytree(plane.scheduler.folder_of(job), plane.scheduler.folder_of(theirs.job_id))
+    made = []
+    monkeypatch.setattr(service_page, "Streams", lambda *given: made.append(run_streams.Streams(*given)) or made[-1])
+    async with client(plane) as http:
+        following = asyncio.ensure_future(http.get(f"/dashboard/api/events?after={job}:0", headers=keys["ann"]))
+        await asyncio.sleep(0.2)
+        more = await http.get(f"/dashboard/api/events?after={job}:0&follow=false", headers=keys["eve"])
+        assert more.status_code == 429
+        path = f"/dashboard/api/events?after={theirs.job_id}:0&follow=false"
+        assert (await http.get(path, headers=keys["stranger"])).status_code == 200
+        await http.delete("/users/ann", headers=keys["admin"])
+        async with asyncio.timeout(20):
+            await following
+    (streams,) = made
+    assert (streams._feeds, dict(streams._open), dict(streams._users)) == ({}, {}, {})
