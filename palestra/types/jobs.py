@@ -109,6 +109,8 @@ class JobRecord:
         node: where it runs or ran last; None before the first start.
         cancel_requested: whether it ends as soon as it can.
         log_tail: last lines of its log, kept when it ends; None: there are none.
+        base_id: base server of the service on which it runs or ran last; None: it has a model of its own, or has not
+            been started.
     """
 
     job_id: str
@@ -137,6 +139,7 @@ class JobRecord:
     log_tail: str | None
     from_job: str | None
     from_step: int | None
+    base_id: str | None
 
     @property
     def is_over(self) -> bool:
@@ -209,3 +212,4 @@ class JobFields(TypedDict, total=False):
     node: str | None
     restarts_left: int
     log_tail: str | None
+    base_id: str | None

@@ -12,8 +12,7 @@ from palestra.control.accounts.identity import Identity
 from palestra.control.api import artifacts, streams
 from palestra.control.api.access import ControlPlane
 from palestra.control.api.submission import allowed, recorded_source, request_of
-from palestra.control.jobs.launcher import LOG_FILE
-from palestra.control.jobs.scheduler import RUN
+from palestra.control.jobs.launcher import LOG_FILE, RUN
 from palestra.control.rights.permissions import Action
 from palestra.errors import InvalidRequest, NotFound
 from palestra.http.app import request_schema

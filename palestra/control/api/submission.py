@@ -10,8 +10,9 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, JobConfig, not_frozen, parse_config
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
+from palestra.control.jobs.launcher import RUN
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.scheduler import RUN
+from palestra.control.jobs.shared_jobs import LIGHT_CPUS, check_shared
 from palestra.control.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
 from palestra.control.rights.permissions import Action
 from palestra.errors import ConfigError, InvalidRequest
@@ -47,7 +48,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         kind=kind,
         priority=body.priority,
         config=given,
-        resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
+        resources=_resources(body, given),
         attached=body.attached,
         private=await _private(plane, body, by, (source, recorded)),
         restarts_limit=body.restarts,
@@ -117,6 +118,13 @@ async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, give
     return source
 
 
+def _resources(body: SubmitJob, given: dict[str, Any]) -> Resources:
+    """Return what a job holds; one on a shared base, which computes for it, needs few cores."""
+    asked = body.resources
+    light = "cpus" not in asked.model_fields_set and asked.gpus == 0 and parse_config(given).base is not None
+    return Resources(cpus=LIGHT_CPUS if light else asked.cpus, gpus=asked.gpus, memory_gib=asked.memory_gib)
+
+
 async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: Sequence[JobRecord | None]) -> bool:
     """Return whether the job will be private: as requested, else as a source, else as the tenant's default."""
     if body.private is not None:
@@ -162,6 +170,7 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             rules.weights(policy.model)
         except ConfigError as error:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
+    check_shared(config, rules.bases)
     config = _with_environment_key(config, rules)
     _check_algorithm("algorithm", config.algorithm, rules)
     for name, policy in config.policies.items():

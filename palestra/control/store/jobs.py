@@ -64,6 +64,7 @@ def record_of(row: Any) -> JobRecord:
         from_step=row.from_step,
         time_limit_seconds=row.time_limit_seconds,
         ran_seconds=row.ran_seconds,
+        base_id=row.base_id,
     )
 
 

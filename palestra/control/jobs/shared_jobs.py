@@ -1,0 +1,87 @@
+"""Jobs that ask for a shared base: which one, and their configuration once a base server is chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from palestra.config import JobConfig, parse_config
+from palestra.config.shared_base import PLACED
+from palestra.control.placement.bases import BaseLimits, WaitingForBase, too_many_adapters
+from palestra.control.placement.queues import WaitingJob
+from palestra.errors import ConfigError, InvalidRequest
+from palestra.types.bases import BaseKind
+from palestra.types.jobs import JobRecord
+
+LIGHT_CPUS = 0.25  # of a job whose samples and gradients are computed elsewhere, unless it asks for another part
+
+
+def waiting_for_base(job: JobRecord, waiting: WaitingJob) -> WaitingForBase | None:
+    """Return a queued job as one that asks for a shared base; None: it has a model of its own.
+
+    Args:
+        job: of the control store.
+        waiting: the same, as placement sees it.
+    """
+    policies = job.config.get("policies") or {}
+    # Parsing takes a millisecond for each job in each round, and most jobs have no shared base.
+    if not any(isinstance(policy, dict) and policy.get("base") == PLACED for policy in policies.values()):
+        return None
+    try:
+        config = parse_config(job.config)
+    except ConfigError:  # of an earlier version; its start fails, and says why
+        return None
+    if config.base is None:
+        return None
+    return WaitingForBase(job=waiting, kind=kind_of(config), adapters=adapters_of(config))
+
+
+def kind_of(config: JobConfig) -> BaseKind:
+    """Return what a job needs of its base server."""
+    return BaseKind(next(iter(config.policies.values())).model, config.deterministic)
+
+
+def adapters_of(config: JobConfig) -> int:
+    """Return how many adapters a job has at its base server; one that trains none counts as one."""
+    return max(1, len(config.trained_policies) if config.kind == "training" else 0)
+
+
+def check_shared(config: JobConfig, limits: BaseLimits) -> None:
+    """Refuse a job that names a base server, or asks for a shared base that can't be.
+
+    Args:
+        config: of a submission.
+        limits: the operator's.
+
+    Raises:
+        InvalidRequest: the message names the key.
+    """
+    for name, policy in config.policies.items():
+        key = f"config.policies.{name}"
+        if policy.base is None:
+            continue
+        if policy.base != PLACED:  # it would be called from inside of the operator's network
+            raise InvalidRequest(
+                f"{key}.base names a server, and this service chooses one itself; write base = {PLACED!r}",
+                f"{key}.base",
+            )
+        model = kind_of(config).model
+        if policy.model != model:
+            raise InvalidRequest(
+                f"{key}.model is {policy.model!r}, and another policy of the job has {model!r}; a base server has one "
+                "model, which all policies of a job on it have",
+                f"{key}.model",
+            )
+    if config.base is not None and (adapters := adapters_of(config)) > limits.adapters:
+        raise InvalidRequest(f"this job could never start: it {too_many_adapters(adapters, limits)}", "config.policies")
+
+
+def at_base(config: Mapping[str, Any], address: str) -> dict[str, Any]:
+    """Return a configuration whose policies name the address of the base server that was chosen.
+
+    Args:
+        config: a JobConfig as JSON, of a job that asks for a shared base.
+        address: of the base server.
+    """
+    policies = {name: {**policy, "base": address} for name, policy in config["policies"].items()}
+    return {**config, "policies": policies}
