@@ -72,6 +72,7 @@ class JobRequest:
         from_job: job of the same tenant whose weights it starts from; None: the configuration's model.
         from_step: step of that job's checkpoint; None without `from_job`.
         from_newest: True: no step was requested, so `from_step` is the newest one at the time of submission.
+        adapters: that it has on a shared base; 0: it asks for none.
     """
 
     name: str
@@ -86,6 +87,7 @@ class JobRequest:
     from_job: str | None = None
     from_step: int | None = None
     from_newest: bool = False
+    adapters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +141,7 @@ class JobRecord:
     log_tail: str | None
     from_job: str | None
     from_step: int | None
+    adapters: int
     base_id: str | None
 
     @property

@@ -116,6 +116,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             time_limit_seconds=plane.rules.time_limit(job.time_limit_seconds),
             from_job=job.from_job,
             from_step=job.from_step,
+            adapters=job.adapters,
         )
         again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_RESUBMIT.value, again.job_id, "ok")

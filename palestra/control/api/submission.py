@@ -12,7 +12,7 @@ from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
 from palestra.control.jobs.launcher import RUN
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.shared_jobs import LIGHT_CPUS, check_shared
+from palestra.control.jobs.shared_jobs import LIGHT_CPUS, adapters_of, check_shared
 from palestra.control.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
 from palestra.control.rights.permissions import Action
 from palestra.errors import ConfigError, InvalidRequest
@@ -43,12 +43,13 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step, trained)
     recorded = await recorded_source(plane, by, kind, given)
+    adapters = adapters_of(parse_config(given))
     return JobRequest(
         name=body.name or ("job" if source is None else source.name),
         kind=kind,
         priority=body.priority,
         config=given,
-        resources=_resources(body, given),
+        resources=_resources(body, adapters),
         attached=body.attached,
         private=await _private(plane, body, by, (source, recorded)),
         restarts_limit=body.restarts,
@@ -56,6 +57,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         from_job=body.from_job,
         from_step=step,
         from_newest=body.from_step is None and source is not None,
+        adapters=adapters,
     )
 
 
@@ -118,10 +120,10 @@ async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, give
     return source
 
 
-def _resources(body: SubmitJob, given: dict[str, Any]) -> Resources:
-    """Return what a job holds; one on a shared base, which computes for it, needs few cores."""
+def _resources(body: SubmitJob, adapters: int) -> Resources:
+    """Return what a job holds; one with adapters on a shared base, which computes for it, needs few cores."""
     asked = body.resources
-    light = "cpus" not in asked.model_fields_set and asked.gpus == 0 and parse_config(given).base is not None
+    light = adapters > 0 and "cpus" not in asked.model_fields_set and asked.gpus == 0
     return Resources(cpus=LIGHT_CPUS if light else asked.cpus, gpus=asked.gpus, memory_gib=asked.memory_gib)
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.backend.admissions import FILE, Admission, digest_of, new_key, write_admissions
-from palestra.config import parse_config
-from palestra.control.jobs.shared_jobs import adapters_of
 from palestra.control.placement.tenants import Quota
 from palestra.disk import write_whole
 from palestra.types.jobs import JobRecord
@@ -61,10 +59,10 @@ class AdmittedJobs:
         """Return how many adapters the jobs have together."""
         return sum(job.adapters for job in self._jobs.values())
 
-    def add(self, job: JobRecord, adapters: int) -> None:
+    def add(self, job: JobRecord) -> None:
         """Count a job, which has no key yet."""
         self._gone.discard(job.job_id)
-        self._jobs[job.job_id] = AdmittedJob(job.job_id, job.tenant, adapters)
+        self._jobs[job.job_id] = AdmittedJob(job.job_id, job.tenant, job.adapters)
 
     def remove(self, job_id: str) -> bool:
         """Forget a job, whose key is good until `write`; returns whether it was here."""
@@ -88,7 +86,7 @@ class AdmittedJobs:
 
     def find_key(self, job: JobRecord) -> None:
         """Count a job that runs already, with the key that it was given."""
-        self.add(job, adapters_of(parse_config(job.config)))
+        self.add(job)
         path = self._folders / job.job_id / KEY_FILE
         if path.exists():
             self._jobs[job.job_id].digest = digest_of(path.read_text())

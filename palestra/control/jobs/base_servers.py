@@ -83,6 +83,7 @@ class BaseServers:
         self.nodes: list[Node] = []
         self._bases: dict[str, _Base] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
+        self._ends: dict[str, asyncio.Task[None]] = {}
         self._failed_kinds: dict[BaseKind, str] = {}
         self._failed_jobs: dict[str, str] = {}
 
@@ -116,10 +117,10 @@ class BaseServers:
 
     # Jobs
 
-    def hold(self, job: JobRecord, base_id: str, adapters: int) -> None:
+    def hold(self, job: JobRecord, base_id: str) -> None:
         """Count a job that starts on a base server, or was found running on it."""
         base = self._bases[base_id]
-        base.admitted.add(job, adapters)
+        base.admitted.add(job)
         base.idle_since = None
 
     async def admit(self, job_id: str, base_id: str, quotas: Mapping[str, Quota]) -> tuple[str, Path]:
@@ -205,11 +206,11 @@ class BaseServers:
         base = self._bases[base_id]
         base.idle_since = None
         base.record = self._moved(base, BaseState.ENDING, reason)
-        self._run(base, self._end(base, self._lives[base_id]))
+        self._ends[base_id] = asyncio.create_task(self._end(base))
 
     async def close(self) -> None:
         """Stop watching; the base servers continue."""
-        tasks = list(self._lives.values())
+        tasks = [*self._lives.values(), *self._ends.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -253,6 +254,8 @@ class BaseServers:
             except NodeLost as error:
                 log.warning("base server %s of %s: %s", base_id, base.record.kind.model, error)
                 self._stop_jobs(base)
+                break
+            if base.record.state is BaseState.ENDING:
                 break
             deaths = 1 if served_seconds > STEADY_SECONDS else deaths + 1
             reason = ended.reason or "its process is gone"
@@ -318,13 +321,16 @@ class BaseServers:
             memory_gib=None if node is None else memory_limit_gib(record.resources, node),
         )
 
-    async def _end(self, base: _Base, life: asyncio.Task[None]) -> None:
-        """Stop a base server, and forget it."""
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
+    async def _end(self, base: _Base) -> None:
+        """Stop a base server; `_live` notices that."""
         await self._save(base)
-        await self._launcher.stop(base.record.base_id, END_SECONDS)
-        await self._forget(base)
+        while True:
+            try:
+                await self._launcher.stop(base.record.base_id, END_SECONDS)
+                return
+            except PalestraError as error:
+                log.error("base server %s could not be stopped, tried again: %s", base.record.base_id, error)
+                await asyncio.sleep(AGAIN_SECONDS)
 
     def _give_up(self, base: _Base, reason: str) -> None:
         """Fail the jobs that need a base server which can't be started, or does not stay alive."""
@@ -377,6 +383,7 @@ class BaseServers:
         await asyncio.to_thread(base.admitted.clear)
         self._bases.pop(base_id, None)
         self._lives.pop(base_id, None)
+        self._ends.pop(base_id, None)
         self._changed.notify()
 
     async def _written(self, operation: Callable[[Any], None]) -> None:

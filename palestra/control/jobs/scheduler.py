@@ -228,7 +228,7 @@ class JobScheduler:
         for start in decision.starts:
             job, base_id = queue[start.job_id], decision.bases.get(start.job_id)
             if base_id is not None:
-                self.bases.hold(job, base_id, shared[job.job_id].adapters)
+                self.bases.hold(job, base_id)
             self._hold(job, start, starting=True)
             self._live(job.job_id, self._start(job, start, base_id))
         return decision.again_at

@@ -23,17 +23,13 @@ def waiting_for_base(job: JobRecord, waiting: WaitingJob) -> WaitingForBase | No
         job: of the control store.
         waiting: the same, as placement sees it.
     """
-    policies = job.config.get("policies") or {}
-    # Parsing takes a millisecond for each job in each round, and most jobs have no shared base.
-    if not any(isinstance(policy, dict) and policy.get("base") == PLACED for policy in policies.values()):
+    if not job.adapters:
         return None
     try:
-        config = parse_config(job.config)
+        kind = kind_of(parse_config(job.config))
     except ConfigError:  # of an earlier version; its start fails, and says why
         return None
-    if config.base is None:
-        return None
-    return WaitingForBase(job=waiting, kind=kind_of(config), adapters=adapters_of(config))
+    return WaitingForBase(job=waiting, kind=kind, adapters=job.adapters)
 
 
 def kind_of(config: JobConfig) -> BaseKind:
@@ -42,7 +38,9 @@ def kind_of(config: JobConfig) -> BaseKind:
 
 
 def adapters_of(config: JobConfig) -> int:
-    """Return how many adapters a job has at its base server; one that trains none counts as one."""
+    """Return how many adapters a job has on a shared base: one that trains none counts as one; 0: it has no base."""
+    if config.base is None:
+        return 0
     return max(1, len(config.trained_policies) if config.kind == "training" else 0)
 
 
@@ -72,7 +70,7 @@ def check_shared(config: JobConfig, limits: BaseLimits) -> None:
                 "model, which all policies of a job on it have",
                 f"{key}.model",
             )
-    if config.base is not None and (adapters := adapters_of(config)) > limits.adapters:
+    if (adapters := adapters_of(config)) > limits.adapters:
         raise InvalidRequest(f"this job could never start: it {too_many_adapters(adapters, limits)}", "config.policies")
 
 

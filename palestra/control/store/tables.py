@@ -49,6 +49,7 @@ jobs = Table(
     Column("from_step", Integer),  # of the checkpoint; NULL without `from_job`
     Column("time_limit_seconds", Double),  # NULL: any time
     Column("ran_seconds", Double, nullable=False, server_default=sa.text("0")),  # time RUNNING until `changed_at`
+    Column("adapters", Integer, nullable=False, server_default=sa.text("0")),  # on a shared base; 0: it asks for none
     Column("base_id", String),  # of the base server on which it ran last; NULL: on none
     UniqueConstraint("tenant", "request_key"),
     Index("jobs_of_tenant", "tenant", "number"),
@@ -151,6 +152,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE jobs ADD COLUMN ran_seconds DOUBLE PRECISION DEFAULT 0 NOT NULL",
     ),
     (
+        "ALTER TABLE jobs ADD COLUMN adapters INTEGER DEFAULT 0 NOT NULL",
         "ALTER TABLE jobs ADD COLUMN base_id VARCHAR",
         "CREATE TABLE bases (base_id VARCHAR NOT NULL PRIMARY KEY, model TEXT NOT NULL, "
         "deterministic BOOLEAN NOT NULL, state VARCHAR NOT NULL, reason TEXT NOT NULL, node VARCHAR NOT NULL, "
