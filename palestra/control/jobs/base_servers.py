@@ -16,7 +16,7 @@ from typing import Any
 from palestra.control.jobs.admitting import AdmittedJobs
 from palestra.control.jobs.launcher import BaseOrder, Ended, Ending, Launcher, Listening, ending_of, read_ended
 from palestra.control.jobs.rules import Rules
-from palestra.control.placement.bases import RunningBase
+from palestra.control.placement.bases import RunningBase, WaitingForBase
 from palestra.control.placement.fitting import GpuShare, Node, RunningJob, memory_limit_gib
 from palestra.control.placement.placement import JobStart
 from palestra.control.placement.reasons import short
@@ -102,18 +102,19 @@ class BaseServers:
         """Return the base servers as placement sees them."""
         return [_as_running(base) for base in self._bases.values()]
 
-    def take_failure(self, job_id: str, kind: BaseKind) -> str | None:
-        """Return why a queued job can't have a base server, because one could not be started; None: it can.
+    def held(self) -> list[RunningJob]:
+        """Return what the base servers hold on their nodes."""
+        return [base.held for base in self.running()]
+
+    def take_failures(self, shared: Mapping[str, WaitingForBase]) -> dict[str, str]:
+        """Return why queued jobs can't have a base server, because one could not be started; later jobs try again.
 
         Args:
-            job_id: of the job.
-            kind: of the base server that it needs.
+            shared: queued jobs that ask for a shared base, by id.
         """
-        return self._failed_jobs.pop(job_id, None) or self._failed_kinds.get(kind)
-
-    def forget_failures(self) -> None:
-        """Let later jobs try again what failed for those that were queued."""
-        self._failed_kinds.clear()
+        kinds, self._failed_kinds = self._failed_kinds, {}
+        found = {job_id: kinds[one.kind] for job_id, one in shared.items() if one.kind in kinds}
+        return found | {job_id: self._failed_jobs.pop(job_id) for job_id in shared if job_id in self._failed_jobs}
 
     # Jobs
 

@@ -29,10 +29,9 @@ from palestra.control.jobs.launcher import (
 )
 from palestra.control.jobs.orders import order_of
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.shared_jobs import waiting_for_base
-from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_for
+from palestra.control.jobs.shared_jobs import by_base
+from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_left
 from palestra.control.placement.placement import JobStart, PlacementPolicy
-from palestra.control.placement.queues import WaitingJob
 from palestra.control.placement.reasons import refusal, short
 from palestra.control.placement.sharing import place_all
 from palestra.control.placement.tenants import Quota
@@ -48,7 +47,7 @@ from palestra.errors import (
     PalestraError,
     StoreUnreachable,
 )
-from palestra.types.jobs import LIVE_STATES, SHARES, JobRecord, Resources
+from palestra.types.jobs import LIVE_STATES, JobRecord, Resources
 from palestra.types.states import JobState
 from palestra.waiting import race
 
@@ -202,16 +201,12 @@ class JobScheduler:
         # Read after the queue, so that a job submitted under a new quota is not started under the old one.
         self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
         await self.bases.refresh(self.policy.quotas)
-        waiting = [_as_waiting(job, now) for job in queue.values()]
-        asking = [waiting_for_base(queue[job.job_id], job) for job in waiting]
-        shared = {one.job.job_id: one for one in asking if one is not None}
-        for job_id, one in list(shared.items()):
-            if (failure := self.bases.take_failure(job_id, one.kind)) is not None:
-                del shared[job_id]
-                self._live(job_id, self._refuse(queue.pop(job_id), failure))
-        self.bases.forget_failures()
+        own, shared = by_base(queue.values(), now)
+        for job_id, failure in self.bases.take_failures(shared).items():
+            del shared[job_id]
+            self._live(job_id, self._refuse(queue[job_id], failure))
         decision = place_all(
-            [job for job in waiting if job.job_id in queue and job.job_id not in shared],
+            own,
             shared.values(),
             running,
             self.bases.running(),
@@ -451,28 +446,9 @@ class JobScheduler:
                 await self._launcher.stop(job_id, 0.0)
 
     def _devices(self, node_id: str, needs: Resources) -> tuple[GpuShare, ...]:
-        """Return devices for a job that an earlier scheduler started: as many as it holds. Which ones is not known."""
+        """Return devices for what an earlier scheduler started: as many as it holds. Which ones is not known."""
         node = next((node for node in self.nodes if node.node_id == node_id), None)
-        if node is None:
-            return ()
-        free = [SHARES] * node.gpus
-        for other in (*self.running.values(), *(base.held for base in self.bases.running())):
-            for device, share in other.devices if other.node_id == node_id else ():
-                free[device] -= share
-        return devices_for(counted(needs).gpus, free, free) or ()
-
-
-def _as_waiting(job: JobRecord, now: float) -> WaitingJob:
-    """Return a queued job as placement sees it at `now` (Unix seconds)."""
-    return WaitingJob(
-        job_id=job.job_id,
-        tenant=job.tenant,
-        priority=job.priority,
-        submitted_at=job.created_at,
-        needs=job.resources,
-        private=job.private,
-        expected_seconds=job.expected_seconds(now),
-    )
+        return () if node is None else devices_left(node, needs, (*self.running.values(), *self.bases.held()))
 
 
 def _expected_end(job: JobRecord, now: float) -> float | None:

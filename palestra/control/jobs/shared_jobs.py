@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from palestra.config import JobConfig, parse_config
@@ -16,20 +16,37 @@ from palestra.types.jobs import JobRecord
 LIGHT_CPUS = 0.25  # of a job whose samples and gradients are computed elsewhere, unless it asks for another part
 
 
-def waiting_for_base(job: JobRecord, waiting: WaitingJob) -> WaitingForBase | None:
-    """Return a queued job as one that asks for a shared base; None: it has a model of its own.
+def by_base(queue: Iterable[JobRecord], now: float) -> tuple[list[WaitingJob], dict[str, WaitingForBase]]:
+    """Return queued jobs as placement sees them: those with a model of their own, and by id those on a shared base.
 
     Args:
-        job: of the control store.
-        waiting: the same, as placement sees it.
+        queue: the jobs.
+        now: Unix seconds.
     """
-    if not job.adapters:
-        return None
+    own, shared = list[WaitingJob](), dict[str, WaitingForBase]()
+    for job in queue:
+        waiting = WaitingJob(
+            job_id=job.job_id,
+            tenant=job.tenant,
+            priority=job.priority,
+            submitted_at=job.created_at,
+            needs=job.resources,
+            private=job.private,
+            expected_seconds=job.expected_seconds(now),
+        )
+        if job.adapters and (kind := _readable_kind(job)) is not None:
+            shared[job.job_id] = WaitingForBase(job=waiting, kind=kind, adapters=job.adapters)
+        else:
+            own.append(waiting)
+    return own, shared
+
+
+def _readable_kind(job: JobRecord) -> BaseKind | None:
+    """Return the kind of base server that a job needs; None: its configuration, of an earlier version, is not valid."""
     try:
-        kind = kind_of(parse_config(job.config))
-    except ConfigError:  # of an earlier version; its start fails, and says why
+        return kind_of(parse_config(job.config))
+    except ConfigError:  # its start fails, and says why
         return None
-    return WaitingForBase(job=waiting, kind=kind, adapters=job.adapters)
 
 
 def kind_of(config: JobConfig) -> BaseKind:

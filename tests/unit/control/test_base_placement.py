@@ -16,6 +16,7 @@ from palestra.types.states import BaseState
 from unit.control.placing import job, node, runs
 
 TINY, OTHER = BaseKind("tiny", False), BaseKind("other", False)
+ONE_NODE = (node("a"),)
 LIMITS = BaseLimits(resources=Resources(cpus=4.0), adapters=4, waiting=10, idle_seconds=60.0)
 
 
@@ -37,7 +38,7 @@ def base(base_id, kind=TINY, adapters=0, waiting=0, idle=None, where="a", state=
     )
 
 
-def decide(shared, bases=(), queue=(), running=(), nodes=(node("a"),), policy=None, limits=LIMITS, now=100.0):
+def decide(shared, bases=(), queue=(), running=(), nodes=ONE_NODE, policy=None, limits=LIMITS, now=100.0):
     return place_all(queue, shared, running, bases, nodes, policy or PlacementPolicy(), limits, now)
 
 

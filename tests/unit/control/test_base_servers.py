@@ -102,7 +102,7 @@ async def test_shares_are_those_of_tenants_however_many_jobs_each_has(store, tmp
     launcher = FakeLauncher()
     await store.write(lambda c: accounts.add_tenant(c, "a", 0.0))
     await store.write(lambda c: decisions.change_quota(c, "a", {"weight": 3.0}))
-    async with schedules(store, tmp_path, launcher, replace(LIMITS, adapters=3)) as scheduler:
+    async with schedules(store, tmp_path, launcher, replace(LIMITS, adapters=3)):
         jobs = [await submit(store), await submit(store), await submit(store, "b", "ben")]
         for job in jobs:
             await until(in_state(store, job.job_id, JobState.RUNNING), 20)
@@ -278,7 +278,7 @@ async def test_a_tenant_with_its_quota_of_adapters_is_told_what_frees_one(store)
     await store.write(lambda c: decisions.change_quota(c, "a", {"adapters": 2}))
     first = await submit(store)
     await submit(store)
-    with pytest.raises(TooManyRequests, match="have 2 adapters .* quota is 2; a job that ends or is cancelled frees"):
+    with pytest.raises(TooManyRequests, match=r"have 2 adapters .* quota is 2; a job that ends or is cancelled frees"):
         await submit(store)
     await submit(store, "b", "ben")
     await store.request_cancel(None, first.job_id, "over")
