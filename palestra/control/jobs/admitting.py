@@ -47,6 +47,7 @@ class AdmittedJobs:
         self._jobs: dict[str, AdmittedJob] = {}
         self._gone: set[str] = set()
         self._written: list[Admission] | None = None
+        self._has_ended = False
         self._lock = threading.Lock()  # files are written in threads
 
     @property
@@ -93,9 +94,10 @@ class AdmittedJobs:
 
     def prepare(self) -> None:
         """Make the folder of the base server, with a file of admissions."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (self.folder / FILE).exists():
-            write_admissions(self.folder / FILE, ())
+        with self._lock:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (self.folder / FILE).exists():
+                write_admissions(self.folder / FILE, ())
 
     def write(self, quotas: Mapping[str, Quota]) -> None:
         """Tell the base server which jobs it serves, unless it knows, and delete the keys of those that have ended.
@@ -117,7 +119,7 @@ class AdmittedJobs:
                 for job in jobs
                 if job.digest is not None
             ]
-            if admissions != self._written and self.folder.is_dir():
+            if admissions != self._written and self.folder.is_dir() and not self._has_ended:
                 write_admissions(self.folder / FILE, admissions)
                 self._written = admissions
             while self._gone:
@@ -125,6 +127,8 @@ class AdmittedJobs:
 
     def clear(self) -> None:
         """Take all keys away, because the base server has ended. Its log stays."""
-        for job_id in (*self._jobs, *self._gone):
-            (self._folders / job_id / KEY_FILE).unlink(missing_ok=True)
-        (self.folder / FILE).unlink(missing_ok=True)
+        with self._lock:
+            for job_id in (*self._jobs, *self._gone):
+                (self._folders / job_id / KEY_FILE).unlink(missing_ok=True)
+            (self.folder / FILE).unlink(missing_ok=True)
+            self._has_ended = True
