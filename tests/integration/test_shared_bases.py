@@ -78,13 +78,13 @@ def loads_torch(process: psutil.Process) -> bool:
 
 def running(job) -> bool:
     view = job.view()
-    assert view.state in ("queued", "starting", "running"), view
+    assert view.state in ("queued", "starting", "running"), (view.state, view.reason)
     return view.state == "running"
 
 
 def completed(job) -> bool:
     view = job.wait()
-    assert view.state == "completed", view
+    assert view.state == "completed", (view.state, view.reason)
     return True
 
 
