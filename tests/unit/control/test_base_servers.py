@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from palestra.backend.admissions import FILE, Admissions
 from palestra.config import parse_config
+from palestra.control.api.cluster_api import _bases
 from palestra.control.jobs.admitting import KEY_FILE
 from palestra.control.jobs.launcher import Ending
 from palestra.control.jobs.rules import Rules
@@ -21,6 +23,7 @@ from palestra.errors import ConfigError, NodeLost, ServerFailed, TooManyRequests
 from palestra.types.bases import BaseLoad
 from palestra.types.jobs import Resources
 from palestra.types.states import BaseState, JobState
+from unit.control.building import identity
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, states_of
 from unit.control.scheduling import submit as submit_any
@@ -284,3 +287,14 @@ async def test_a_tenant_with_its_quota_of_adapters_is_told_what_frees_one(store)
     await store.request_cancel(None, first.job_id, "over")
     await submit(store)
     assert await store.read(lambda c: decisions.quota_of(c, "a")) == Quota(adapters=2)
+
+
+async def test_a_tenant_sees_the_base_servers_of_its_jobs_and_the_operator_all(store, tmp_path):
+    async with schedules(store, tmp_path, FakeLauncher()) as scheduler:
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        plane = SimpleNamespace(scheduler=scheduler, store=store)
+        seen = {name: _bases(plane, identity(tenant=name)) for name in ("default", "a", "b")}
+    assert [(view.model, view.jobs, view.own_jobs) for view in seen["default"]] == [("tiny-random", 1, 0)]
+    assert [(view.jobs, view.own_jobs, view.adapters) for view in seen["a"]] == [(1, 1, 1)]
+    assert seen["b"] == []
