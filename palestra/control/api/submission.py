@@ -37,13 +37,12 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
     source = None if body.from_job is None else await plane.job(by, body.from_job, Action.JOB_READ)
     # A configuration may be as long as a body, and is read several times.
-    kind, given = await plane.pool.run(_completed, body, source, by, plane.rules)
+    kind, given, adapters = await plane.pool.run(_completed, body, source, by, plane.rules)
     step = None
     if source is not None:
         run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step, trained)
     recorded = await recorded_source(plane, by, kind, given)
-    adapters = adapters_of(parse_config(given))
     return JobRequest(
         name=body.name or ("job" if source is None else source.name),
         kind=kind,
@@ -61,8 +60,10 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     )
 
 
-def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules) -> tuple[JobKind, dict[str, Any]]:
-    """Return the kind and the whole configuration of a submission.
+def _completed(
+    body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules
+) -> tuple[JobKind, dict[str, Any], int]:
+    """Return the kind and the whole configuration of a submission, and its adapters on a shared base.
 
     Args:
         body: the submission.
@@ -77,7 +78,7 @@ def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: R
     config = _checked(given, rules)
     if source is not None:
         given = _with_model_of(source, given, config)
-    return config.kind, allowed(given, by, rules)
+    return config.kind, allowed(given, by, rules), adapters_of(config)
 
 
 def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:

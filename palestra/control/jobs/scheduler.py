@@ -29,7 +29,7 @@ from palestra.control.jobs.launcher import (
 )
 from palestra.control.jobs.orders import order_of
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.shared_jobs import by_base
+from palestra.control.jobs.shared_jobs import KnownKinds, by_base
 from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_left
 from palestra.control.placement.placement import JobStart, PlacementPolicy
 from palestra.control.placement.reasons import refusal, short
@@ -104,6 +104,7 @@ class JobScheduler:
         self._notes: set[asyncio.Task[None]] = set()  # endings that are being recorded
         self._changed = Notifier()
         self.bases = BaseServers(store, launcher, folder, self._rules, self._changed, self._end)
+        self._kinds = KnownKinds()
         self._closing = False
         self.ready = asyncio.Event()
 
@@ -201,7 +202,7 @@ class JobScheduler:
         # Read after the queue, so that a job submitted under a new quota is not started under the old one.
         self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
         await self.bases.refresh(self.policy.quotas)
-        own, shared = by_base(queue.values(), now)
+        own, shared = by_base(queue.values(), await self._kinds.of(queue.values()), now)
         for job_id, failure in self.bases.take_failures(shared).items():
             del shared[job_id]
             self._live(job_id, self._refuse(queue[job_id], failure))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from palestra.config import JobConfig, parse_config
@@ -16,11 +17,30 @@ from palestra.types.jobs import JobRecord
 LIGHT_CPUS = 0.25  # of a job whose samples and gradients are computed elsewhere, unless it asks for another part
 
 
-def by_base(queue: Iterable[JobRecord], now: float) -> tuple[list[WaitingJob], dict[str, WaitingForBase]]:
+class KnownKinds:
+    """The kinds of base servers that queued jobs need. A configuration may be long, and is read once, in a thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, BaseKind | None] = {}
+
+    async def of(self, queue: Collection[JobRecord]) -> dict[str, BaseKind]:
+        """Return the kind for each job that asks for a shared base, by its id, and forget jobs that are not queued."""
+        asking = [job for job in queue if job.adapters]
+        new = [job for job in asking if job.job_id not in self._known]
+        read = await asyncio.to_thread(lambda: {job.job_id: _readable_kind(job) for job in new}) if new else {}
+        known = self._known | read
+        self._known = {job.job_id: known[job.job_id] for job in asking}
+        return {job_id: kind for job_id, kind in self._known.items() if kind is not None}
+
+
+def by_base(
+    queue: Iterable[JobRecord], kinds: Mapping[str, BaseKind], now: float
+) -> tuple[list[WaitingJob], dict[str, WaitingForBase]]:
     """Return queued jobs as placement sees them: those with a model of their own, and by id those on a shared base.
 
     Args:
         queue: the jobs.
+        kinds: of the base servers that some need, by job.
         now: Unix seconds.
     """
     own, shared = list[WaitingJob](), dict[str, WaitingForBase]()
@@ -34,8 +54,8 @@ def by_base(queue: Iterable[JobRecord], now: float) -> tuple[list[WaitingJob], d
             private=job.private,
             expected_seconds=job.expected_seconds(now),
         )
-        if job.adapters and (kind := _readable_kind(job)) is not None:
-            shared[job.job_id] = WaitingForBase(job=waiting, kind=kind, adapters=job.adapters)
+        if job.job_id in kinds:
+            shared[job.job_id] = WaitingForBase(job=waiting, kind=kinds[job.job_id], adapters=job.adapters)
         else:
             own.append(waiting)
     return own, shared
