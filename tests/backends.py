@@ -30,6 +30,7 @@ class GivenBase:
 
     def __init__(self, engine: Any, trainer: Any, folder: Path, vocab_size: int = 259) -> None:
         self.engine, self.trainer, self._folder = engine, trainer, folder.resolve()
+        self.removed: list[str] = []
         self.description = BaseDescription(
             model="given",
             vocab_size=vocab_size,
@@ -56,6 +57,9 @@ class GivenBase:
 
     def check(self, spec: Any) -> None:
         return
+
+    async def remove(self, tenant: str) -> None:
+        self.removed.append(tenant)
 
     async def failure(self) -> str:
         return str(await self.engine.failure())

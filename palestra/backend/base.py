@@ -98,6 +98,10 @@ class SharedBase(Protocol):
         """
         ...
 
+    async def remove(self, tenant: str) -> None:
+        """Forget a tenant in the trainer, with its policies; requests of it fail, also those that are computed."""
+        ...
+
     async def failure(self) -> str:
         """Return when engine or trainer can't continue, and say why."""
         ...

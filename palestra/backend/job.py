@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,8 @@ class HostedJob:
         for policy in sorted(self._sampled):
             await self._engine.remove_policy(self._named(policy))
         for policy in sorted(self._trained):
-            await self._trainer.remove(self._named(policy))
+            with contextlib.suppress(NotFound):  # removed with its tenant
+                await self._trainer.remove(self._named(policy))
         self._sampled, self._trained, self._sources, self._answers = set(), set(), {}, {}
 
     # Calls

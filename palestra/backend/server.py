@@ -65,6 +65,21 @@ class BackendServer:
         """Return tenant, name and number of policies of each job that is here."""
         return [(tenant, name, job.policies) for (tenant, name), job in self._jobs.items()]
 
+    async def remove(self, tenant: str) -> None:
+        """End the jobs of a tenant, also in the middle of their requests, and free what they have.
+
+        Args:
+            tenant: its key is not known any more.
+        """
+        async with self._opening:  # a connection that was let in before the key was forgotten is there, or refused
+            jobs = [job for (owner, _), job in self._jobs.items() if owner == tenant]
+            for job in jobs:
+                if (connection := self._connections.get(job)) is not None:
+                    await connection.close(REFUSED, "the key of this job is not good any more")
+            await self._base.remove(tenant)
+            for job in jobs:
+                await self._end(job)
+
     @contextlib.asynccontextmanager
     async def listen(self, socket: Path | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Take connections inside of the block, and yield the address that jobs name.

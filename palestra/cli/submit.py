@@ -40,7 +40,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--name", help="name for people; without it, the configuration's")
     parser.add_argument(
-        "--cpus", metavar="CORES", type=float, default=1.0, help="cores that the job holds while it runs"
+        "--cpus",
+        metavar="CORES",
+        type=float,
+        help="cores that the job holds while it runs; without it, 1, or 0.25 on a shared base",
     )
     parser.add_argument(
         "--gpus",

@@ -10,7 +10,14 @@ from palestra.cli.options import add_control, command
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
-AMOUNTS = {"cpus": "cores", "gpus": "GPUs", "memory_gib": "GiB of memory", "jobs": "jobs that run"}
+AMOUNTS = {
+    "cpus": "cores at the same time; `none`: no limit",
+    "gpus": "GPUs at the same time; `none`: no limit",
+    "memory_gib": "GiB of memory at the same time; `none`: no limit",
+    "jobs": "jobs that run at the same time; `none`: no limit",
+    "adapters": "adapters on base servers, of jobs that are not over; `none`: no limit",
+    "weight": "share of a base server's tokens beside tenants of weight 1; `none`: 1",
+}
 
 
 def add(commands: Any) -> None:
@@ -38,7 +45,7 @@ def add(commands: Any) -> None:
             metavar=name.partition("_")[2].upper() or name.upper(),
             type=_amount,
             default=argparse.SUPPRESS,
-            help=f"{what} at the same time; `none`: no limit; without it, as before",
+            help=f"{what}; without it, as before",
         )
     parser.add_argument("--none", action="store_true", help="after `quota`: take all limits away")
     add_control(parser)

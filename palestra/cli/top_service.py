@@ -17,7 +17,7 @@ from palestra.client.control import ControlClient
 from palestra.dashboard.answers import EpisodesAnswer, MetricsAnswer, RunsAnswer, SlowCallsAnswer
 from palestra.errors import PalestraError
 from palestra.terminal import one_line
-from palestra.types.control_wire import ClusterView, JobView, ServerView
+from palestra.types.control_wire import BaseView, ClusterView, JobView, ServerView
 from palestra.types.progress import duration
 
 JOBS = 30  # the newest
@@ -61,7 +61,19 @@ def _machines(cluster: ClusterView) -> RenderableType:
     most, mine = cluster.quota, cluster.in_use
     amounts = (("jobs", mine.jobs, most.jobs), ("cpus", mine.cpus, most.cpus), ("gpus", mine.gpus, most.gpus))
     quota = ", ".join(f"{name} {held:g}{'' if limit is None else f' of {limit:g}'}" for name, held, limit in amounts)
-    return Group(table, Text(f"your tenant holds: {quota}; {cluster.queued} jobs of all tenants wait"))
+    waiting = Text(f"your tenant holds: {quota}; {cluster.queued} jobs of all tenants wait")
+    return Group(table, *([Text(), _bases(cluster.bases)] if cluster.bases else []), waiting)
+
+
+def _bases(bases: Sequence[BaseView]) -> RenderableType:
+    """Return the base servers that the caller may see, as a table."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("base server", "model", "state", "jobs", "adapters", "waiting", "since"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("base server", "model", "state") else "right")
+    for base in bases:
+        counts = (str(base.jobs), str(base.adapters), str(base.waiting), duration(base.longest_wait_seconds))
+        table.add_row(Text(one_line(base.base_id)), Text(one_line(base.model)), base.state, *counts)
+    return table
 
 
 def _jobs(jobs: Sequence[JobView], now: float) -> RenderableType:

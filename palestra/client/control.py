@@ -15,7 +15,7 @@ from palestra.client.client import drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.client.job import Job
 from palestra.errors import ConfigError, ConnectionLost
-from palestra.types.control_wire import JobList, JobView, ResourcesBody
+from palestra.types.control_wire import JobList, JobView
 
 SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # POST is safe too if it has an idempotency key
 
@@ -71,7 +71,7 @@ class ControlClient:
         from_job: str | None = None,
         from_step: int | None = None,
         name: str | None = None,
-        cpus: float = 1.0,
+        cpus: float | None = None,
         gpus: float = 0.0,
         memory_gib: float = 0.0,
         priority: str = "normal",
@@ -90,7 +90,7 @@ class ControlClient:
             from_job: a job of the same tenant; this job starts with its weights instead of a model's.
             from_step: the step of that job's checkpoint. None: the newest.
             name: a name for people; None: the configuration's, or that of `from_job`.
-            cpus: cores that the job holds while it runs.
+            cpus: cores that the job holds while it runs. None: 1, or 0.25 on a shared base, which computes for it.
             gpus: GPUs that the job holds while it runs: a part of one below 1, whole ones above.
             memory_gib: memory that the job holds while it runs, in GiB; a job that uses more is ended. 0: a share of
                 its machine (docs/operations.md).
@@ -117,11 +117,11 @@ class ControlClient:
             "kind": kind,
             "from_job": from_job,
             "from_step": from_step,
-            "resources": ResourcesBody(
-                cpus=checked_amount("cpus", cpus),
-                gpus=checked_amount("gpus", gpus),
-                memory_gib=checked_amount("memory_gib", memory_gib),
-            ).model_dump(),
+            "resources": {
+                **({} if cpus is None else {"cpus": checked_amount("cpus", cpus)}),
+                "gpus": checked_amount("gpus", gpus),
+                "memory_gib": checked_amount("memory_gib", memory_gib),
+            },
             "priority": priority,
             "private": private,
             "attached": attached,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from palestra.grammars.pool import Grammars
     from palestra.models.loading import LoadedModels
     from palestra.trainer.base import PolicySpec, Trainer
+    from palestra.trainer.queue_load import QueueLoad
     from palestra.trainer.work_queue import TrainingQueue
 
 KEYS, SOCKET, PREFIX = "keys", "socket", "pb-"
@@ -106,11 +107,12 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
 class LoadedBase:
     """Implements `SharedBase` with a model of this process."""
 
-    def __init__(self, options: BaseOptions) -> None:
+    def __init__(self, options: BaseOptions, own_folders: bool = False) -> None:
         """Load the model, and start an engine over it.
 
         Args:
             options: of the server.
+            own_folders: whether each tenant has the folder of its name in `options.runs`, in which all its files are.
 
         Raises:
             ModelError: the model can't be loaded.
@@ -135,7 +137,9 @@ class LoadedBase:
             reproducible_products()
             torch.use_deterministic_algorithms(True)
         self._options = options
-        self._runs = options.runs.resolve()
+        self._runs, self._own_folders = options.runs.resolve(), own_folders
+        self._weights: dict[str, float] = {}
+        self._tenants: set[str] = set()
         self._models: LoadedModels = LoadedModels()
         self._dtype, self._device = getattr(torch, options.engine.dtype), device_of(options.engine.device, "--device")
         model, tokenizer = self._models.frozen(options.model, self._dtype, self._device)
@@ -164,12 +168,30 @@ class LoadedBase:
         """Return the engine, which is the same for all tenants, and the tenant's place in the queue of the trainer."""
         from palestra.trainer.tenant_trainer import TenantTrainer
 
-        self._queue.add_tenant(tenant)
+        self._queue.add_tenant(tenant, self._weights.get(tenant, 1.0))
+        self._tenants.add(tenant)
         return self._engine, TenantTrainer(self._queue, tenant)
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the shares of tenants in the trainer's tokens, from the next round on; others have a weight of 1."""
+        self._weights = dict(weights)
+        for tenant in self._tenants & weights.keys():
+            self._queue.add_tenant(tenant, weights[tenant])
+
+    async def remove(self, tenant: str) -> None:
+        """Forget a tenant in the queue, with its policies; see `SharedBase.remove`."""
+        if tenant in self._tenants:
+            self._tenants.discard(tenant)
+            await self._queue.remove_tenant(tenant)
+
+    @property
+    def load(self) -> QueueLoad:
+        """Return what waits in the queue of the trainer."""
+        return self._queue.load()
+
     def folder_of(self, tenant: str) -> Path:
-        """Return the folder of all runs."""
-        return self._runs
+        """Return the folder of all runs, or that of the tenant's."""
+        return self._runs / tenant if self._own_folders else self._runs
 
     async def sample(self, name: str, spec: SamplerSpec) -> None:
         """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`."""

@@ -58,7 +58,7 @@ class ModelServer:
             raise PalestraError(said) from error
 
     async def _start(self, config: dict[str, Any], where: Path, host: str, weights: Mapping[str, str]) -> str:
-        self._folder, self._log = where, _opened(where)
+        self._folder, self._log = where, open_log(where)
         (where / ENDED_FILE).unlink(missing_ok=True)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
         job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
@@ -117,7 +117,7 @@ class ModelServer:
             self._log.write(text)
 
 
-def _opened(folder: Path) -> IO[str]:
-    """Open the job's log for appending, line by line."""
+def open_log(folder: Path) -> IO[str]:
+    """Open the log of a job, or of a base server, for appending, line by line."""
     folder.mkdir(parents=True, exist_ok=True)
     return (folder / LOG_FILE).open("a", buffering=1, encoding="utf-8")

@@ -23,7 +23,9 @@ Amount = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 class ResourcesBody(Body):
     """The resources that a job holds while it runs, in a request and in an answer."""
 
-    cpus: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cores.")
+    cpus: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="Cores. A request that leaves them out on a shared base: 0.25."
+    )
     gpus: float = Field(0.0, ge=0, allow_inf_nan=False, description="A part of one below 1, whole ones above.")
     memory_gib: float = Field(
         0.0,
@@ -191,6 +193,12 @@ class QuotaBody(Body):
     cpus: Amount | None = None
     gpus: Amount | None = None
     memory_gib: Amount | None = None
+    adapters: int | None = Field(
+        None, ge=0, lt=2**31, description="On base servers of the service, of jobs that are not over; more are refused."
+    )
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="Share of a base server's tokens beside other tenants' weights. None: 1."
+    )
 
 
 class InUse(Body):
@@ -202,6 +210,28 @@ class InUse(Body):
     memory_gib: float
 
 
+class BaseView(Body):
+    """A base server of the service, on which several jobs share one model in memory."""
+
+    base_id: str
+    model: str
+    deterministic: bool
+    state: str
+    reason: str
+    node: str
+    cpus: float
+    gpus: float
+    memory_gib: float
+    starts: int
+    idle_seconds: float | None = Field(description="How long it has had no job; None: it has some, or does not serve.")
+    jobs: int = Field(description="Jobs of all tenants that run on it.")
+    own_jobs: int = Field(description="Those of the caller's tenant.")
+    adapters: int = Field(description="Of all its jobs.")
+    waiting: int = Field(description="Requests in the queue of its trainer.")
+    longest_wait_seconds: float = Field(description="Since the oldest of these came.")
+    tokens: int = Field(description="Computed by its trainer for the jobs that are there.")
+
+
 class ClusterView(Body):
     """Answer of `GET /cluster`: the nodes, the length of the queue, and the quota of the caller's tenant."""
 
@@ -211,6 +241,9 @@ class ClusterView(Body):
     live: int = Field(description="Jobs of all tenants that hold something.")
     quota: QuotaBody = Field(description="The quota of the caller's tenant.")
     in_use: InUse = Field(description="What the jobs of the caller's tenant hold.")
+    bases: list[BaseView] = Field(
+        [], description="Base servers: all for the operator, else those with jobs of the caller's tenant."
+    )
 
 
 class Drain(Body):

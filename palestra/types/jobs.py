@@ -72,6 +72,7 @@ class JobRequest:
         from_job: job of the same tenant whose weights it starts from; None: the configuration's model.
         from_step: step of that job's checkpoint; None without `from_job`.
         from_newest: True: no step was requested, so `from_step` is the newest one at the time of submission.
+        adapters: that it has on a shared base; 0: it asks for none.
     """
 
     name: str
@@ -86,6 +87,7 @@ class JobRequest:
     from_job: str | None = None
     from_step: int | None = None
     from_newest: bool = False
+    adapters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +111,8 @@ class JobRecord:
         node: where it runs or ran last; None before the first start.
         cancel_requested: whether it ends as soon as it can.
         log_tail: last lines of its log, kept when it ends; None: there are none.
+        base_id: base server of the service on which it runs or ran last; None: it has a model of its own, or has not
+            been started.
     """
 
     job_id: str
@@ -137,6 +141,8 @@ class JobRecord:
     log_tail: str | None
     from_job: str | None
     from_step: int | None
+    adapters: int
+    base_id: str | None
 
     @property
     def is_over(self) -> bool:
@@ -209,3 +215,4 @@ class JobFields(TypedDict, total=False):
     node: str | None
     restarts_left: int
     log_tail: str | None
+    base_id: str | None

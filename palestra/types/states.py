@@ -19,6 +19,14 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
 
 
+class BaseState(StrEnum):
+    """States of a base server that a service has started. SERVING goes back to LOADING when the server has died."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    ENDING = "ending"
+
+
 class EpisodeState(StrEnum):
     """States of an attempt at a task.
 
@@ -86,6 +94,9 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     JobState.COMPLETED: frozenset(),
     JobState.FAILED: frozenset(),
     JobState.CANCELLED: frozenset(),
+    BaseState.LOADING: frozenset({BaseState.SERVING, BaseState.ENDING}),
+    BaseState.SERVING: frozenset({BaseState.LOADING, BaseState.ENDING}),
+    BaseState.ENDING: frozenset(),
     EpisodeState.REGISTERED: frozenset({EpisodeState.CLAIMED, EpisodeState.DISCARDED}),
     # A claimed episode is played again by another worker if its lease expires or its worker gives it back.
     EpisodeState.CLAIMED: frozenset({EpisodeState.COMPLETED, EpisodeState.REGISTERED, EpisodeState.DISCARDED}),

@@ -13,7 +13,7 @@ from palestra.control.placement.fitting import RunningJob
 from palestra.control.rights.permissions import Action
 from palestra.control.store.decisions import is_draining
 from palestra.http.app import request_schema
-from palestra.types.control_wire import ClusterView, Drain, InUse, NodeView, QuotaBody
+from palestra.types.control_wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
 
 
 def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -29,9 +29,11 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
         """Return the machines and what is free, but not whose jobs run there, and the quota of the caller's tenant."""
         held = list(scheduler.running.values())
+        bases = scheduler.bases.running()
         nodes = []
         for node in scheduler.nodes:
-            here = [job for job in held if job.node_id == node.node_id]
+            jobs = [job for job in held if job.node_id == node.node_id]
+            here = jobs + [base.held for base in bases if base.held.node_id == node.node_id]
             nodes.append(
                 NodeView(
                     node_id=node.node_id,
@@ -43,7 +45,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
                     free_cpus=node.cpus - sum(job.needs.cpus for job in here),
                     free_gpus=node.gpus - sum(job.needs.gpus for job in here),
                     free_memory_gib=node.memory_gib - sum(job.needs.memory_gib for job in here),
-                    jobs=len(here),
+                    jobs=len(jobs),
                 )
             )
         queued = len(await plane.store.queue())
@@ -54,6 +56,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
             live=len(held),
             quota=QuotaBody.model_validate(asdict(await scheduler.quota_of(by.tenant))),
             in_use=_in_use(job for job in held if job.tenant == by.tenant),
+            bases=_bases(plane, by),
         )
 
     @app.post("/cluster/drain", tags=["cluster"], status_code=204, openapi_extra=request_schema(Drain))
@@ -61,6 +64,38 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Stop starting jobs, so that the cluster runs empty, also after a restart; or start jobs again."""
         body = await plane.body(Drain, request)
         await plane.administration.drain(by, body.on)
+
+
+def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
+    """Return the base servers that the caller may see: those with jobs of its tenant, or all for the operator."""
+    servers, now = plane.scheduler.bases, plane.store.clock.now()
+    known = {base.base_id: base for base in servers.running()}
+    views = []
+    for record, load in servers.records:
+        base, jobs = known[record.base_id], servers.tenants_on(record.base_id)
+        own = sum(tenant == by.tenant for tenant in jobs)
+        if not own and not by.may(Action.CLUSTER_DRAIN):
+            continue
+        views.append(
+            BaseView(
+                base_id=record.base_id,
+                model=record.kind.model,
+                deterministic=record.kind.deterministic,
+                state=record.state.value,
+                reason=record.reason,
+                node=record.node,
+                **asdict(record.resources),
+                starts=record.starts,
+                idle_seconds=None if base.idle_since is None else max(now - base.idle_since, 0.0),
+                jobs=len(jobs),
+                own_jobs=own,
+                adapters=base.adapters,
+                waiting=load.waiting,
+                longest_wait_seconds=load.longest_wait,
+                tokens=load.tokens,
+            )
+        )
+    return views
 
 
 def _in_use(running: Iterable[RunningJob]) -> InUse:

@@ -12,8 +12,7 @@ from palestra.control.accounts.identity import Identity
 from palestra.control.api import artifacts, streams
 from palestra.control.api.access import ControlPlane
 from palestra.control.api.submission import allowed, recorded_source, request_of
-from palestra.control.jobs.launcher import LOG_FILE
-from palestra.control.jobs.scheduler import RUN
+from palestra.control.jobs.launcher import LOG_FILE, RUN
 from palestra.control.rights.permissions import Action
 from palestra.errors import InvalidRequest, NotFound
 from palestra.http.app import request_schema
@@ -118,6 +117,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             time_limit_seconds=plane.rules.time_limit(job.time_limit_seconds),
             from_job=job.from_job,
             from_step=job.from_step,
+            adapters=job.adapters,
         )
         again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_RESUBMIT.value, again.job_id, "ok")

@@ -11,8 +11,9 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, JobConfig, not_frozen, parse_config
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
+from palestra.control.jobs.launcher import RUN
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.scheduler import RUN
+from palestra.control.jobs.shared_jobs import LIGHT_CPUS, adapters_of, check_shared
 from palestra.control.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
 from palestra.control.rights.permissions import Action
 from palestra.errors import ConfigError, InvalidRequest
@@ -37,7 +38,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
     source = None if body.from_job is None else await plane.job(by, body.from_job, Action.JOB_READ)
     # A configuration may be as long as a body, and is read several times.
-    kind, given = await plane.pool.run(_completed, body, source, by, plane.rules)
+    kind, given, adapters = await plane.pool.run(_completed, body, source, by, plane.rules)
     step = None
     if source is not None:
         run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])
@@ -49,7 +50,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         kind=kind,
         priority=body.priority,
         config=given,
-        resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
+        resources=_resources(body, adapters),
         attached=body.attached,
         private=await _private(plane, body, by, (source, recorded)),
         restarts_limit=body.restarts,
@@ -57,11 +58,14 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         from_job=body.from_job,
         from_step=step,
         from_newest=body.from_step is None and source is not None,
+        adapters=adapters,
     )
 
 
-def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules) -> tuple[JobKind, dict[str, Any]]:
-    """Return the kind and the whole configuration of a submission.
+def _completed(
+    body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules
+) -> tuple[JobKind, dict[str, Any], int]:
+    """Return the kind and the whole configuration of a submission, and its adapters on a shared base.
 
     Args:
         body: the submission.
@@ -76,7 +80,7 @@ def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: R
     config = _checked(given, rules)
     if source is not None:
         given = _with_model_of(source, given, config)
-    return config.kind, allowed(given, by, rules)
+    return config.kind, allowed(given, by, rules), adapters_of(config)
 
 
 def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:
@@ -117,6 +121,13 @@ async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, give
     run = plane.scheduler.folder_of(source.job_id) / RUN
     await asyncio.to_thread(check_recorded, run, source.job_id, plane.store.clock.now())
     return source
+
+
+def _resources(body: SubmitJob, adapters: int) -> Resources:
+    """Return what a job holds; one with adapters on a shared base, which computes for it, needs few cores."""
+    asked = body.resources
+    light = adapters > 0 and "cpus" not in asked.model_fields_set and asked.gpus == 0
+    return Resources(cpus=LIGHT_CPUS if light else asked.cpus, gpus=asked.gpus, memory_gib=asked.memory_gib)
 
 
 async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: Sequence[JobRecord | None]) -> bool:
@@ -184,6 +195,7 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             rules.weights(policy.model)
         except ConfigError as error:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
+    check_shared(config, rules.bases)
     config = _with_environment_key(config, rules)
     _check_algorithm("algorithm", config.algorithm, rules)
     for name, policy in config.policies.items():

@@ -18,6 +18,7 @@ from palestra.errors import PalestraError
 from palestra.types.jobs import JobRecord, Resources
 from palestra.types.states import JobState
 
+RUN = "run"  # name of the run's folder in a job's folder
 LOG_FILE = "log.txt"  # in a job's folder
 ENDED_FILE = "ended.json"  # in a job's folder, after its server has ended
 
@@ -111,6 +112,7 @@ class ServerOrder:
         resources: what the job holds.
         weights: by policy an absolute folder, or a name of the hub, instead of the policy's `model`.
         memory_gib: how much memory its processes may use before the job is ended; None: any amount.
+        base_key: file with the job's key for its base server; None: the job has none.
     """
 
     job_id: str
@@ -120,14 +122,46 @@ class ServerOrder:
     resources: Resources
     weights: Mapping[str, str] = field(default_factory=dict)
     memory_gib: float | None = None
+    base_key: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseOrder:
+    """A base server to be started, in a process like that of a job.
+
+    Attributes:
+        job_id: of the base server, which a launcher treats as that of a job.
+        model: an absolute folder, a built-in model, or a name of the hub.
+        deterministic: whether samples and weights must not depend on what is computed beside them.
+        folder: of the base server: its admissions, and its log.
+        jobs: the folder of all jobs, each of which has its files in a folder of its own there.
+        node: where to start it.
+        resources: what it holds.
+        dtype: precision of the engine's and the trainer's products.
+        slots: adapters in memory with their moments; None: all.
+        address: where jobs look for it because it was there before; None: any that is free.
+        memory_gib: how much memory its process may use before it is ended; None: any amount.
+    """
+
+    job_id: str
+    model: str
+    deterministic: bool
+    folder: Path
+    jobs: Path
+    node: str
+    resources: Resources
+    dtype: str
+    slots: int | None
+    address: str | None = None
+    memory_gib: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listening:
-    """A model server that accepts requests.
+    """A model server or a base server that accepts requests.
 
     Attributes:
-        url: of its data plane.
+        url: of its data plane; of a base server the address that jobs name.
         devices: GPUs that it got, by their index on its machine; (): it does not say.
     """
 
@@ -136,7 +170,10 @@ class Listening:
 
 
 class Launcher(Protocol):
-    """Starts, watches and stops model servers, which outlive the scheduler."""
+    """Starts, watches and stops model servers and base servers, which outlive the scheduler.
+
+    Where a method has `job_id`, that of a base server will do.
+    """
 
     async def nodes(self) -> list[Node]:
         """Return the machines of the cluster, with everything that they have.
@@ -146,8 +183,8 @@ class Launcher(Protocol):
         """
         ...
 
-    async def start(self, order: ServerOrder) -> Listening:
-        """Start a model server, or continue the run in its folder; return when the server listens.
+    async def start(self, order: ServerOrder | BaseOrder) -> Listening:
+        """Start a base server, or a model server, or continue the run in its folder; return when the server listens.
 
         Raises:
             PalestraError: the server can't be started, for the reason in the message; nothing of it is left.
@@ -162,13 +199,13 @@ class Launcher(Protocol):
         """Return the ids of all jobs that have a server or hold resources, also those of other schedulers."""
         ...
 
-    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
+    async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
         """Wait until the server has ended for any reason, and return how; nothing of it is left then.
 
         Args:
             job_id: of the job that the server runs.
-            heard: called each time the server answers, with the job's own estimate of the seconds that it has left
-                (`JobProgress.seconds_left`); None: there is no estimate yet.
+            heard: called each time the server answers: a job's with its own estimate of the seconds that it has left
+                (`JobProgress.seconds_left`; None: there is no estimate yet), a base server's with its `BaseLoad`.
         """
         ...
 

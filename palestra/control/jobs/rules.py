@@ -13,13 +13,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.config import SMOLLM2, TINY, JobConfig, reference_of
-from palestra.errors import ConfigError
+from palestra.control.placement.bases import BaseLimits
+from palestra.errors import ConfigError, InvalidRequest
+from palestra.types.jobs import Resources
 
 DAY, WEEK = 86_400, 604_800  # seconds
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 OPEN_EPISODES = "rollout.group_size x groups_per_step x (1 + max_staleness)"
 TIME_LIMIT = "time_limit_seconds"  # of a job, beside its configuration; no cap unless the operator sets one
 _SETTINGS = "environment.settings.*"
+_BASE_AMOUNTS, _BASE_COUNTS = ("cpus", "gpus", "memory_gib"), ("slots", "adapters", "waiting")  # of [bases]
 
 CAPS: Mapping[str, float] = {
     "steps": 1_000_000,
@@ -139,12 +142,14 @@ class Rules:
         environment_hosts: by `host:port` of an environment server to which jobs may connect, the variable of the jobs'
             processes that holds its key. No job connects to another one: it would do so from inside of the operator's
             network.
+        bases: of the base servers that the service starts.
     """
 
     caps: Mapping[str, float] = field(default_factory=lambda: CAPS)
     models: Mapping[str, str] = field(default_factory=dict)
     hub_models: bool = True
     environment_hosts: Mapping[str, str] = field(default_factory=dict)
+    bases: BaseLimits = field(default_factory=BaseLimits)
 
     def check(self, config: JobConfig) -> None:
         """Refuse a configuration that asks for more than the operator allows.
@@ -254,7 +259,7 @@ def load_rules(path: Path) -> Rules:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key in data:
-        _require_known(path, key, ("hub_models", "models", "caps", "environment"))
+        _require_known(path, key, ("hub_models", "models", "caps", "environment", "bases"))
     hub = data.get("hub_models", True)
     models, given = data.get("models", {}), data.get("caps", {})
     if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
@@ -268,7 +273,38 @@ def load_rules(path: Path) -> Rules:
         models={name: _place(path, name, place) for name, place in models.items()},
         hub_models=hub,
         environment_hosts=_hosts(path, data.get("environment", {})),
+        bases=_bases(path, data.get("bases", {})),
     )
+
+
+def _bases(path: Path, table: Any) -> BaseLimits:
+    """Return the settings of base servers, from `[bases]`.
+
+    Args:
+        path: of the file, for the error.
+        table: `[bases]`.
+
+    Raises:
+        ConfigError: it has another key, or a value that can't be.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [bases] is a table")
+    for key in table:
+        _require_known(path, key, (*_BASE_AMOUNTS, *_BASE_COUNTS, "idle_seconds", "dtype"))
+    for key, value in table.items():
+        counts = key in _BASE_COUNTS
+        if key != "dtype" and (isinstance(value, bool) or not isinstance(value, int if counts else int | float)):
+            raise ConfigError(f"{path}: bases.{key} is {value!r}; it has to be a {'whole ' if counts else ''}number")
+        if key in (*_BASE_COUNTS, "idle_seconds") and not value > 0:
+            raise ConfigError(f"{path}: bases.{key} is {value!r}; it has to be above 0")
+    if (dtype := table.get("dtype", "bfloat16")) not in ("bfloat16", "float32"):
+        raise ConfigError(f"{path}: bases.dtype is {dtype!r}; it is 'bfloat16' or 'float32'")
+    try:
+        resources = Resources(**{key: float(table[key]) for key in _BASE_AMOUNTS if key in table})
+    except InvalidRequest as error:
+        raise ConfigError(f"{path}: bases: {error}") from error
+    others = {key: value for key, value in table.items() if key not in _BASE_AMOUNTS}
+    return BaseLimits(resources=resources, **others)
 
 
 def _hosts(path: Path, table: Any) -> dict[str, str]:

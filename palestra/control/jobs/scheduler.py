@@ -13,27 +13,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from palestra.config import parse_config
+from palestra.control.jobs.base_servers import BaseServers
 from palestra.control.jobs.deadlines import Deadlines
 from palestra.control.jobs.launcher import (
-    ENDED_FILE,
     LOG_FILE,
+    RUN,
     Ended,
     Ending,
     Launcher,
     Listening,
-    ServerOrder,
     ending_of,
     following_state,
     last_lines,
     read_ended,
 )
+from palestra.control.jobs.orders import order_of
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.sources import recorded_job, with_own_episodes, with_own_weights
-from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_for, memory_limit_gib
-from palestra.control.placement.placement import JobStart, PlacementPolicy, place
-from palestra.control.placement.queues import WaitingJob
+from palestra.control.jobs.shared_jobs import KnownKinds, by_base
+from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_left
+from palestra.control.placement.placement import JobStart, PlacementPolicy
 from palestra.control.placement.reasons import refusal, short
+from palestra.control.placement.sharing import place_all
 from palestra.control.placement.tenants import Quota
 from palestra.control.store import decisions
 from palestra.control.store.control_store import ControlStore
@@ -47,14 +47,13 @@ from palestra.errors import (
     PalestraError,
     StoreUnreachable,
 )
-from palestra.types.jobs import LIVE_STATES, SHARES, JobRecord, Resources
+from palestra.types.jobs import LIVE_STATES, JobRecord, Resources
 from palestra.types.states import JobState
 from palestra.waiting import race
 
 log = logging.getLogger("palestra.control")
 LOOK_SECONDS = 5.0  # machines come and go without a notification, and failures are tried again after this time
 NOTE_SECONDS = 5.0  # how long a scheduler that is stopped may take to record endings
-RUN = "run"  # name of the run's folder in a job's folder
 
 
 class JobScheduler:
@@ -64,6 +63,7 @@ class JobScheduler:
         policy: as it was read for the last decision.
         nodes: machines of the cluster, as they were at the last look.
         running: what live jobs hold, by job id.
+        bases: the base servers for jobs that share one.
         waiting: reasons of the queued jobs, by job id.
         places: of the waiting jobs that can start at some time, by job id; 1 has the next turn.
         ready: set when the machines, and the jobs that run on them, are known.
@@ -105,6 +105,8 @@ class JobScheduler:
         self._stops: dict[str, asyncio.Task[None]] = {}
         self._notes: set[asyncio.Task[None]] = set()  # endings that are being recorded
         self._changed = Notifier()
+        self.bases = BaseServers(store, launcher, folder, self._rules, self._changed, self._end)
+        self._kinds = KnownKinds()
         self._closing = False
         self.ready = asyncio.Event()
 
@@ -137,12 +139,13 @@ class JobScheduler:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.bases.close()
             if self._notes:
                 await asyncio.wait(self._notes, timeout=NOTE_SECONDS)
 
     async def _round(self) -> float | None:
         """Look at everything once, and return when to look again even if nothing changes."""
-        self.nodes = await self._launcher.nodes()
+        self.nodes = self.bases.nodes = await self._launcher.nodes()
         await self._adopt()
         if not self.ready.is_set():
             await self._clear_forgotten()
@@ -198,27 +201,35 @@ class JobScheduler:
         now = self._store.clock.now()
         for job in queue.values():
             self._deadlines.watch(job)
-        waiting = [
-            WaitingJob(
-                job_id=job.job_id,
-                tenant=job.tenant,
-                priority=job.priority,
-                submitted_at=job.created_at,
-                needs=job.resources,
-                private=job.private,
-                expected_seconds=job.expected_seconds(now),
-            )
-            for job in queue.values()
-        ]
         # Read after the queue, so that a job submitted under a new quota is not started under the old one.
         self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
-        decision = place(waiting, running, self.nodes, self.policy, self._store.clock.now())
+        await self.bases.refresh(self.policy.quotas)
+        own, shared = by_base(queue.values(), await self._kinds.of(queue.values()), now)
+        for job_id, failure in self.bases.take_failures(shared).items():
+            del shared[job_id]
+            self._live(job_id, self._refuse(queue[job_id], failure))
+        decision = place_all(
+            own,
+            shared.values(),
+            running,
+            self.bases.running(),
+            self.nodes,
+            self.policy,
+            self._rules.bases,
+            now,
+        )
         self.waiting = {**decision.waiting, **decision.impossible}
         self.places = {job_id: place for place, job_id in enumerate(decision.waiting, start=1)}
+        for ended, reason in decision.ended.items():
+            self.bases.end(ended, reason)
+        for kind, start in decision.new_bases.items():
+            self.bases.start(kind, start)
         for start in decision.starts:
-            job = queue[start.job_id]
+            job, base_id = queue[start.job_id], decision.bases.get(start.job_id)
+            if base_id is not None:
+                self.bases.hold(job, base_id)
             self._hold(job, start, starting=True)
-            self._live(job.job_id, self._start(job, start))
+            self._live(job.job_id, self._start(job, start, base_id))
         return decision.again_at
 
     async def _wait(self, seconds: float, seen: int, submitted: int) -> None:
@@ -250,13 +261,22 @@ class JobScheduler:
         """Forget a job whose coroutine has ended; the next round adopts the job if that failed."""
         self._lives.pop(job_id, None)
         self.running.pop(job_id, None)
+        self.bases.release(job_id)
         self._cancelled.discard(job_id)
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=error)
         else:
             self._changed.notify()
 
-    async def _start(self, job: JobRecord, start: JobStart) -> None:
+    async def _refuse(self, job: JobRecord, reason: str) -> None:
+        """Fail a queued job whose base server can't be started."""
+        try:
+            await self._store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "its base server is needed")
+        except Conflict:  # the job was cancelled meanwhile
+            return
+        await self._over(job.job_id, Ended(ending=Ending.FAILED, reason=reason))
+
+    async def _start(self, job: JobRecord, start: JobStart, base_id: str | None) -> None:
         """Take a job from QUEUED to its end."""
         folder = self.folder_of(job.job_id)
         try:
@@ -267,6 +287,7 @@ class JobScheduler:
                 f"starting on node {short(start.node_id)}",
                 node=start.node_id,
                 run_dir=str(folder / RUN),
+                base_id=base_id,
             )
         except Conflict:  # the job was cancelled meanwhile
             return
@@ -302,28 +323,10 @@ class JobScheduler:
 
     async def _launch(self, job: JobRecord, node_id: str) -> Listening:
         """Prepare a job's folder, and have the launcher start its server."""
-        folder, config = self.folder_of(job.job_id), job.config
-        if job.from_job is not None:
-            source = self.folder_of(job.from_job) / RUN
-            config = await asyncio.to_thread(with_own_weights, job, folder, source)
-        if job.kind == "training" and (recorded := recorded_job(config)) is not None:
-            source = self.folder_of(recorded) / RUN
-            models = self._rules.models
-            config = await asyncio.to_thread(with_own_episodes, job, config, folder, source, models)
-        await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
-        own = job.from_job is not None
-        weights = await asyncio.to_thread(lambda: self._rules.places(parse_config(config), started_from_job=own))
+        at = None if job.base_id is None else await self.bases.admit(job.job_id, job.base_id, self.policy.quotas)
         node = next((node for node in self.nodes if node.node_id == node_id), None)
         return await self._launcher.start(
-            ServerOrder(
-                job_id=job.job_id,
-                config=config,
-                folder=folder,
-                node=node_id,
-                resources=job.resources,
-                weights=weights,
-                memory_gib=None if node is None else memory_limit_gib(job.resources, node),
-            )
+            await order_of(job, self.folder_of(job.job_id), self.folder_of, self._rules, node_id, node, at)
         )
 
     async def _watch(self, job_id: str, server: Listening) -> None:
@@ -406,9 +409,12 @@ class JobScheduler:
 
     async def _adopt(self) -> None:
         """Watch live jobs that are not watched: those of an earlier scheduler, and those whose watch failed."""
-        for job in await self._store.live():
+        live = await self._store.live()
+        await self.bases.adopt(live, self._devices)
+        for job in live:
             if job.job_id in self._lives:
                 continue
+            await self.bases.readmit(job)
             self._deadlines.watch(job)
             node_id = job.node or ""
             devices = self._devices(node_id, job.resources)
@@ -444,15 +450,9 @@ class JobScheduler:
                 await self._launcher.stop(job_id, 0.0)
 
     def _devices(self, node_id: str, needs: Resources) -> tuple[GpuShare, ...]:
-        """Return devices for a job that an earlier scheduler started: as many as it holds. Which ones is not known."""
+        """Return devices for what an earlier scheduler started: as many as it holds. Which ones is not known."""
         node = next((node for node in self.nodes if node.node_id == node_id), None)
-        if node is None:
-            return ()
-        free = [SHARES] * node.gpus
-        for other in self.running.values():
-            for device, share in other.devices if other.node_id == node_id else ():
-                free[device] -= share
-        return devices_for(counted(needs).gpus, free, free) or ()
+        return () if node is None else devices_left(node, needs, (*self.running.values(), *self.bases.held()))
 
 
 def _expected_end(job: JobRecord, now: float) -> float | None:

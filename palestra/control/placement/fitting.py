@@ -158,6 +158,21 @@ def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[G
     return tuple(GpuShare(device, SHARES) for _, device in chosen) if len(chosen) * SHARES == gpus else None
 
 
+def devices_left(node: Node, needs: Resources, running: Iterable[RunningJob]) -> tuple[GpuShare, ...]:
+    """Return devices of a node for something that holds as many as it needs; which ones is not known.
+
+    Args:
+        node: where it runs.
+        needs: of it.
+        running: all others that hold resources.
+    """
+    free = [SHARES] * node.gpus
+    for other in running:
+        for device, share in other.devices if other.node_id == node.node_id else ():
+            free[device] -= share
+    return devices_for(counted(needs).gpus, free, free) or ()
+
+
 class FreeResources:
     """Free resources: of a node now, or of a node at a later time.
 

@@ -24,12 +24,16 @@ class Quota:
         cpus: cores.
         gpus: GPUs.
         memory_gib: memory that jobs asked for.
+        adapters: on base servers of the service, of jobs that are not over; refused when a job is submitted.
+        weight: no limit, but the share of a base server's tokens beside other tenants; None: 1.
     """
 
     jobs: int | None = None
     cpus: float | None = None
     gpus: float | None = None
     memory_gib: float | None = None
+    adapters: int | None = None
+    weight: float | None = None
 
     @property
     def limits(self) -> tuple[int | None, ...]:
@@ -41,6 +45,8 @@ class Quota:
     def in_words(self) -> str:
         """Return the quota in words: `8 CPUs, 2 GPUs`, or `none`."""
         parts = [format_amount(limit, kind) for kind, limit in enumerate(self.limits) if limit is not None]
+        parts += [] if self.adapters is None else [f"{self.adapters} adapters"]
+        parts += [] if self.weight is None else [f"weight {self.weight:g}"]
         return ", ".join(parts) or "none"
 
 

@@ -14,7 +14,7 @@ import orjson
 from sqlalchemy import Connection, func, select
 
 from palestra.config import in_present_names
-from palestra.control.store import changes
+from palestra.control.store import changes, decisions
 from palestra.control.store.stored_text import clean
 from palestra.control.store.tables import jobs
 from palestra.database import to_json
@@ -64,6 +64,8 @@ def record_of(row: Any) -> JobRecord:
         from_step=row.from_step,
         time_limit_seconds=row.time_limit_seconds,
         ran_seconds=row.ran_seconds,
+        adapters=row.adapters,
+        base_id=row.base_id,
     )
 
 
@@ -91,7 +93,7 @@ def submit(
 
     Raises:
         Conflict: the key was used for another request.
-        TooManyRequests: the user has `most_open` open jobs.
+        TooManyRequests: the user has `most_open` open jobs, or the tenant as many adapters as its quota allows.
     """
     config = to_json(request.config)
     asked = request.resources
@@ -115,6 +117,7 @@ def submit(
         return record_of(known)
     if most_open is not None and _count_open(connection, tenant, user) >= most_open:
         raise TooManyRequests(f"{user} has {most_open} jobs that are not over, and that is the limit", 30.0)
+    _check_adapters(connection, tenant, request.adapters)
     connection.execute(
         jobs.insert(),
         {
@@ -143,6 +146,7 @@ def submit(
             "from_job": request.from_job,
             "from_step": request.from_step,
             "time_limit_seconds": request.time_limit_seconds,
+            "adapters": request.adapters,
         },
     )
     changes.add(connection, tenant, job_id, job_id, None, JobState.QUEUED, "submitted", now)
@@ -317,6 +321,25 @@ def _count_open(connection: Connection, tenant: str, user: str) -> int:
             jobs.c.tenant == tenant, jobs.c.user_name == user, jobs.c.state.in_(sorted(OPEN_STATES))
         )
     ).scalar_one()
+
+
+def _check_adapters(connection: Connection, tenant: str, adapters: int) -> None:
+    """Refuse a job with more adapters on shared bases than its tenant's quota leaves.
+
+    Raises:
+        TooManyRequests: the message says what frees some.
+    """
+    quota = decisions.quota_of(connection, tenant) if adapters else None
+    if quota is None or quota.adapters is None:
+        return
+    of_tenant = (jobs.c.tenant == tenant) & jobs.c.state.in_(sorted(OPEN_STATES))
+    held = connection.execute(select(func.coalesce(func.sum(jobs.c.adapters), 0)).where(of_tenant)).scalar_one()
+    if held + adapters > quota.adapters:
+        raise TooManyRequests(
+            f"the jobs of tenant {tenant} that are not over have {held} adapters on base servers, this one needs "
+            f"{adapters}, and its quota is {quota.adapters}; a job that ends or is cancelled frees its own",
+            30.0,
+        )
 
 
 def _checked(fields: JobFields) -> dict[str, Any]:

@@ -49,9 +49,29 @@ jobs = Table(
     Column("from_step", Integer),  # of the checkpoint; NULL without `from_job`
     Column("time_limit_seconds", Double),  # NULL: any time
     Column("ran_seconds", Double, nullable=False, server_default=sa.text("0")),  # time RUNNING until `changed_at`
+    Column("adapters", Integer, nullable=False, server_default=sa.text("0")),  # on a shared base; 0: it asks for none
+    Column("base_id", String),  # of the base server on which it ran last; NULL: on none
     UniqueConstraint("tenant", "request_key"),
     Index("jobs_of_tenant", "tenant", "number"),
     Index("jobs_by_state", "state", "number"),
+)
+
+bases = Table(  # base servers that have not ended
+    "bases",
+    metadata,
+    Column("base_id", String, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("deterministic", Boolean, nullable=False),
+    Column("state", String, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("node", String, nullable=False),
+    Column("cpus", Double, nullable=False),
+    Column("gpus", Double, nullable=False),
+    Column("memory_gib", Double, nullable=False),
+    Column("address", Text),  # NULL: it has never listened
+    Column("created_at", Double, nullable=False),
+    Column("changed_at", Double, nullable=False),
+    Column("starts", Integer, nullable=False),
 )
 
 changes = Table(
@@ -130,6 +150,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "ALTER TABLE jobs ADD COLUMN time_limit_seconds DOUBLE PRECISION",
         "ALTER TABLE jobs ADD COLUMN ran_seconds DOUBLE PRECISION DEFAULT 0 NOT NULL",
+    ),
+    (
+        "ALTER TABLE jobs ADD COLUMN adapters INTEGER DEFAULT 0 NOT NULL",
+        "ALTER TABLE jobs ADD COLUMN base_id VARCHAR",
+        "CREATE TABLE bases (base_id VARCHAR NOT NULL PRIMARY KEY, model TEXT NOT NULL, "
+        "deterministic BOOLEAN NOT NULL, state VARCHAR NOT NULL, reason TEXT NOT NULL, node VARCHAR NOT NULL, "
+        "cpus DOUBLE PRECISION NOT NULL, gpus DOUBLE PRECISION NOT NULL, memory_gib DOUBLE PRECISION NOT NULL, "
+        "address TEXT, created_at DOUBLE PRECISION NOT NULL, changed_at DOUBLE PRECISION NOT NULL, "
+        "starts INTEGER NOT NULL)",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Model servers as Ray actors: detached and named, so that they outlive the scheduler and can be found again."""
+"""Model servers and base servers as Ray actors: detached and named, so that they outlive the scheduler."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from palestra.control.jobs.launcher import (
     ENDED_FILE,
     LOG_FILE,
+    BaseOrder,
     Ended,
     Ending,
     Listening,
@@ -35,12 +36,15 @@ from palestra.control.jobs.launcher import (
 )
 from palestra.control.placement.fitting import Node
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
-from palestra.models.device import MEMORY_VARIABLE
+from palestra.models.device import MEMORY_VARIABLE, tune_malloc
+from palestra.runtime.base_process import BaseProcess
 from palestra.runtime.local import tune_gc
 from palestra.runtime.model_server import ModelServer
 from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.cluster import NAMESPACE, disconnect
 from palestra.runtime.ray.job_environment import limit_environment
+from palestra.runtime.shared_base import KEY, KEY_FILE
+from palestra.types.bases import BaseLoad
 from palestra.waiting import race
 
 log = logging.getLogger("palestra.runtime")
@@ -89,8 +93,8 @@ class RayServers:
             )
         return found
 
-    async def start(self, order: ServerOrder) -> Listening:
-        """Start a model server on the node of `order`, and return its URL when it listens. See `Launcher.start`."""
+    async def start(self, order: ServerOrder | BaseOrder) -> Listening:
+        """Start a server on the node of `order`, and return its address when it listens. See `Launcher.start`."""
         needs = order.resources
         memory = int(needs.memory_gib * GIB)
         bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": memory}
@@ -153,12 +157,12 @@ class RayServers:
         names = {*actors, *(group["name"] for group in groups.values() if group["state"] != "REMOVED")}
         return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
 
-    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
-        """Wait until a model server has ended or fallen silent, clear what is left, and return how it ended.
+    async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
+        """Wait until a server has ended or fallen silent, clear what is left, and return how it ended.
 
         Args:
-            job_id: id of the job.
-            heard: is called with the job's estimate of its seconds left, at every answer.
+            job_id: of the job or base server.
+            heard: is called with every answer; see `Launcher.ended`.
         """
         actor = await _actor(job_id)
         if actor is None:
@@ -200,14 +204,14 @@ class RayServers:
 
 
 class _Actor:
-    """A `ModelServer` in a process of its own, with the variables, working directory and memory limit of a job."""
+    """A server in a process of its own, with the variables, working directory and memory limit of a job."""
 
     def __init__(self, pass_env: Collection[str]) -> None:
         limit_environment(os.environ, pass_env)
         tune_gc()
-        self._server = ModelServer()
+        self._server: ModelServer | BaseProcess = ModelServer()
 
-    async def start(self, order: ServerOrder, host: str | None) -> Listening:
+    async def start(self, order: ServerOrder | BaseOrder, host: str | None) -> Listening:
         here: str = host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         work = order.folder / WORK
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -215,9 +219,18 @@ class _Actor:
         _limit_memory(order)
         while True:
             try:
-                return _at(await self._server.start(order.config, str(order.folder), here, order.weights))
+                return _at(await self._started(order, here))
             except RunInUse:  # a server on a node that Ray has lost may still run; two must not write one run
                 await asyncio.sleep(IN_USE_SECONDS)
+
+    async def _started(self, order: ServerOrder | BaseOrder, here: str) -> str:
+        if isinstance(order, BaseOrder):
+            tune_malloc()
+            self._server = base = BaseProcess()
+            return await base.start(order, here)
+        _set_base_key(order)
+        self._server = model = ModelServer()
+        return await model.start(order.config, str(order.folder), here, order.weights)
 
     async def listening(self) -> Listening | None:
         url = await self._server.address()
@@ -232,17 +245,28 @@ class _Actor:
     async def answer(self) -> None:
         await self._server.answer()
 
-    async def ping(self) -> float | None:
+    async def ping(self) -> float | BaseLoad | None:
         return await self._server.ping()
 
 
-def _limit_memory(order: ServerOrder) -> None:
+def _set_base_key(order: ServerOrder) -> None:
+    """Let the job read its key for its base server, and no other."""
+    os.environ.pop(KEY, None)
+    os.environ.pop(KEY_FILE, None)
+    if order.base_key is not None:
+        os.environ[KEY_FILE] = str(order.base_key)
+
+
+def _limit_memory(order: ServerOrder | BaseOrder) -> None:
     """Start a watcher that ends this process and its children if they use too much memory; see `memory_watch`."""
     limit, asked = order.memory_gib, order.resources.memory_gib
     if limit is None:
         return
     os.environ[MEMORY_VARIABLE] = f"{limit:g}"
-    remedy = "submit it with more --memory-gib, or make it smaller (docs/operations.md)"
+    if isinstance(order, BaseOrder):
+        remedy = "the operator can give base servers more (memory_gib), or fewer slots (docs/operations.md)"
+    else:
+        remedy = "submit it with more --memory-gib, or make it smaller (docs/operations.md)"
     why = f"it asked for {asked:g} GiB" if asked else f"it asked for none, and its share of the node is {limit:.3g} GiB"
     reason = f"out of memory: its processes had {memory_watch.USED} GiB, and {why}; {remedy}"
     text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
@@ -328,7 +352,7 @@ async def _result(actor: Any) -> Ended:
             return found
 
 
-async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listening:
+async def _listening(actor: Any, order: ServerOrder | BaseOrder, host: str | None) -> Listening:
     """Start a new server and return its address when it listens.
 
     Raises:

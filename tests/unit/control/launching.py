@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from palestra.control.jobs.launcher import Ended, Ending, Listening, ServerOrder
+from palestra.control.jobs.launcher import BaseOrder, Ended, Ending, Listening, ServerOrder
 from palestra.control.placement.fitting import Node
 from unit.waiting import until
 
@@ -15,11 +16,11 @@ from unit.waiting import until
 class Server:
     """One that was asked for."""
 
-    order: ServerOrder
+    order: ServerOrder | BaseOrder
     listening: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     stopped_with: float | None = None
-    heard: Callable[[float | None], None] | None = None
+    heard: Callable[[Any], None] | None = None
 
 
 class FakeLauncher:
@@ -35,7 +36,7 @@ class FakeLauncher:
     async def nodes(self) -> list[Node]:
         return list(self.machines)
 
-    async def start(self, order: ServerOrder) -> Listening:
+    async def start(self, order: ServerOrder | BaseOrder) -> Listening:
         server = self.servers[order.job_id] = Server(order)
         self.started.append(order.job_id)
         if self.quick:
@@ -56,7 +57,7 @@ class FakeLauncher:
     async def known(self) -> list[str]:
         return list(self.servers)
 
-    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
+    async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
         self.servers[job_id].heard = heard
         found = await asyncio.shield(self.servers[job_id].over)
         self.servers.pop(job_id, None)

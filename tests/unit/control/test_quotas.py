@@ -16,7 +16,7 @@ from unit.building import FakeClock
 from unit.control.building import control_plane, submit
 from unit.control.launching import FakeLauncher
 
-EMPTY = {"jobs": None, "cpus": None, "gpus": None, "memory_gib": None}
+EMPTY = dict.fromkeys(("jobs", "cpus", "gpus", "memory_gib", "adapters", "weight"))
 
 
 class Operator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args, get_origin
 
@@ -13,8 +14,11 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import FakeEngineConfig, JobConfig, parse_config, reference_of
 from palestra.control.api.submission import _checked
 from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
+from palestra.control.jobs.shared_jobs import check_shared
+from palestra.control.placement.bases import BaseLimits
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.learner import policy_spec
+from palestra.types.jobs import Resources
 from palestra.types.states import JobState
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit
@@ -246,3 +250,57 @@ async def test_a_model_of_the_list_is_loaded_from_where_the_operator_says(sqlite
         job = await submit(sqlite_store, config={"policies": {"p": {"model": "was-on-the-list"}}})
         await until(in_state(sqlite_store, job.job_id, JobState.FAILED))
         assert "no folder" in (await sqlite_store.job(None, job.job_id)).reason
+
+
+def test_the_operator_sets_what_base_servers_hold(tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text('[bases]\ncpus = 4\ngpus = 0.5\nmemory_gib = 8\nslots = 3\nidle_seconds = 1.5\ndtype = "float32"\n')
+    found = load_rules(path).bases
+    assert found == BaseLimits(
+        resources=Resources(cpus=4.0, gpus=0.5, memory_gib=8.0), slots=3, idle_seconds=1.5, dtype="float32"
+    )
+    path.write_text("")
+    assert load_rules(path).bases == BaseLimits()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bases = 3", "[bases] is a table"),
+        ("[bases]\nidle = 3", "did you mean 'idle_seconds'"),
+        ("[bases]\nadapters = 0", "bases.adapters is 0; it has to be above 0"),
+        ("[bases]\nadapters = 1.5", "bases.adapters is 1.5; it has to be a whole number"),
+        ("[bases]\nidle_seconds = true", "bases.idle_seconds is True; it has to be a number"),
+        ("[bases]\nidle_seconds = nan", "it has to be above 0"),
+        ("[bases]\ncpus = -1", "cpus is -1.0"),
+        ("[bases]\ngpus = 1.5", "give a part of one, or whole ones"),
+        ('[bases]\ndtype = "int8"', "bases.dtype is 'int8'"),
+    ],
+)
+def test_settings_of_base_servers_that_can_not_be_are_refused(tmp_path, text, said):
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_rules(path)
+
+
+@pytest.mark.parametrize(
+    ("policies", "key", "said"),
+    [
+        ({"p": {"base": "unix:/x"}}, "config.policies.p.base", "this service chooses one itself"),
+        (
+            {"p": {"base": "shared"}, "q": {"base": "shared", "model": "tiny-random"}},
+            "config.policies.q.model",
+            "a base server has one model",
+        ),
+        ({"p": {"base": "shared"}, "q": {"base": "shared"}}, "config.policies", "has 2 adapters"),
+    ],
+)
+def test_a_shared_base_that_can_not_be_is_refused(policies, key, said):
+    whole = {name: {"adapter": {"rank": 4}} | policy for name, policy in policies.items()}
+    config = parse_config({"kind": "inference", "policies": whole})
+    limits = BaseLimits(adapters=1)
+    training = config.model_copy(update={"kind": "training"})
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        check_shared(training, limits)
+    assert refused.value.field == key

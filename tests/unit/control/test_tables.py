@@ -6,12 +6,14 @@ import pytest
 import sqlalchemy as sa
 
 from palestra.control.placement.tenants import Quota
-from palestra.control.store import accounts, decisions, tables
+from palestra.control.store import accounts, bases, decisions, tables
 from palestra.control.store.backends import open_backend
 from palestra.control.store.control_store import ControlStore
 from palestra.control.store.tables import SCHEMA
 from palestra.errors import StoreError
-from palestra.types.states import JobState
+from palestra.types.bases import BaseKind, BaseRecord
+from palestra.types.jobs import Resources
+from palestra.types.states import BaseState, JobState
 from unit.building import open_store
 from unit.control.building import change_numbers, running, submit
 
@@ -35,17 +37,16 @@ ADDED = {
     2: ("tenants.quota",),
     3: ("jobs.private", "tenants.private_jobs"),
     4: ("jobs.time_limit_seconds", "jobs.ran_seconds"),
+    5: ("jobs.adapters", "jobs.base_id", "bases"),  # a whole table
 }
 
 
 def go_back(url, to: int) -> None:
     """Make a store of this version into one of version `to`."""
     for added in (ADDED[number] for number in range(to, SCHEMA.version)):
-        for table, column in (name.split(".") for name in added):
-            look(
-                url,
-                lambda c, table=table, column=column: c.execute(sa.text(f"ALTER TABLE {table} DROP COLUMN {column}")),
-            )
+        for table, _, column in (name.partition(".") for name in added):
+            drop = f"ALTER TABLE {table} DROP COLUMN {column}" if column else f"DROP TABLE {table}"
+            look(url, lambda c, drop=drop: c.execute(sa.text(drop)))
     look(url, lambda c: c.execute(sa.text(f"UPDATE meta SET value = '{to}'")))
 
 
@@ -168,3 +169,31 @@ def test_a_run_store_is_not_a_control_store(tmp_path):
     open_store(tmp_path).close()
     with pytest.raises(StoreError, match="another program"):
         ControlStore(f"sqlite:///{tmp_path / 'run.db'}")
+
+
+async def test_a_store_of_the_fifth_version_gets_the_table_of_base_servers(url, clock):
+    base = BaseRecord(
+        base_id="base-1",
+        kind=BaseKind("tiny-random", True),
+        state=BaseState.LOADING,
+        reason="it starts",
+        node="n1",
+        resources=Resources(cpus=2.0, gpus=0.5, memory_gib=3.0),
+        address=None,
+        created_at=1.0,
+        changed_at=2.0,
+        starts=1,
+    )
+    with ControlStore(url, clock) as store:
+        job = await submit(store)
+    go_back(url, 5)
+    with ControlStore(url, clock) as store:
+        assert await store.job("a", job.job_id) == job
+        assert await store.read(bases.all_bases) == []
+        await store.write(lambda c: bases.put(c, base))
+        serving = replace(base, state=BaseState.SERVING, address="ws://127.0.0.1:1", reason="it listens", starts=2)
+        await store.write(lambda c: bases.put(c, serving))
+    with ControlStore(url, clock) as store:
+        assert await store.read(bases.all_bases) == [serving]
+        await store.write(lambda c: bases.remove(c, "base-1"))
+        assert await store.read(bases.all_bases) == []

@@ -1,0 +1,115 @@
+"""Which jobs may use the base server of a service: a file that the service writes, and the base server reads.
+
+Each job is a tenant of its own at the base server, with a key of its own, which is good from the job's start to its
+end. The file has digests of keys, and no keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.disk import write_whole
+from palestra.errors import StoreError, Unauthorized
+
+PREFIX = "pb-"
+FILE = "admissions.json"  # in the folder of a base server
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """One job at a base server.
+
+    Attributes:
+        job_id: of the job, which is its tenant's name there.
+        weight: its share of the trainer's tokens beside those of the other jobs.
+        digest: SHA-256 of its key, in hex.
+    """
+
+    job_id: str
+    weight: float
+    digest: str
+
+
+def new_key() -> str:
+    """Return a new key of a job for its base server."""
+    return PREFIX + secrets.token_hex(24)
+
+
+def digest_of(key: str) -> str:
+    """Return the digest of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def write_admissions(path: Path, admissions: Iterable[Admission]) -> None:
+    """Replace the file of a base server's admissions.
+
+    Args:
+        path: of the file, whose folder exists.
+        admissions: all jobs that may use the base server from now on.
+    """
+    found = {each.job_id: {"weight": each.weight, "digest": each.digest} for each in admissions}
+    write_whole(path, json.dumps(found, indent=1, sort_keys=True).encode(), 0o600)
+
+
+class Admissions:
+    """The admissions of a base server, as they were when the file was read last."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            StoreError: it is missing or damaged.
+        """
+        self._path = path
+        self._jobs: dict[str, Admission] = {}
+        self._by_digest: dict[str, str] = {}
+        self._gone: set[str] = set()
+        self.read()
+
+    def read(self) -> None:
+        """Read the file again.
+
+        Raises:
+            StoreError: it is missing or damaged.
+        """
+        try:
+            found = json.loads(self._path.read_text())
+            jobs = {name: Admission(job_id=name, **each) for name, each in found.items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise StoreError(
+                f"{self._path}, which says who may use this base server, can't be read: {error}"
+            ) from error
+        self._gone = (self._gone | self._jobs.keys()) - jobs.keys()
+        self._jobs = jobs
+        self._by_digest = {each.digest: name for name, each in jobs.items()}
+
+    def take_gone(self) -> set[str]:
+        """Return the jobs that were admitted and no longer are, each once."""
+        gone, self._gone = self._gone, set()
+        return gone
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the weight of each job."""
+        return {name: each.weight for name, each in self._jobs.items()}
+
+    def of(self, key: str | None) -> str:
+        """Return the job of a key, which may have been admitted a moment ago.
+
+        Raises:
+            Unauthorized: there is no key, or it is none of a job that runs here.
+            StoreError: the file can't be read.
+        """
+        # Looked up by digest, so that the time of a comparison says nothing about a key.
+        digest = None if key is None else digest_of(key)
+        if digest is not None and digest not in self._by_digest:
+            self.read()
+        job = None if digest is None else self._by_digest.get(digest)
+        if job is None:
+            raise Unauthorized("the key is missing, or is of no job that runs on this base server")
+        return job

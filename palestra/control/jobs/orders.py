@@ -1,0 +1,60 @@
+"""What a launcher is told to start for a job: its configuration with everything that the service adds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from palestra.config import parse_config
+from palestra.control.jobs.launcher import ENDED_FILE, RUN, ServerOrder
+from palestra.control.jobs.rules import Rules
+from palestra.control.jobs.shared_jobs import at_base
+from palestra.control.jobs.sources import recorded_job, with_own_episodes, with_own_weights
+from palestra.control.placement.fitting import Node, memory_limit_gib
+from palestra.types.jobs import JobRecord
+
+
+async def order_of(
+    job: JobRecord,
+    folder: Path,
+    folder_of: Callable[[str], Path],
+    rules: Rules,
+    node_id: str,
+    node: Node | None,
+    base: tuple[str, Path] | None,
+) -> ServerOrder:
+    """Prepare a job's folder, and return the order for its server.
+
+    Args:
+        job: that starts.
+        folder: of the job.
+        folder_of: returns the folder of another job.
+        rules: the operator's.
+        node_id: where it starts.
+        node: the same; None: it is gone.
+        base: address of its base server, and the file of its key there; None: the job has none.
+
+    Raises:
+        PalestraError: what the job begins with is gone or damaged, or its model is not allowed any more.
+    """
+    config = job.config
+    if job.from_job is not None:
+        source = folder_of(job.from_job) / RUN
+        config = await asyncio.to_thread(with_own_weights, job, folder, source)
+    if job.kind == "training" and (recorded := recorded_job(config)) is not None:
+        source = folder_of(recorded) / RUN
+        config = await asyncio.to_thread(with_own_episodes, job, config, folder, source, rules.models)
+    await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
+    own = job.from_job is not None
+    weights = await asyncio.to_thread(lambda: rules.places(parse_config(config), started_from_job=own))
+    return ServerOrder(
+        job_id=job.job_id,
+        config=config if base is None else at_base(config, base[0]),
+        folder=folder,
+        node=node_id,
+        resources=job.resources,
+        weights=weights,
+        memory_gib=None if node is None else memory_limit_gib(job.resources, node),
+        base_key=None if base is None else base[1],
+    )

@@ -1,0 +1,167 @@
+"""Decide on which base server a job runs that asks for a shared one: a pure function, as `placement.place` is.
+
+A job goes to a serving base server of its kind that has room, the fullest one, so that others become idle. Where none
+has room and none is starting, one more is asked for (`sharing` places it). A base server without jobs ends when it has
+been idle for long enough.
+
+With J waiting jobs and B base servers a call takes O(J (log J + B)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from palestra.control.placement.fitting import RunningJob
+from palestra.control.placement.queues import CLASSES, WaitingJob
+from palestra.types.bases import BaseKind
+from palestra.types.jobs import Resources
+from palestra.types.states import BaseState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseLimits:
+    """The operator's settings of base servers.
+
+    Attributes:
+        resources: that each holds.
+        dtype: precision of its engine's and its trainer's products.
+        slots: adapters in memory with their moments, others wait on disk; None: all.
+        adapters: of all jobs on one base server, at most.
+        waiting: a base server with more requests in its queue gets no further job.
+        idle_seconds: how long one without jobs is kept.
+    """
+
+    resources: Resources = field(default_factory=Resources)
+    dtype: str = "bfloat16"
+    slots: int | None = None
+    adapters: int = 16
+    waiting: int = 32
+    idle_seconds: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitingForBase:
+    """A queued job that asks for a shared base.
+
+    Attributes:
+        job: as placement sees it.
+        kind: of the base server that it needs.
+        adapters: how many it trains or samples from; at least 1.
+    """
+
+    job: WaitingJob
+    kind: BaseKind
+    adapters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningBase:
+    """A base server, as placement sees it.
+
+    Attributes:
+        base_id: of the base server.
+        kind: its model, and whether it is deterministic.
+        state: of its lifecycle.
+        jobs: that run on it.
+        adapters: of these jobs.
+        waiting: requests in its queue when it said so last.
+        idle_since: Unix seconds since it has had no job; None: it has some, or does not serve.
+        held: its room on a node.
+    """
+
+    base_id: str
+    kind: BaseKind
+    state: BaseState
+    jobs: int
+    adapters: int
+    waiting: int
+    idle_since: float | None
+    held: RunningJob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseDecision:
+    """The result of `choose_bases`. Every waiting job is in exactly one of the first three attributes.
+
+    Attributes:
+        chosen: base server by job, for jobs that may start as soon as there is room for themselves.
+        waiting: reason by job.
+        wanted: by kind the jobs for which one more base server is to be started, in their order.
+        why: by kind, why those that there are do not suffice.
+        idle: base servers that have been idle for long enough.
+        again_at: when one more will have been, Unix seconds; None: never.
+    """
+
+    chosen: Mapping[str, str]
+    waiting: Mapping[str, str]
+    wanted: Mapping[BaseKind, tuple[WaitingForBase, ...]]
+    why: Mapping[BaseKind, str]
+    idle: tuple[str, ...]
+    again_at: float | None
+
+
+def choose_bases(
+    queue: Iterable[WaitingForBase], bases: Iterable[RunningBase], limits: BaseLimits, now: float
+) -> BaseDecision:
+    """Choose a base server for each job of a queue. The order in which both are given does not matter.
+
+    Args:
+        queue: jobs that wait and ask for a shared base.
+        bases: that have not ended.
+        limits: the operator's.
+        now: Unix seconds.
+    """
+    known = sorted(bases, key=lambda base: base.base_id)
+    adapters = {base.base_id: base.adapters for base in known}
+    chosen: dict[str, str] = {}
+    waiting: dict[str, str] = {}
+    wanted: dict[BaseKind, list[WaitingForBase]] = {}
+    for asking in sorted(queue, key=_turn):
+        own = [base for base in known if base.kind == asking.kind and base.state is not BaseState.ENDING]
+        fitting = [base for base in own if adapters[base.base_id] + asking.adapters <= limits.adapters]
+        serving = [base for base in fitting if base.state is BaseState.SERVING and base.waiting <= limits.waiting]
+        starting = [base for base in fitting if base.state is BaseState.LOADING]
+        if serving:
+            base = min(serving, key=lambda base: (-adapters[base.base_id], base.base_id))
+            chosen[asking.job.job_id] = base.base_id
+            adapters[base.base_id] += asking.adapters
+        elif starting:
+            waiting[asking.job.job_id] = f"waits for the base server of {asking.kind.model}, which is starting"
+            adapters[starting[0].base_id] += asking.adapters
+        elif asking.adapters > limits.adapters:
+            waiting[asking.job.job_id] = too_many_adapters(asking.adapters, limits)
+        else:
+            wanted.setdefault(asking.kind, []).append(asking)
+    taken = set(chosen.values())
+    idle = {base.base_id: base.idle_since for base in known if base.idle_since is not None}
+    ends = {name: since + limits.idle_seconds for name, since in idle.items() if name not in taken}
+    return BaseDecision(
+        chosen=chosen,
+        waiting=waiting,
+        wanted={kind: tuple(asking) for kind, asking in wanted.items()},
+        why={kind: _why_one_more(kind, known, limits) for kind in wanted},
+        idle=tuple(name for name, end in ends.items() if end <= now),
+        again_at=min((end for end in ends.values() if now < end < math.inf), default=None),
+    )
+
+
+def too_many_adapters(adapters: int, limits: BaseLimits) -> str:
+    """Return why a job can run on no base server, however empty."""
+    return f"has {adapters} adapters, and a base server of this service takes {limits.adapters}"
+
+
+def _why_one_more(kind: BaseKind, bases: Iterable[RunningBase], limits: BaseLimits) -> str:
+    """Return in words why a job needs a base server that is not there yet."""
+    own = [base for base in bases if base.kind == kind and base.state is BaseState.SERVING]
+    if not own:
+        return f"no base server has {kind.model}" + (" with deterministic = true" if kind.deterministic else "")
+    if all(base.waiting > limits.waiting for base in own):
+        return f"over {limits.waiting} requests wait at each base server of {kind.model}"
+    return f"no base server of {kind.model} has room for its adapters ({limits.adapters} on each)"
+
+
+def _turn(asking: WaitingForBase) -> tuple[int, float, str]:
+    job = asking.job
+    return -CLASSES[job.priority], job.submitted_at, job.job_id

@@ -1,0 +1,163 @@
+"""Place all jobs, those on shared bases and others, and the base servers themselves: a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from palestra.control.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
+from palestra.control.placement.fitting import Node, RunningJob
+from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, place
+from palestra.control.placement.queues import WaitingJob
+from palestra.types.bases import BaseKind
+
+SERVICE = ""  # the tenant of what base servers hold; no tenant of the control plane is called so
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedDecision:
+    """The result of `place_all`. Every waiting job starts, or has a reason in `waiting` or in `impossible`.
+
+    Attributes:
+        starts: the jobs that start now.
+        bases: base server by job, of those that start on one.
+        new_bases: where a base server starts now, by its kind.
+        ended: reason by base server that is to end now; none has jobs.
+        waiting: reason by job.
+        impossible: reason by job that can never start, even on an empty cluster.
+        again_at: when the same call could decide otherwise if nothing else happens, Unix seconds; None: never.
+    """
+
+    starts: tuple[JobStart, ...]
+    bases: Mapping[str, str]
+    new_bases: Mapping[BaseKind, JobStart]
+    ended: Mapping[str, str]
+    waiting: Mapping[str, str]
+    impossible: Mapping[str, str]
+    again_at: float | None
+
+
+def place_all(
+    queue: Iterable[WaitingJob],
+    shared: Iterable[WaitingForBase],
+    running: Iterable[RunningJob],
+    bases: Iterable[RunningBase],
+    nodes: Iterable[Node],
+    policy: PlacementPolicy,
+    limits: BaseLimits,
+    now: float,
+) -> SharedDecision:
+    """Decide which jobs start now, which base servers start for them, and which end.
+
+    A base server that is to start has its turn where the first job that needs it has, and counts against no quota. One
+    without jobs ends when it has been idle for long enough, or as soon as another job could start with its room.
+
+    Args:
+        queue: jobs that wait and have a model of their own.
+        shared: jobs that wait and ask for a shared base.
+        running: all jobs that hold resources.
+        bases: all base servers that have not ended.
+        nodes: all known nodes.
+        policy: quotas and limits.
+        limits: of base servers.
+        now: Unix seconds.
+    """
+    asking, known, machines = list(shared), list(bases), list(nodes)
+    choice = choose_bases(asking, known, limits, now)
+    starters = {_starter_id(kind): kind for kind in choice.wanted}
+    waiting = [*queue, *(one.job for one in asking if one.job.job_id in choice.chosen)]
+    waiting += [_starter(name, choice.wanted[kind], limits) for name, kind in starters.items()]
+    held = [*running, *(base.held for base in known)]
+    decision = place(waiting, held, machines, policy, now)
+    taken = {*choice.chosen.values(), *choice.idle}
+    idle = [base for base in known if base.idle_since is not None and base.base_id not in taken]
+    early = _ended_for_room(decision, waiting, held, idle, machines, policy, now)
+    ended = dict.fromkeys(choice.idle, f"it had no job for {limits.idle_seconds:g} s")
+    ended |= dict.fromkeys(early, "it has no job, and another one waits for its room")
+    return _assembled(decision, choice, starters, ended)
+
+
+def _assembled(
+    decision: Decision, choice: BaseDecision, starters: Mapping[str, BaseKind], ended: Mapping[str, str]
+) -> SharedDecision:
+    """Return both decisions as one, in which base servers that are to start are no jobs any more."""
+    reasons: dict[str, str] = {}
+    for name, kind in starters.items():
+        obstacle = decision.waiting.get(name) or decision.impossible.get(name)
+        text = f"{choice.why[kind]}; one more " + (obstacle or "is started")
+        reasons |= dict.fromkeys((one.job.job_id for one in choice.wanted[kind]), text)
+    times = [time for time in (decision.again_at, choice.again_at) if time is not None]
+    return SharedDecision(
+        starts=tuple(start for start in decision.starts if start.job_id not in starters),
+        bases={start.job_id: choice.chosen[start.job_id] for start in decision.starts if start.job_id in choice.chosen},
+        new_bases={starters[start.job_id]: start for start in decision.starts if start.job_id in starters},
+        ended=ended,
+        waiting={**_without(decision.waiting, starters), **choice.waiting, **reasons},
+        impossible=_without(decision.impossible, starters),
+        again_at=min(times, default=None),
+    )
+
+
+def _ended_for_room(
+    decision: Decision,
+    queue: Sequence[WaitingJob],
+    running: Sequence[RunningJob],
+    idle: Sequence[RunningBase],
+    nodes: Sequence[Node],
+    policy: PlacementPolicy,
+    now: float,
+) -> list[str]:
+    """Return idle base servers without which one more job could start; those that were idle longest go first.
+
+    Args:
+        decision: of `place` with what idle base servers hold.
+        queue: what it was made for.
+        running: all that holds resources, base servers included.
+        idle: base servers without jobs, which no job is going to.
+        nodes: all known nodes.
+        policy: quotas and limits.
+        now: Unix seconds.
+    """
+    if not idle or not decision.waiting:
+        return []
+    starts = {start.job_id for start in decision.starts}
+
+    def helps(ended: Sequence[str]) -> bool:
+        left = [holder for holder in running if holder.job_id not in ended]
+        return bool({start.job_id for start in place(queue, left, nodes, policy, now).starts} - starts)
+
+    ended: list[str] = []
+    for base in sorted(idle, key=lambda base: (base.idle_since or 0.0, base.base_id)):
+        ended.append(base.base_id)
+        if helps(ended):
+            break
+    else:
+        return []
+    for base_id in list(ended):  # some are on other nodes, or too small to make a difference
+        fewer = [name for name in ended if name != base_id]
+        ended = fewer if helps(fewer) else ended
+    return ended
+
+
+def _starter_id(kind: BaseKind) -> str:
+    """Return what a base server that is to start is called among jobs, none of which has such an id."""
+    return f"base of {kind.model}{', deterministic' if kind.deterministic else ''}"
+
+
+def _starter(name: str, asking: Sequence[WaitingForBase], limits: BaseLimits) -> WaitingJob:
+    """Return a base server that is to start as a job for `place`, with the turn of the first job that needs it."""
+    first = asking[0].job
+    return WaitingJob(
+        job_id=name,
+        tenant=SERVICE,
+        priority=first.priority,
+        submitted_at=first.submitted_at,
+        needs=limits.resources,
+        private=True,  # reasons for which others wait must not name its model
+    )
+
+
+def _without(reasons: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return reasons without those of some jobs."""
+    left_out = set(names)
+    return {job_id: reason for job_id, reason in reasons.items() if job_id not in left_out}

@@ -1,0 +1,140 @@
+"""Which base server a job goes to, when one more starts, and when one ends: tables without a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from palestra.control.placement.bases import BaseLimits, RunningBase, WaitingForBase
+from palestra.control.placement.placement import PlacementPolicy
+from palestra.control.placement.sharing import SERVICE, place_all
+from palestra.control.placement.tenants import Quota
+from palestra.types.bases import BaseKind
+from palestra.types.jobs import Resources
+from palestra.types.states import BaseState
+from unit.control.placing import job, node, runs
+
+TINY, OTHER = BaseKind("tiny", False), BaseKind("other", False)
+ONE_NODE = (node("a"),)
+LIMITS = BaseLimits(resources=Resources(cpus=4.0), adapters=4, waiting=10, idle_seconds=60.0)
+
+
+def asks(job_id, kind=TINY, adapters=1, cpus=0.25, **values) -> WaitingForBase:
+    return WaitingForBase(job=job(job_id, cpus=cpus, **values), kind=kind, adapters=adapters)
+
+
+def base(base_id, kind=TINY, adapters=0, waiting=0, idle=None, where="a", state=BaseState.SERVING, cpus=4.0):
+    held = runs(job(base_id, cpus=cpus, tenant=SERVICE), where, starting=state is BaseState.LOADING)
+    return RunningBase(
+        base_id=base_id,
+        kind=kind,
+        state=state,
+        jobs=adapters,
+        adapters=adapters,
+        waiting=waiting,
+        idle_since=idle,
+        held=held,
+    )
+
+
+def decide(shared, bases=(), queue=(), running=(), nodes=ONE_NODE, policy=None, limits=LIMITS, now=100.0):
+    return place_all(queue, shared, running, bases, nodes, policy or PlacementPolicy(), limits, now)
+
+
+@pytest.mark.parametrize(
+    ("bases", "wanted"),
+    [
+        ([base("b1", adapters=1), base("b2", adapters=2)], "b2"),  # the fullest, so that others become idle
+        ([base("b1", adapters=1), base("b2", adapters=4)], "b1"),  # the other is full
+        ([base("b1", adapters=1), base("b2", adapters=2, waiting=11)], "b1"),  # the other's queue is long
+        ([base("b1", adapters=1), base("b2", adapters=2, waiting=10)], "b2"),  # not yet long
+        ([base("b1", OTHER, adapters=1), base("b2", idle=1.0)], "b2"),  # another model
+        ([base("b1", BaseKind("tiny", True)), base("b2")], "b2"),  # a deterministic one
+        ([base("b1", adapters=3, state=BaseState.LOADING), base("b2")], "b2"),
+    ],
+)
+def test_a_job_goes_to_the_fullest_serving_base_of_its_kind_that_has_room(bases, wanted):
+    found = decide([asks("j")], bases)
+    assert found.bases == {"j": wanted}
+    assert [start.job_id for start in found.starts] == ["j"]
+    assert (found.new_bases, found.waiting) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("bases", "said"),
+    [
+        ([], "no base server has tiny; one more is started"),
+        ([base("b", OTHER)], "no base server has tiny; one more is started"),
+        ([base("b", adapters=4)], "no base server of tiny has room for its adapters (4 on each); one more is started"),
+        ([base("b", adapters=1, waiting=11)], "over 10 requests wait at each base server of tiny; one more is started"),
+    ],
+)
+def test_where_none_has_room_one_more_starts_and_the_job_says_why_it_waits(bases, said):
+    found = decide([asks("j"), asks("k", at=1.0)], bases)
+    assert [(kind, start.node_id) for kind, start in found.new_bases.items()] == [(TINY, "a")]
+    assert found.waiting == {"j": said, "k": said}
+    assert found.starts == ()
+
+
+def test_jobs_wait_for_the_one_that_loads_until_its_room_is_spoken_for():
+    found = decide([asks(f"j{i}", at=float(i)) for i in range(6)], [base("b", state=BaseState.LOADING)])
+    waits = "waits for the base server of tiny, which is starting"
+    assert [found.waiting[f"j{i}"] for i in range(4)] == [waits] * 4
+    assert found.waiting["j4"] == found.waiting["j5"] == "no base server has tiny; one more is started"
+    assert list(found.new_bases) == [TINY]
+
+
+def test_a_base_server_that_finds_no_room_is_waited_for_with_the_reason():
+    busy = runs(job("big", cpus=14.0), "a")
+    found = decide([asks("j")], running=[busy])
+    assert found.waiting == {
+        "j": "no base server has tiny; one more waits for 4 CPUs: node a has 2 free; node a is kept for it"
+    }
+    assert decide([asks("j")], nodes=[node("a", cpus=2.0)]).waiting == {
+        "j": "no base server has tiny; one more needs 4 CPUs on one node; the largest node has 2"
+    }
+    drained = decide([asks("j")], policy=PlacementPolicy(draining=True))
+    assert drained.waiting == {"j": "no base server has tiny; one more the cluster is draining, so nothing starts"}
+
+
+def test_a_job_with_more_adapters_than_any_base_takes_starts_none():
+    found = decide([asks("j", adapters=5)])
+    assert found.waiting == {"j": "has 5 adapters, and a base server of this service takes 4"}
+    assert not found.new_bases
+
+
+def test_base_servers_count_against_no_quota_and_jobs_on_them_do():
+    policy = PlacementPolicy(quotas={"t": Quota(cpus=0.25)})
+    assert list(decide([asks("j")], policy=policy).new_bases) == [TINY]
+    found = decide([asks("j"), asks("k", at=1.0)], [base("b")], policy=policy)
+    assert found.bases == {"j": "b"}
+    assert found.waiting == {"k": "quota of tenant t: 0.25 of 0.25 CPUs"}
+
+
+def test_a_base_server_without_jobs_ends_after_its_time_unless_a_job_goes_there():
+    idle = [base("b1", idle=40.0), base("b2", OTHER, idle=41.0), base("b3", adapters=1)]
+    found = decide([], idle)
+    assert found.ended == {"b1": "it had no job for 60 s"}
+    assert found.again_at == 101.0
+    assert decide([asks("j")], [base("b1", idle=40.0)]).bases == {"j": "b1"}
+
+
+def test_one_that_is_idle_ends_at_once_where_another_job_waits_for_its_room():
+    idle = [base("b1", idle=90.0), base("b2", OTHER, idle=80.0), base("b3", idle=70.0, where="b")]
+    nodes = [node("a", cpus=9.0), node("b", cpus=4.0)]
+    found = decide([], idle, queue=[job("big", cpus=5.0)], nodes=nodes)
+    assert found.ended == {"b2": "it has no job, and another one waits for its room"}  # b3's room would not do
+    both = decide([], idle, queue=[job("big", cpus=9.0)], nodes=nodes)
+    assert sorted(both.ended) == ["b1", "b2"]
+    assert decide([], idle, queue=[job("big", cpus=99.0)], nodes=nodes).ended == {}
+    third = BaseKind("third", False)
+    assert decide([asks("j", third)], idle[:2], nodes=nodes[:1]).ended == {
+        "b2": "it has no job, and another one waits for its room"
+    }
+
+
+def test_nothing_depends_on_the_order_in_which_things_are_given():
+    shared = [asks(f"j{i}", kind, adapters=1 + i % 2) for i, kind in enumerate([TINY, OTHER, TINY, TINY, OTHER])]
+    bases = [base("b1", adapters=2), base("b2", OTHER, idle=5.0), replace(base("b3"), state=BaseState.ENDING)]
+    assert decide(shared, bases) == decide(shared[::-1], bases[::-1])
