@@ -1,10 +1,9 @@
-"""Wires a base server: one model in memory once, an engine and a trainer over it, and the socket for jobs."""
+"""Wires a base server: the socket for jobs over one model, its engine and its trainer, and perhaps the Tinker API."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palestra.backend.base import FIRST_VERSION, BaseDescription, SamplerSpec
+from palestra.backend.adapter_engine import AdapterEngine
+from palestra.backend.base import BaseDescription, SamplerSpec
 from palestra.backend.server import BackendServer
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.errors import ConfigError, EngineFailure
 from palestra.http.tenant_keys import Tenants
 from palestra.runtime.run_dir import starting_in
+from palestra.runtime.shared_models import LOADED_ADAPTERS, SharedModelOptions, SharedModels, shared_models
+from palestra.runtime.tinker import TinkerOptions, TinkerServer, tinker_failure, tinker_server
 from palestra.threads import in_thread
 from palestra.waiting import race
 
 if TYPE_CHECKING:
     from palestra.engine.base import Engine
-    from palestra.engine.embedded.engine import EmbeddedEngine
     from palestra.grammars.pool import Grammars
-    from palestra.models.loading import LoadedModels
     from palestra.trainer.base import PolicySpec, Trainer
-    from palestra.trainer.work_queue import TrainingQueue
 
 KEYS, SOCKET, PREFIX = "keys", "socket", "pb-"
 
@@ -48,6 +47,8 @@ class BaseOptions:
         deterministic: whether samples and weights must not depend on what is computed beside them.
         lease_seconds: how long a job whose connection is lost keeps its policies.
         most_policies: how many policies a job may have.
+        loaded_adapters: see `SharedModelOptions`.
+        tinker: how the Tinker API is served beside jobs, over the same model; None: it is not.
     """
 
     model: str
@@ -61,6 +62,8 @@ class BaseOptions:
     deterministic: bool = False
     lease_seconds: float = 60.0
     most_policies: int = 16
+    loaded_adapters: int = LOADED_ADAPTERS
+    tinker: TinkerOptions | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +74,13 @@ class BaseServer:
         address: for `policies.NAME.base` of jobs.
         tenants: the keys.
         jobs: those that are connected.
+        tinker: the Tinker API, if it is served as well.
     """
 
     address: str
     tenants: Tenants
     jobs: BackendServer
+    tinker: TinkerServer | None = None
 
 
 @contextlib.asynccontextmanager
@@ -92,62 +97,52 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
     """
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
-        base = await in_thread(lambda: LoadedBase(options), daemon=False)
-        start.succeeded = True
-        try:
+        models = shared_models(
+            SharedModelOptions(
+                models=(options.model,),
+                engine=options.engine,
+                trainer=options.trainer,
+                deterministic=options.deterministic,
+                loaded_adapters=options.loaded_adapters,
+            )
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            tinker = None
+            if options.tinker is not None:
+                tinker = await stack.enter_async_context(tinker_server(options.tinker, models))
+                shared = tinker.shared
+            else:
+                shared = await stack.enter_async_context(models)
+            base = await in_thread(lambda: LoadedBase(options, shared), daemon=False)
+            stack.callback(base.close)
+            start.succeeded = True
             server = BackendServer(base, tenants.of, options.lease_seconds, options.most_policies)
             socket = options.folder / SOCKET if options.port is None else None
-            async with server.listen(socket, options.host, options.port or 0) as address:
-                yield BaseServer(address=address, tenants=tenants, jobs=server), base
-        finally:
-            await base.close()
+            address = await stack.enter_async_context(server.listen(socket, options.host, options.port or 0))
+            yield BaseServer(address=address, tenants=tenants, jobs=server, tinker=tinker), base
 
 
 class LoadedBase:
     """Implements `SharedBase` with a model of this process."""
 
-    def __init__(self, options: BaseOptions) -> None:
-        """Load the model, and start an engine over it.
+    def __init__(self, options: BaseOptions, shared: SharedModels) -> None:
+        """Prepare what jobs need of the model.
 
         Args:
             options: of the server.
-
-        Raises:
-            ModelError: the model can't be loaded.
-            ConfigError: it is an adapter.
+            shared: has the model, and what computes with it.
         """
-        import torch
-
-        from palestra.engine.embedded.engine import EmbeddedEngine, token_budget
-        from palestra.engine.embedded.model_runner import PolicyModel
+        from palestra.engine.embedded.engine import token_budget
         from palestra.grammars.pool import Grammars
         from palestra.grammars.vocabulary import vocabulary_of
-        from palestra.models.adapter_files import saved_adapter
-        from palestra.models.device import device_of, reproducible_products
-        from palestra.models.loading import LoadedModels
         from palestra.renderers import select_renderer
-        from palestra.trainer.torch_trainer import TorchTrainer
-        from palestra.trainer.work_queue import TrainingQueue
 
-        if saved_adapter(options.model) is not None:
-            raise ConfigError(f"{options.model} is an adapter; name its base, and the adapter as `model` of a job")
-        if options.deterministic:
-            reproducible_products()
-            torch.use_deterministic_algorithms(True)
-        self._options = options
-        self._runs = options.runs.resolve()
-        self._models: LoadedModels = LoadedModels()
-        self._dtype, self._device = getattr(torch, options.engine.dtype), device_of(options.engine.device, "--device")
-        model, tokenizer = self._models.frozen(options.model, self._dtype, self._device)
+        self._options, self._shared = options, shared
+        self._runs, self._own = options.runs.resolve(), options.folder.resolve()
+        model, tokenizer = shared.loaded[options.model]
         self._stop_ids = frozenset(select_renderer(tokenizer).stop_ids)
         self._grammars: Grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size))
-        own = PolicyModel(model=model, stop_ids=self._stop_ids, grammars=self._grammars)
-        # The engine has a policy of the base itself, which no job can name and which keeps the weights in memory.
-        self._engine: EmbeddedEngine = EmbeddedEngine({"": own}, options.engine, options.deterministic)
-        # Each job removes its own older checkpoints.
-        self._queue: TrainingQueue = TrainingQueue(
-            TorchTrainer(options.trainer, sys.maxsize, self._models, options.deterministic)
-        )
+        self._engine = AdapterEngine(shared.engine, shared.adapters)
         self.description = BaseDescription(
             model=options.model,
             vocab_size=model.vocab_size,
@@ -162,28 +157,31 @@ class LoadedBase:
 
     def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
         """Return the engine, which is the same for all tenants, and the tenant's place in the queue of the trainer."""
-        from palestra.trainer.tenant_trainer import TenantTrainer
-
-        self._queue.add_tenant(tenant)
-        return self._engine, TenantTrainer(self._queue, tenant)
+        return self._engine, self._shared.trainer_of(tenant)
 
     def folder_of(self, tenant: str) -> Path:
         """Return the folder of all runs."""
         return self._runs
 
+    def own_folder(self) -> Path | None:
+        """Return the folder with the keys."""
+        return self._own
+
     async def sample(self, name: str, spec: SamplerSpec) -> None:
-        """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`."""
-        from palestra.engine.embedded.model_runner import PolicyModel
+        """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`.
 
-        def load() -> Any:
-            self._check_model(spec.model)
-            if spec.adapter is None:
-                return self._models.frozen(spec.model, self._dtype, self._device)[0]
-            return self._models.adapted(spec.model, spec.adapter, None, self._dtype, self._device)[0]
+        An adapter that is not trained need not stay in memory.
+        """
+        await in_thread(lambda: self._check_model(spec.model))
+        own = {"stop_ids": self._stop_ids, "grammars": self._grammars}
 
-        model = await in_thread(load)
-        policy = PolicyModel(model=model, stop_ids=self._stop_ids, grammars=self._grammars)
-        await self._engine.add_model(name, policy, FIRST_VERSION)
+        async def load(policy: str) -> None:
+            await self._shared.add_policy(policy, spec.model, spec.adapter, **own)
+
+        if spec.adapter is None and not self.is_base(spec.model):
+            await self._engine.add_adapter(name, load)
+        else:
+            await load(name)
 
     def is_base(self, model: str) -> bool:
         """Return whether a model is the base itself, under any of its names."""
@@ -218,10 +216,8 @@ class LoadedBase:
         """Return when the engine can't continue, and say why."""
         return await self._engine.failure()
 
-    async def close(self) -> None:
-        """Stop the engine and the trainer."""
-        await self._engine.close()
-        await self._queue.close()
+    def close(self) -> None:
+        """End the processes that walk grammars."""
         self._grammars.close()
 
 
@@ -242,10 +238,20 @@ async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], 
 
     Raises:
         EngineFailure: the engine can't continue; jobs go on when the server is started again.
+        StoreError: the journal of the Tinker API can't be written any more.
         ConfigError, ModelError: see `base_server`.
     """
     async with base_server(options) as (server, base):
         ready(server)
-        winner = await race(stop.wait(), base.failure())
-        if winner.index == 1:
-            raise EngineFailure(str(winner.result))
+        parts = [_stopped(stop), _failed(base)]
+        if server.tinker is not None:
+            parts.append(tinker_failure(server.tinker))
+        await race(*parts)
+
+
+async def _stopped(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _failed(base: LoadedBase) -> None:
+    raise EngineFailure(await base.failure())

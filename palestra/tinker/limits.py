@@ -19,7 +19,6 @@ class Limits:
         targets: most targets of one request whose positions have several each.
         models: most models of a tenant whose session is not over.
         loaded_models: most models of all tenants that are in memory; others come back from the disk when they are used.
-        loaded_samplers: most adapters of all tenants that the engine has; others are loaded again when they are used.
         waiting: most requests of a tenant that have no result yet.
         waiting_bytes: most bytes of their bodies.
         checkpoints: most checkpoints of a tenant that have not expired.
@@ -40,7 +39,6 @@ class Limits:
     targets: int = 2**20
     models: int = 16
     loaded_models: int = 8
-    loaded_samplers: int = 16
     waiting: int = 4096
     waiting_bytes: int = 2**30
     checkpoints: int = 1000

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from palestra.backend.adapter_cache import AdapterCache
 from palestra.config import AdapterConfig
 from palestra.database import Database
 from palestra.engine.base import Engine
@@ -20,8 +21,7 @@ from palestra.tinker.journal import Journal
 from palestra.tinker.limits import Limits
 from palestra.tinker.models import Models
 from palestra.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint
-from palestra.tinker.samples import Samples
-from palestra.tinker.sampling import LoadAdapter, Samplers
+from palestra.tinker.samples import LoadFolder, Samples
 from palestra.tinker.saved import Saved
 from palestra.tinker.sessions import Sessions
 from palestra.tinker.training import Workshop, check_ttl, files_of, usable
@@ -50,7 +50,8 @@ class TinkerService:
         self,
         trainer_of: Callable[[str], Trainer],
         engine: Engine,
-        load: LoadAdapter,
+        adapters: AdapterCache,
+        load: LoadFolder,
         bases: Bases,
         db: Database,
         folder: Path,
@@ -60,8 +61,9 @@ class TinkerService:
         """Assemble the parts; `start` continues what was interrupted.
 
         Args:
-            trainer_of: returns a tenant's trainer, without a policy yet; it keeps two checkpoints or more.
-            engine: has a policy for each base model, by its name.
+            trainer_of: returns a tenant's trainer, without a policy of this server yet; it keeps all checkpoints.
+            engine: has a policy for each base model.
+            adapters: those that the engine has without their being trained.
             load: adds an adapter to the engine.
             bases: the base models.
             db: see `tables.open_journal`.
@@ -77,8 +79,8 @@ class TinkerService:
         self._tasks: set[asyncio.Task[None]] = set()
         settled = self.futures.settled
         self.models = Models(workshop, self.journal, self.sessions, settled, self._spawn)
-        samplers, parts = Samplers(engine, load, limits.loaded_samplers), (self.journal, self.sessions, self.saved)
-        self.samples = Samples(engine, samplers, bases, limits, parts, settled, self._spawn)
+        parts = (self.journal, self.sessions, self.saved)
+        self.samples = Samples(engine, adapters, load, bases, limits, parts, settled, self._spawn)
         self._failed: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
