@@ -124,12 +124,12 @@ class Samples:
         Raises:
             NotFound: no such sampling session, or its checkpoint is gone.
             InvalidRequest: it can't be answered.
-            TooManyRequests: too many requests of the tenant wait.
+            TooManyRequests: too many requests of the tenant wait, or too many sequences in them.
         """
         sampler = await self._sampler(tenant, asked.sampling_session_id)
         plan_of(asked, self._bases.of(sampler.base), self._limits, "")
         request_id, is_new = await self._journal.accept(
-            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits
+            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits, sequences=asked.num_samples
         )
         if is_new:
             self.start(await self._journal.with_body(request_id))

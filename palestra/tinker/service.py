@@ -13,7 +13,7 @@ from palestra.backend.adapter_cache import AdapterCache
 from palestra.config import AdapterConfig
 from palestra.database import Database
 from palestra.engine.base import Engine
-from palestra.errors import Forbidden, StoreError
+from palestra.errors import Conflict, Forbidden, StoreError
 from palestra.threads import in_thread
 from palestra.tinker.bases import Bases
 from palestra.tinker.futures import Futures
@@ -167,10 +167,28 @@ class TinkerService:
         await self._own(tenant, path)
         await self.saved.set_expiry(path, None if seconds is None else self._clock.now() + seconds)
 
+    async def publish(self, tenant: str, path: str, public: bool) -> None:
+        """Let all tenants load and sample a checkpoint, or its own tenant alone.
+
+        Args:
+            tenant: who asks.
+            path: of the checkpoint.
+            public: whether all may.
+
+        Raises:
+            NotFound: the tenant has none of this path.
+            Forbidden: it is another's, who has published it.
+            Conflict: it is so already.
+        """
+        found = await self._own(tenant, path)
+        if found.public == public:
+            raise Conflict(f"the checkpoint {path} is {'public' if public else 'private'} already")
+        await self.saved.set_public(path, public)
+
     async def _own(self, tenant: str, path: str) -> Checkpoint:
         found = await usable(self.saved, tenant, path)
         if found.tenant != tenant:
-            raise Forbidden(f"{path} belongs to the server's operator, and no tenant can change it")
+            raise Forbidden(f"{path} belongs to another, who lets all tenants use it; they can't change it")
         return found
 
     async def _remove(self, checkpoint: Checkpoint) -> None:
@@ -236,7 +254,7 @@ class TinkerService:
             await self._remove(checkpoint)
         for tenant, session_id in await self.sessions.dead(self.limits.session_seconds):
             await self._end_session(tenant, session_id)
-        await self.journal.forget_results(self._clock.now() - self.limits.future_seconds, self.limits.futures)
+        await self.journal.forget_results(self.limits)
 
     async def _end_session(self, tenant: str, session_id: str) -> None:
         """Take a session's models out of memory, and remove its samplers."""

@@ -110,3 +110,23 @@ def test_a_job_that_names_another_base_or_has_no_key_says_so(base, monkeypatch):
         server = job.serve()
         assert server.wait() == 2
         assert "is no key of this server" in server.output
+
+
+def test_a_deterministic_job_does_not_go_on_at_a_base_of_another_precision(base, alone):
+    dying = base.start()
+    with base.job("first") as job:
+        job.start()
+        job.work()
+        until(lambda: len(job.checkpoints()) > 0, "the job trains")
+        job.servers[0].kill()
+        dying.kill()
+        other = base.start(None, "--dtype", "float32")
+        server = job.serve("--resume")
+        assert server.wait() == 2
+        assert "computed in bfloat16" in server.output
+        assert "computes in float32: start it with --dtype bfloat16" in server.output
+        other.kill()
+        base.start()
+        job.start("--resume")
+        job.finish()
+        assert_same(job, alone)

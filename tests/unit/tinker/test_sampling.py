@@ -250,3 +250,23 @@ def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
             ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=number))
         with pytest.raises(Failed, match="has 2 samplers, which is the most"):
             ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=2))
+
+
+def test_a_tenant_may_have_so_many_sequences_to_be_sampled_and_others_are_not_kept_from_theirs(tmp_path):
+    with running(tmp_path, Limits(poll_seconds=5.0, waiting_samples=20)) as server:
+        ada, ben = (Client(server.url, server.key(tenant)) for tenant in ("ada", "ben"))
+        long = {
+            "sampling_session_id": ada.sampler(base_model=TINY),
+            "num_samples": 12,
+            "prompt": {"chunks": [{"tokens": PROMPT}]},
+            "sampling_params": {"max_tokens": 2000, "stop": []},
+        }
+        first = ada.good("asample", long | {"seq_id": 0})["request_id"]
+        refused = ada.post("asample", long | {"seq_id": 1})
+        assert (refused.status_code, "12 sequences of this key" in refused.json()["error"]) == (429, True)
+        assert ada.good("asample", long | {"seq_id": 0})["request_id"] == first, "one that is sent again is the same"
+        fits = ada.good("asample", long | {"seq_id": 2, "num_samples": 8})["request_id"]
+        assert ben.sample(ben.sampler(base_model=TINY), PROMPT, samples=20, max_tokens=2)
+        for request_id in (first, fits):
+            ada.good("cancel_future", {"request_id": request_id})
+        assert ada.sample(long["sampling_session_id"], PROMPT, 1, samples=12, max_tokens=2)
