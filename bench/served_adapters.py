@@ -1,11 +1,12 @@
 """What it costs to sample from thousands of saved adapters through one base server, which has a few of them loaded.
 
-    python bench/served_adapters.py [--adapters 2000] [--loaded 16] [--requests 2000] [--at-once 32]
+    python bench/served_adapters.py [--model tiny-random] [--adapters 2000] [--loaded 16] [--at-once 32]
 
-SmolLM2-135M in bf16; adapters of rank 8 beside the query and value projections, each in a folder of its own, with
+The base in bf16; adapters of rank 8 beside the query and value projections, each in a folder of its own, with
 numbers of its own. Clients of the Tinker API ask for a reply of 4 tokens from an adapter each: first from as many
 adapters as are loaded, then from each adapter once, then from some much more often than from others (Zipf, exponent
-1.1). The server is in this process, and memory is that of the process, clients included. Nothing is kept.
+1.1). The server is in this process; memory and processor seconds are those of the process, clients included. Nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ ADAPTER = AdapterConfig(rank=8, targets=["q_proj", "v_proj"])
 PROMPT, TOKENS = list(range(100, 116)), 4
 
 
-def write_adapters(folder: Path, count: int) -> dict[str, Path]:
+def write_adapters(folder: Path, base: str, count: int) -> dict[str, Path]:
     """Write adapters with different numbers, in PEFT's format; return their folders by name."""
-    model, _ = LoadedModels().adapted(SMOLLM2, ADAPTER, 0, torch.bfloat16, torch.device("cpu"))
+    model, _ = LoadedModels().adapted(base, ADAPTER, 0, torch.bfloat16, torch.device("cpu"))
     adapter = model.adapter
     assert adapter is not None
     found = {}
@@ -70,10 +71,13 @@ class Clients:
     async def open(self, names: Sequence[str]) -> None:
         """Make the sampling sessions."""
         session = (await self._post("create_session", {"tags": [], "sdk_version": "bench"})).json()["session_id"]
-        for number, name in enumerate(names):
+
+        async def one(number: int, name: str) -> str:
             path = f"tinker://imported:train:0/sampler_weights/{name}"
             body = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
-            self._samplers.append((await self._post("create_sampling_session", body)).json()["sampling_session_id"])
+            return str((await self._post("create_sampling_session", body)).json()["sampling_session_id"])
+
+        self._samplers = await asyncio.gather(*(one(number, name) for number, name in enumerate(names)))
 
     async def _sample(self, adapter: int) -> float:
         """Sample a reply, and return the seconds that it took."""
@@ -94,7 +98,7 @@ class Clients:
     async def measure(self, title: str, adapters: Sequence[int]) -> None:
         """Sample from each of some adapters, in their order, so many at the same time; print a row."""
         cache, gate = self._server.shared.adapters, asyncio.Semaphore(self._at_once)
-        loads, began = cache.loads, time.monotonic()
+        loads, began, spent = cache.loads, time.monotonic(), time.process_time()
 
         async def one(adapter: int) -> float:
             async with gate:
@@ -103,12 +107,9 @@ class Clients:
         seconds = sorted(await asyncio.gather(*map(one, adapters)))
         wall, resident = time.monotonic() - began, psutil.Process().memory_info().rss / 2**20
         middle, late = (seconds[int(len(seconds) * share)] for share in (0.5, 0.95))
-        rate, used = len(adapters) / wall, len(set(adapters))
-        print(
-            f"| {title} | {used} | {len(adapters)} | {rate:.1f} | {middle:.2f} | {late:.2f} | {cache.loads - loads} "
-            f"| {len(cache.names)} | {resident:.0f} |",
-            flush=True,
-        )
+        cost, used = 1000 * (time.process_time() - spent) / len(adapters), len(set(adapters))
+        counts = f"{used} | {len(adapters)} | {len(adapters) / wall:.1f} | {cost:.0f} | {middle:.2f} | {late:.2f}"
+        print(f"| {title} | {counts} | {cache.loads - loads} | {len(cache.names)} | {resident:.0f} |", flush=True)
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -116,13 +117,13 @@ async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         began = time.monotonic()
-        adapters = write_adapters(folder, arguments.adapters)
+        adapters = write_adapters(folder, arguments.model, arguments.adapters)
         size = sum(file.stat().st_size for file in adapters["a0"].iterdir()) / 2**20
         print(f"{len(adapters)} adapters of {size:.2f} MiB, written in {time.monotonic() - began:.0f} s\n")
         parts = {"dtype": "bfloat16", "threads": arguments.threads, "device": "cpu"}
         tinker = TinkerOptions(folder=folder / "base" / "tinker", port=0, adapters=adapters)
         options = BaseOptions(
-            model=SMOLLM2,
+            model=arguments.model,
             folder=folder / "base",
             runs=folder,
             engine=EmbeddedEngineConfig.model_validate(parts),
@@ -132,27 +133,28 @@ async def main(arguments: argparse.Namespace) -> None:
         )
         async with base_server(options) as (server, _):
             assert server.tinker is not None
+            print(f"serving after {time.monotonic() - began:.0f} s\n", flush=True)
             clients = Clients(server.tinker, arguments.at_once)
             await clients.open(list(adapters))
             print(
-                "| | adapters | requests | a second | median s | p95 s | loads | loaded | MiB |\n"
-                "|---|---|---|---|---|---|---|---|---|"
+                "| | adapters | requests | a second | CPU ms each | median s | p95 s | loads | loaded | MiB |\n"
+                "|---|---|---|---|---|---|---|---|---|---|"
             )
-            draw, count = np.random.default_rng(0), arguments.requests
-            few = [number % arguments.loaded for number in range(count // 4)]
+            draw, count = np.random.default_rng(0), len(adapters)
+            few = [number % min(arguments.loaded, count) for number in range(count // 4)]
             await clients.measure("as many as are loaded", few)
-            await clients.measure("each once", draw.permutation(len(adapters))[:count].tolist())
-            weights = 1.0 / np.arange(1, len(adapters) + 1) ** 1.1
-            often = draw.choice(len(adapters), count, p=weights / weights.sum()).tolist()
+            await clients.measure("each once", draw.permutation(count).tolist())
+            weights = 1.0 / np.arange(1, count + 1) ** 1.1
+            often = draw.choice(count, count, p=weights / weights.sum()).tolist()
             await clients.measure("some more often", often)
             await clients.http.aclose()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--loaded", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     tune_malloc()

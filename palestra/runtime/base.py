@@ -201,12 +201,11 @@ class LoadedBase:
 
     def _check_model(self, model: str) -> None:
         """Refuse a model that is neither the base nor an adapter of it."""
-        from palestra.models.adapter_files import saved_adapter
+        from palestra.models.adapter_files import base_of
 
-        saved = None if self.is_base(model) else saved_adapter(model)
-        of = model if saved is None else saved.base
+        of = model if self.is_base(model) else base_of(model)
         if not self.is_base(of):
-            said = f"{model!r}" if saved is None else f"{model!r}, an adapter of {of!r},"
+            said = f"{model!r}" if of == model else f"{model!r}, an adapter of {of!r},"
             raise ConfigError(
                 f"the job's model is {said} and this base server has {self._options.model!r}; name that, or another "
                 "server"

@@ -100,13 +100,12 @@ class Samples:
             model_path=asked.model_path,
             folder=folder,
         )
-        there = await self._saved.samplers(asked.session_id)
-        known = next((one for one in there if one.sampler_id == sampler.sampler_id), None)
+        known, there = await self._saved.known_sampler(asked.session_id, sampler.sampler_id)
         if known is not None and known != sampler:
             raise InvalidRequest(
                 f"{known.sampler_id} is a sampler of {known.model_path or 'other weights'}", "sampling_session_seq_id"
             )
-        if known is None and len(there) >= self._limits.samplers:
+        if known is None and there >= self._limits.samplers:
             raise TooManyRequests(
                 f"the session has {self._limits.samplers} samplers, which is the most; another ServiceClient has others"
             )

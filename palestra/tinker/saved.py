@@ -137,6 +137,18 @@ class Saved:
         query = select(tables.samplers).where(tables.samplers.c.session_id == session_id)
         return await self.db.read(lambda c: [_sampler(row) for row in c.execute(query)])
 
+    async def known_sampler(self, session_id: str, name: str) -> tuple[Sampler | None, int]:
+        """Return a sampler of a session, if there is one of its id, and how many the session has."""
+        table = tables.samplers
+        query = select(table).where(table.c.sampler_id == name)
+        count = select(sa.func.count()).where(table.c.session_id == session_id)
+
+        def find(connection: Connection) -> tuple[Sampler | None, int]:
+            row = connection.execute(query).first()
+            return None if row is None else _sampler(row), connection.execute(count).scalar_one()
+
+        return await self.db.read(find)
+
     async def remove_sampler(self, sampler_id: str) -> None:
         """Forget a sampler; its files are the caller's to remove."""
         here = sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler_id)
