@@ -48,6 +48,7 @@ class Journal:
         limits: Limits,
         extra: Operation | None = None,
         sequences: int = 0,
+        identity: bytes | None = None,
     ) -> tuple[str, bool]:
         """Record a request, unless it was recorded before; return its id, and whether it is new.
 
@@ -60,13 +61,14 @@ class Journal:
             limits: how many requests of a tenant may have no result, and how long they may be together.
             extra: is done in the same transaction if the request is new.
             sequences: how many are to be sampled.
+            identity: what is the same in a request that is sent again; None: its body.
 
         Raises:
             InvalidRequest: another request of the target had this number.
             Expired: a model has executed the request, and nothing of it is known any more.
             TooManyRequests: too many requests of the tenant wait.
         """
-        digest = hashlib.sha256(f"{tenant}\0{kind}\0".encode() + body).hexdigest()
+        digest = hashlib.sha256(f"{tenant}\0{kind}\0".encode() + (identity or body)).hexdigest()
         models, table = tables.models, tables.requests
 
         def insert(connection: Connection) -> tuple[str, bool]:

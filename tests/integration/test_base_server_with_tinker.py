@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from base_servers import ALONE, Base, assert_same
-from servers import Job, free_port, run_through, until
+from servers import Job, Plane, free_port, run_through, until
 
 os.environ["TINKER_TELEMETRY"] = "0"
 tinker = pytest.importorskip("tinker")
@@ -153,16 +154,25 @@ def test_scripts_and_jobs_get_what_they_get_alone_and_survive_the_death_of_their
         together(base, alone, kill)
 
 
-def test_a_checkpoint_of_a_script_is_a_jobs_model_and_the_other_way_round(tmp_path, monkeypatch):
-    """Both are served by the process that has trained them."""
+def test_a_checkpoint_of_a_script_is_served_by_a_light_job_on_the_base_that_has_trained_it(tmp_path, monkeypatch):
     with serving(tmp_path) as base:
         monkeypatch.setenv("PALESTRA_BASE_KEY_FILE", str(base.key))
-        base.start()
+        base.start(None, "--loaded-adapters", 1)
         script = base.script(0)
         script.start()
         script.result()
         (saved,) = (base.folder / "base" / "tinker" / "weights").glob("*/step-*")
-        frozen = {"policy": {"model": str(saved), "base": base.address, "max_context": 256}}
-        with base.job("served", kind="inference", policies=frozen) as job:
+        copied = tmp_path / "other" / saved.name  # which is another adapter for the server
+        shutil.copytree(saved, copied)
+        models = {"trained": saved, "copy": copied, "plain": "tiny-random"}
+        policies = {name: {"model": str(model), "base": base.address} for name, model in models.items()}
+        settings = {"name": "served", "kind": "inference", "policies": policies}
+        with Job(tmp_path / "served", settings, tasks=(), validation=()) as job, Plane(job.url) as plane:
             job.start()
-            assert job.servers[0].popen.poll() is None
+            body = {"messages": [{"role": "user", "content": "1"}], "temperature": 0, "max_tokens": 4, "logprobs": True}
+            found = {}
+            for name in ("trained", "copy", "plain", "trained"):
+                answer = plane.post("/v1/chat/completions", {"model": name, **body})
+                assert answer.status_code == 200, answer.text
+                found[name] = [one["logprob"] for one in answer.json()["choices"][0]["logprobs"]["content"]]
+            assert found["trained"] == found["copy"] != found["plain"]

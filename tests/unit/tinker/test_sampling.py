@@ -242,6 +242,16 @@ def test_weights_without_a_name_replace_no_other_sampler(server, ada):
     ] * 2, "a request that is sent again is the same"
 
 
+def test_weights_without_a_name_that_are_asked_for_again_with_another_number_are_the_same(ada):
+    """The SDK counts its samplers anew whenever it repeats the request."""
+    model = ada.model()
+    first = model.ask("save_weights_for_sampler", sampling_session_seq_id=3)
+    body = {"sampling_session_seq_id": 4, "seq_id": model.seq_id, "model_id": model.model_id}
+    assert ada.good("save_weights_for_sampler", body)["request_id"] == first
+    assert ada.result(first)["sampling_session_id"].endswith(":sample:3")
+    assert ada.post("save_weights_for_sampler", body | {"path": "named"}).status_code == 422
+
+
 def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
     with running(tmp_path, Limits(poll_seconds=5.0, samplers=2)) as server:
         ada = Client(server.url, server.key("ada"))
