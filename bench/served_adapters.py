@@ -31,6 +31,7 @@ from palestra.models.loading import LoadedModels
 from palestra.runtime.base import BaseOptions, base_server
 from palestra.runtime.local import run_on_uvloop
 from palestra.runtime.tinker import TinkerOptions, TinkerServer
+from palestra.waiting import cancelled
 
 ADAPTER = AdapterConfig(rank=8, targets=["q_proj", "v_proj"])
 PROMPT, TOKENS = list(range(100, 116)), 4
@@ -77,7 +78,19 @@ class Clients:
             body = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
             return str((await self._post("create_sampling_session", body)).json()["sampling_session_id"])
 
+        self._alive = asyncio.create_task(self._beat(session))
         self._samplers = await asyncio.gather(*(one(number, name) for number, name in enumerate(names)))
+
+    async def _beat(self, session: str) -> None:
+        """Keep the session alive, as the SDK does."""
+        while True:
+            await asyncio.sleep(10)
+            await self._post("session_heartbeat", {"session_id": session})
+
+    async def close(self) -> None:
+        """End the heartbeats, and close the connections."""
+        await cancelled(self._alive)
+        await self.http.aclose()
 
     async def _sample(self, adapter: int) -> float:
         """Sample a reply, and return the seconds that it took."""
@@ -147,7 +160,7 @@ async def main(arguments: argparse.Namespace) -> None:
             weights = 1.0 / np.arange(1, count + 1) ** 1.1
             often = draw.choice(count, count, p=weights / weights.sum()).tolist()
             await clients.measure("some more often", often)
-            await clients.http.aclose()
+            await clients.close()
 
 
 if __name__ == "__main__":
