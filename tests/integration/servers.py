@@ -25,7 +25,7 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 PALESTRA = Path(sys.executable).with_name("palestra")
 KEY = "job-key-of-the-tests"
-DEADLINE_SECONDS = 240.0
+DEADLINE_SECONDS = 60.0
 SCRIPTED = {  # a job of about a second: 20 episodes, 12 of them trained, with two calls each
     "steps": 3,
     "deterministic": True,

@@ -17,7 +17,7 @@ from servers import Job, Plane, free_port, run_through, until
 os.environ["TINKER_TELEMETRY"] = "0"
 tinker = pytest.importorskip("tinker")
 types = tinker.types
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 STEPS, PROMPT = 6, [5, 6, 7]
 
 
@@ -145,8 +145,8 @@ def test_scripts_and_jobs_get_what_they_get_alone_and_survive_the_death_of_their
 
         def kill(jobs: list[Job], scripts: list[Script]) -> None:
             if fault is None:
-                until(lambda: all(len(script.seen) >= 1 for script in scripts), "each script has trained")
-                until(lambda: any(job.manifests() for job in jobs), "a job trains")
+                until(lambda: all(script.seen for script in scripts), "each script has trained", 240)
+                until(lambda: any(job.manifests() for job in jobs), "a job trains", 240)
                 dying.kill()
             assert dying.wait() < 0
             base.start()
