@@ -20,6 +20,7 @@
     │   ├── EpisodeLeaseExpired      409  the episode was given to another worker, or its time ran out
     │   ├── EpisodeEnded             409  the episode has ended
     │   └── EpisodeOver              409  an environment has nothing more to show
+    ├── Expired                      410  what was asked for was kept for some time, which is over
     ├── PayloadTooLarge              413
     ├── TooManyRequests              429  retry after `retry_after_seconds`
     ├── ServerStopping               503  the server is going down; it may come back
@@ -257,6 +258,12 @@ class EpisodeEnded(Conflict):
 
 class EpisodeOver(Conflict):
     """An action was sent to a concurrent environment whose episode has nothing more to show to any agent."""
+
+
+class Expired(PalestraError):
+    """The result of a request was kept for some time, and that is over."""
+
+    http_status = 410
 
 
 class PayloadTooLarge(PalestraError):

@@ -49,6 +49,9 @@ class GivenBase:
     def folder_of(self, tenant: str) -> Path:
         return self._folder
 
+    def own_folder(self) -> Path | None:
+        return self._folder / "server"
+
     async def sample(self, name: str, spec: SamplerSpec) -> None:
         await self.engine.add_policy(name, "policy", FIRST_VERSION, None)
 

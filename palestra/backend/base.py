@@ -73,6 +73,10 @@ class SharedBase(Protocol):
         """Return the folder in which all files of a tenant's jobs are; it is absolute, without symbolic links."""
         ...
 
+    def own_folder(self) -> Path | None:
+        """Return the server's own folder, into which nothing is written for jobs; None: it has none."""
+        ...
+
     async def sample(self, name: str, spec: SamplerSpec) -> None:
         """Give the engine one more policy, of version 0.0.
 

@@ -129,7 +129,7 @@ class HostedJob:
         if "batch" in arguments:
             self._check_rows(arguments["batch"], any_ids=name == "untrainable")
         if "folder" in arguments:
-            arguments["folder"] = self._allowed(arguments["folder"])
+            arguments["folder"] = self._writable(arguments["folder"])
         result = await getattr(self._trainer, name)(**arguments)
         if name == "create":
             self._trained.add(policy)
@@ -247,6 +247,17 @@ class HostedJob:
         found, root = path.resolve(), self._base.folder_of(self.tenant)
         if not found.is_relative_to(root):
             raise Forbidden(f"{path} is not in {root}, where this base server reads and writes files of {self.tenant}")
+        return found
+
+    def _writable(self, path: Path) -> Path:
+        """Return a folder into which a job may have files written; see `_allowed`.
+
+        Raises:
+            Forbidden: it is not below the tenant's folder, or below the server's own.
+        """
+        found, own = self._allowed(path), self._base.own_folder()
+        if own is not None and found.is_relative_to(own):
+            raise Forbidden(f"{path} is in {own}, where this base server has its keys; jobs have other folders")
         return found
 
     def _source(self, place: WeightsPlace) -> WeightSource:

@@ -112,7 +112,7 @@ class Reader:
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._searches: dict[str, _Turn] = {}
         self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
-        # By run: its `begun`, and what its findings need of the episodes of finished steps; used by one search at a time.
+        # By run: its `begun`, and what its findings need of episodes of finished steps. One search at a time uses it.
         self._facts: dict[str, tuple[tuple[int, ...], dict[int, dict[str, float]]]] = {}
         self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
         for run in runs:

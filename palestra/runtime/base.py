@@ -1,10 +1,9 @@
-"""Wires a base server: one model in memory once, an engine and a trainer over it, and the socket for jobs."""
+"""Wires a base server: the socket for jobs over one model, its engine and its trainer, and perhaps the Tinker API."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palestra.backend.base import FIRST_VERSION, BaseDescription, SamplerSpec
+from palestra.backend.adapter_engine import AdapterEngine
+from palestra.backend.base import BaseDescription, SamplerSpec
 from palestra.backend.server import BackendServer
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.errors import ConfigError, EngineFailure
 from palestra.http.tenant_keys import Tenants
 from palestra.runtime.run_dir import starting_in
+from palestra.runtime.shared_models import LOADED_ADAPTERS, SharedModelOptions, SharedModels, shared_models
+from palestra.runtime.tinker import TinkerOptions, TinkerServer, tinker_failure, tinker_server
 from palestra.threads import in_thread
 from palestra.waiting import race
 
 if TYPE_CHECKING:
     from palestra.engine.base import Engine
-    from palestra.engine.embedded.engine import EmbeddedEngine
     from palestra.grammars.pool import Grammars
-    from palestra.models.loading import LoadedModels
     from palestra.trainer.base import PolicySpec, Trainer
     from palestra.trainer.queue_load import QueueLoad
-    from palestra.trainer.work_queue import TrainingQueue
 
 KEYS, SOCKET, PREFIX = "keys", "socket", "pb-"
 
@@ -49,6 +48,8 @@ class BaseOptions:
         deterministic: whether samples and weights must not depend on what is computed beside them.
         lease_seconds: how long a job whose connection is lost keeps its policies.
         most_policies: how many policies a job may have.
+        loaded_adapters: see `SharedModelOptions`.
+        tinker: how the Tinker API is served beside jobs, over the same model; None: it is not.
     """
 
     model: str
@@ -62,6 +63,19 @@ class BaseOptions:
     deterministic: bool = False
     lease_seconds: float = 60.0
     most_policies: int = 16
+    loaded_adapters: int = LOADED_ADAPTERS
+    tinker: TinkerOptions | None = None
+
+    @property
+    def shared_models(self) -> SharedModelOptions:
+        """Return how the model is loaded."""
+        return SharedModelOptions(
+            models=(self.model,),
+            engine=self.engine,
+            trainer=self.trainer,
+            deterministic=self.deterministic,
+            loaded_adapters=self.loaded_adapters,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +86,13 @@ class BaseServer:
         address: for `policies.NAME.base` of jobs.
         tenants: the keys.
         jobs: those that are connected.
+        tinker: the Tinker API, if it is served as well.
     """
 
     address: str
     tenants: Tenants
     jobs: BackendServer
+    tinker: TinkerServer | None = None
 
 
 @contextlib.asynccontextmanager
@@ -93,65 +109,47 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
     """
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
-        base = await in_thread(lambda: LoadedBase(options), daemon=False)
-        start.succeeded = True
-        try:
+        models = shared_models(options.shared_models)
+        async with contextlib.AsyncExitStack() as stack:
+            tinker = None
+            if options.tinker is not None:
+                tinker = await stack.enter_async_context(tinker_server(options.tinker, models))
+                shared = tinker.shared
+            else:
+                shared = await stack.enter_async_context(models)
+            base = await in_thread(lambda: LoadedBase(options, shared), daemon=False)
+            stack.callback(base.close)
+            start.succeeded = True
             server = BackendServer(base, tenants.of, options.lease_seconds, options.most_policies)
             socket = options.folder / SOCKET if options.port is None else None
-            async with server.listen(socket, options.host, options.port or 0) as address:
-                yield BaseServer(address=address, tenants=tenants, jobs=server), base
-        finally:
-            await base.close()
+            address = await stack.enter_async_context(server.listen(socket, options.host, options.port or 0))
+            yield BaseServer(address=address, tenants=tenants, jobs=server, tinker=tinker), base
 
 
 class LoadedBase:
     """Implements `SharedBase` with a model of this process."""
 
-    def __init__(self, options: BaseOptions, own_folders: bool = False) -> None:
-        """Load the model, and start an engine over it.
+    def __init__(self, options: BaseOptions, shared: SharedModels, own_folders: bool = False) -> None:
+        """Prepare what jobs need of the model.
 
         Args:
             options: of the server.
+            shared: has the model, and what computes with it.
             own_folders: whether each tenant has the folder of its name in `options.runs`, in which all its files are.
-
-        Raises:
-            ModelError: the model can't be loaded.
-            ConfigError: it is an adapter.
         """
-        import torch
-
-        from palestra.engine.embedded.engine import EmbeddedEngine, token_budget
-        from palestra.engine.embedded.model_runner import PolicyModel
+        from palestra.engine.embedded.engine import token_budget
         from palestra.grammars.pool import Grammars
         from palestra.grammars.vocabulary import vocabulary_of
-        from palestra.models.adapter_files import saved_adapter
-        from palestra.models.device import device_of, reproducible_products
-        from palestra.models.loading import LoadedModels
         from palestra.renderers import select_renderer
-        from palestra.trainer.torch_trainer import TorchTrainer
-        from palestra.trainer.work_queue import TrainingQueue
 
-        if saved_adapter(options.model) is not None:
-            raise ConfigError(f"{options.model} is an adapter; name its base, and the adapter as `model` of a job")
-        if options.deterministic:
-            reproducible_products()
-            torch.use_deterministic_algorithms(True)
-        self._options = options
-        self._runs, self._own_folders = options.runs.resolve(), own_folders
+        self._options, self._shared = options, shared
+        self._runs, self._own, self._own_folders = options.runs.resolve(), options.folder.resolve(), own_folders
         self._weights: dict[str, float] = {}
         self._tenants: set[str] = set()
-        self._models: LoadedModels = LoadedModels()
-        self._dtype, self._device = getattr(torch, options.engine.dtype), device_of(options.engine.device, "--device")
-        model, tokenizer = self._models.frozen(options.model, self._dtype, self._device)
+        model, tokenizer = shared.loaded[options.model]
         self._stop_ids = frozenset(select_renderer(tokenizer).stop_ids)
         self._grammars: Grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size))
-        own = PolicyModel(model=model, stop_ids=self._stop_ids, grammars=self._grammars)
-        # The engine has a policy of the base itself, which no job can name and which keeps the weights in memory.
-        self._engine: EmbeddedEngine = EmbeddedEngine({"": own}, options.engine, options.deterministic)
-        # Each job removes its own older checkpoints.
-        self._queue: TrainingQueue = TrainingQueue(
-            TorchTrainer(options.trainer, sys.maxsize, self._models, options.deterministic)
-        )
+        self._engine = AdapterEngine(shared.engine, shared.adapters)
         self.description = BaseDescription(
             model=options.model,
             vocab_size=model.vocab_size,
@@ -166,46 +164,49 @@ class LoadedBase:
 
     def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
         """Return the engine, which is the same for all tenants, and the tenant's place in the queue of the trainer."""
-        from palestra.trainer.tenant_trainer import TenantTrainer
-
-        self._queue.add_tenant(tenant, self._weights.get(tenant, 1.0))
         self._tenants.add(tenant)
-        return self._engine, TenantTrainer(self._queue, tenant)
+        return self._engine, self._shared.trainer_of(tenant, self._weights.get(tenant, 1.0))
 
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Set the shares of tenants in the trainer's tokens, from the next round on; others have a weight of 1."""
         self._weights = dict(weights)
         for tenant in self._tenants & weights.keys():
-            self._queue.add_tenant(tenant, weights[tenant])
+            self._shared.queue.add_tenant(tenant, weights[tenant])
 
     async def remove(self, tenant: str) -> None:
         """Forget a tenant in the queue, with its policies; see `SharedBase.remove`."""
         if tenant in self._tenants:
             self._tenants.discard(tenant)
-            await self._queue.remove_tenant(tenant)
+            await self._shared.queue.remove_tenant(tenant)
 
     @property
     def load(self) -> QueueLoad:
         """Return what waits in the queue of the trainer."""
-        return self._queue.load()
+        return self._shared.queue.load()
 
     def folder_of(self, tenant: str) -> Path:
         """Return the folder of all runs, or that of the tenant's."""
         return self._runs / tenant if self._own_folders else self._runs
 
+    def own_folder(self) -> Path | None:
+        """Return the folder with the keys."""
+        return self._own
+
     async def sample(self, name: str, spec: SamplerSpec) -> None:
-        """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`."""
-        from palestra.engine.embedded.model_runner import PolicyModel
+        """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`.
 
-        def load() -> Any:
-            self._check_model(spec.model)
-            if spec.adapter is None:
-                return self._models.frozen(spec.model, self._dtype, self._device)[0]
-            return self._models.adapted(spec.model, spec.adapter, None, self._dtype, self._device)[0]
+        An adapter that is not trained need not stay in memory.
+        """
+        await in_thread(lambda: self._check_model(spec.model))
+        own = {"stop_ids": self._stop_ids, "grammars": self._grammars}
 
-        model = await in_thread(load)
-        policy = PolicyModel(model=model, stop_ids=self._stop_ids, grammars=self._grammars)
-        await self._engine.add_model(name, policy, FIRST_VERSION)
+        async def load(policy: str) -> None:
+            await self._shared.add_policy(policy, spec.model, spec.adapter, **own)
+
+        if spec.adapter is None and not self.is_base(spec.model):
+            await self._engine.add_adapter(name, load)
+        else:
+            await load(name)
 
     def is_base(self, model: str) -> bool:
         """Return whether a model is the base itself, under any of its names."""
@@ -225,12 +226,11 @@ class LoadedBase:
 
     def _check_model(self, model: str) -> None:
         """Refuse a model that is neither the base nor an adapter of it."""
-        from palestra.models.adapter_files import saved_adapter
+        from palestra.models.adapter_files import base_of
 
-        saved = None if self.is_base(model) else saved_adapter(model)
-        of = model if saved is None else saved.base
+        of = model if self.is_base(model) else base_of(model)
         if not self.is_base(of):
-            said = f"{model!r}" if saved is None else f"{model!r}, an adapter of {of!r},"
+            said = f"{model!r}" if of == model else f"{model!r}, an adapter of {of!r},"
             raise ConfigError(
                 f"the job's model is {said} and this base server has {self._options.model!r}; name that, or another "
                 "server"
@@ -240,10 +240,8 @@ class LoadedBase:
         """Return when the engine can't continue, and say why."""
         return await self._engine.failure()
 
-    async def close(self) -> None:
-        """Stop the engine and the trainer."""
-        await self._engine.close()
-        await self._queue.close()
+    def close(self) -> None:
+        """End the processes that walk grammars."""
         self._grammars.close()
 
 
@@ -264,10 +262,20 @@ async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], 
 
     Raises:
         EngineFailure: the engine can't continue; jobs go on when the server is started again.
+        StoreError: the journal of the Tinker API can't be written any more.
         ConfigError, ModelError: see `base_server`.
     """
     async with base_server(options) as (server, base):
         ready(server)
-        winner = await race(stop.wait(), base.failure())
-        if winner.index == 1:
-            raise EngineFailure(str(winner.result))
+        parts = [_stopped(stop), _failed(base)]
+        if server.tinker is not None:
+            parts.append(tinker_failure(server.tinker))
+        await race(*parts)
+
+
+async def _stopped(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _failed(base: LoadedBase) -> None:
+    raise EngineFailure(await base.failure())

@@ -18,6 +18,7 @@ from palestra.models.catalog import exact_model
 from palestra.runtime.base import BaseOptions, LoadedBase
 from palestra.runtime.model_server import open_log
 from palestra.runtime.run_dir import starting_in
+from palestra.runtime.shared_models import shared_models
 from palestra.threads import in_thread
 from palestra.types.bases import BaseLoad
 from palestra.waiting import race
@@ -117,19 +118,20 @@ class BaseProcess:
         with starting_in(order.folder) as start:
             admissions = Admissions(order.folder / FILE)
             options = await in_thread(lambda: _options(order))
-            base = self._base = await in_thread(lambda: LoadedBase(options, own_folders=True), daemon=False)
-            start.succeeded = True
-            try:
-                server = self._server = BackendServer(base, admissions.of, LEASE_SECONDS, options.most_policies)
-                port = 0 if order.address is None else urlsplit(order.address).port
-                async with server.listen(None, host, port or 0) as address:
-                    self._address = address
-                    self._say(f"base {order.model} at {address}\n")
-                    listening.set()
-                    first = await race(self._stop.wait(), base.failure(), _follow(admissions, base, server))
-                    return str(first.result) if first.index == 1 else None
-            finally:
-                await base.close()
+            async with shared_models(options.shared_models) as shared:
+                base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True), daemon=False)
+                start.succeeded = True
+                try:
+                    server = self._server = BackendServer(base, admissions.of, LEASE_SECONDS, options.most_policies)
+                    port = 0 if order.address is None else urlsplit(order.address).port
+                    async with server.listen(None, host, port or 0) as address:
+                        self._address = address
+                        self._say(f"base {order.model} at {address}\n")
+                        listening.set()
+                        first = await race(self._stop.wait(), base.failure(), _follow(admissions, base, server))
+                        return str(first.result) if first.index == 1 else None
+                finally:
+                    base.close()
 
     def _say(self, text: str) -> None:
         if self._log is not None:

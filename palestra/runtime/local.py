@@ -234,6 +234,8 @@ async def local_job(
             await parts.engine.pause()  # until the learner has published the run's weights
         store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
+            if base is not None:
+                await base.check_run(store.log)
             await _create_policies(config, parts.trainer, algorithms, weights or {})
             if scored is None:
                 await load_tasks(store.tasks, config, tasks, given)

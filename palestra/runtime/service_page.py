@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.control.api import PUBLIC, ControlPlane, create_control_app
-from palestra.control.jobs.scheduler import RUN
+from palestra.control.jobs.launcher import RUN
 from palestra.control.rights.permissions import Action
 from palestra.dashboard.files import public_paths
 from palestra.dashboard.runs import Run

@@ -25,8 +25,10 @@ from palestra.grammars.vocabulary import vocabulary_of
 from palestra.renderers import select_renderer
 from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime, PolicySet
+from palestra.store import RunLog
 from palestra.threads import in_thread
 
+PRECISION = "base_precision"  # fact of a deterministic run
 KEY, KEY_FILE = "PALESTRA_BASE_KEY", "PALESTRA_BASE_KEY_FILE"
 
 
@@ -34,7 +36,12 @@ class BaseConnection:
     """A job's connection to its base server."""
 
     def __init__(
-        self, link: Link, engine: RemoteEngine, trainer: RemoteTrainer, samplers: Mapping[str, SamplerSpec]
+        self,
+        link: Link,
+        engine: RemoteEngine,
+        trainer: RemoteTrainer,
+        samplers: Mapping[str, SamplerSpec],
+        deterministic: bool,
     ) -> None:
         """Keep what is needed to begin anew at a server that has forgotten the job.
 
@@ -43,8 +50,49 @@ class BaseConnection:
             engine: over the link.
             trainer: over the link.
             samplers: what each policy of the job is sampled from, by its name.
+            deterministic: whether the job's numbers have to be the same bit by bit after a restart.
         """
         self._link, self._engine, self._trainer, self._samplers = link, engine, trainer, samplers
+        self._deterministic = deterministic
+        self._precision: str | None = None
+
+    async def describe(self) -> BaseDescription:
+        """Return what the server says of its model.
+
+        Raises:
+            ConfigError: the job is deterministic, and the server is not, or computes in another precision than before.
+        """
+        frame = await self._link.call("base.describe", {})
+        found: BaseDescription = typed(BaseDescription, frame.header["result"], frame.arrays, "description")
+        if self._deterministic:
+            if not found.deterministic:
+                raise ConfigError(
+                    f"deterministic = true, and the base server at {self._link.address} is not; start it with "
+                    "--deterministic"
+                )
+            self._check_precision(self._precision, _precision(found))
+        self._precision = _precision(found)
+        return found
+
+    async def check_run(self, log: RunLog) -> None:
+        """Refuse to go on with a deterministic run whose steps a server of another precision has computed.
+
+        Args:
+            log: of the run; the precision is noted there at the run's start.
+
+        Raises:
+            ConfigError: the server has another precision.
+        """
+        if self._deterministic and self._precision is not None:
+            self._check_precision(await log.fact(PRECISION), self._precision)
+            await log.set_fact(PRECISION, self._precision)
+
+    def _check_precision(self, before: str | None, now: str) -> None:
+        if before not in (None, now):
+            raise ConfigError(
+                f"deterministic = true, and the steps so far were computed in {before}; the base server at "
+                f"{self._link.address} computes in {now}: start it with --dtype {before}"
+            )
 
     @property
     def is_lost(self) -> bool:
@@ -62,10 +110,11 @@ class BaseConnection:
 
         Raises:
             BaseServerLost: it was lost again.
-            ConfigError: the server has another model now.
+            ConfigError: the server has another model now, or does not keep what the job asks for.
         """
         self._trainer.forget()
         self._link.renew()
+        await self.describe()
         await self.sample()
 
     async def sample(self) -> None:
@@ -96,12 +145,6 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
     engine, trainer = RemoteEngine(link), RemoteTrainer(link, config.checkpoint.keep)
     try:
         await link.open()
-        frame = await link.call("base.describe", {})
-        found: BaseDescription = typed(BaseDescription, frame.header["result"], frame.arrays, "description")
-        if config.deterministic and not found.deterministic:
-            raise ConfigError(
-                f"deterministic = true, and the base server at {config.base} is not; start it with --deterministic"
-            )
         samplers = {
             name: SamplerSpec(
                 model=weights.get(name, policy.model),
@@ -109,7 +152,8 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
             )
             for name, policy in config.policies.items()
         }
-        base = BaseConnection(link, engine, trainer, samplers)
+        base = BaseConnection(link, engine, trainer, samplers, config.deterministic)
+        found = await base.describe()
         await base.sample()
         runtimes = await in_thread(lambda: _runtimes(config, engine, found))
     except BaseException:
@@ -171,6 +215,11 @@ def _context(policy: PolicyConfig, base: BaseDescription) -> int:
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context}, and the base server has room for {longest} tokens")
     return min(policy.max_context, longest)
+
+
+def _precision(base: BaseDescription) -> str:
+    """Return the precision of a server's products, as its option --dtype has it."""
+    return " and ".join(dict.fromkeys((base.dtype, base.trainer_dtype)))
 
 
 def _tokenizer(base: BaseDescription) -> Any:

@@ -1,61 +1,48 @@
-"""Wires a Tinker server: base models in memory once, one engine and one trainer over them, the journal, and HTTP."""
+"""Wires the Tinker API over base models of this process: the journal, the keys, and HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, EngineFailure
 from palestra.http.server import listen, served, url_of
 from palestra.http.tenant_keys import Tenants
 from palestra.runtime.run_dir import starting_in
+from palestra.runtime.shared_models import SharedModelOptions, SharedModels, policy_of_base, shared_models
 from palestra.threads import in_thread
 from palestra.tinker.bases import Base, Bases
 from palestra.tinker.limits import Limits
 from palestra.tinker.routes import create_tinker_app
 from palestra.tinker.service import TinkerService
 from palestra.tinker.tables import open_journal
-from palestra.types.calls import PolicyVersion
 from palestra.waiting import race
 
-if TYPE_CHECKING:
-    from palestra.engine.embedded.engine import EmbeddedEngine
-    from palestra.models.loading import LoadedModels
-    from palestra.trainer.work_queue import TrainingQueue
-
-KEPT = 2  # checkpoints of a model from which it is restored: the newest, and one for when that is damaged
 JOURNAL, KEYS = "tinker.db", "keys"
 PREFIX = "tml-"  # clients refuse keys that begin with something else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerOptions:
-    """How a Tinker server is started.
+    """How the Tinker API is served.
 
     Attributes:
-        models: names of base models, at least one.
-        folder: of the server: its journal, its keys, and what is trained.
+        folder: of the API: its journal, its keys, and what is trained.
         host, port: where it listens.
         tenants: names, each of which has a key in `folder/keys`.
-        engine, trainer: as a job has them.
-        deterministic: whether a model's samples and weights must not depend on what is computed beside them.
         limits: of the tenants.
         adapters: folders of adapters that every tenant may load, by name.
     """
 
-    models: Sequence[str]
     folder: Path
     host: str = "127.0.0.1"
     port: int = 7412
     tenants: Sequence[str] = ("default",)
-    engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    deterministic: bool = False
     limits: Limits = field(default_factory=Limits)
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
@@ -69,22 +56,25 @@ class TinkerServer:
         tenants: the keys.
         service: behind the routes.
         bases: the base models.
-        queue: of what the models are trained with.
+        shared: what computes.
     """
 
     url: str
     tenants: Tenants
     service: TinkerService
     bases: Bases
-    queue: TrainingQueue
+    shared: SharedModels
 
 
 @contextlib.asynccontextmanager
-async def tinker_server(options: TinkerOptions) -> AsyncIterator[TinkerServer]:
+async def tinker_server(
+    options: TinkerOptions, models: AbstractAsyncContextManager[SharedModels]
+) -> AsyncIterator[TinkerServer]:
     """Serve the Tinker API inside of the block.
 
     Args:
-        options: of the server.
+        options: of the API.
+        models: is entered when folder and port are known to be free; then the base models are loaded.
 
     Raises:
         RunInUse: another process serves from this folder.
@@ -95,55 +85,21 @@ async def tinker_server(options: TinkerOptions) -> AsyncIterator[TinkerServer]:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
         listener = listen(options.host, options.port)
         with contextlib.closing(listener):
-            engine, models, bases = await in_thread(lambda: _load(options), daemon=False)
-            db = open_journal(options.folder / JOURNAL)
-            start.succeeded = True
-            try:
-                queue = _queue(options, models)
+            async with models as shared:
+                db = open_journal(options.folder / JOURNAL)
+                start.succeeded = True
                 try:
-                    service = await _service(options, queue, engine, models, bases, db)
+                    bases = Bases([_base(name, *loaded) for name, loaded in shared.loaded.items()])
+                    service = await _service(options, shared, bases, db)
                     try:
                         async with served(create_tinker_app(service, tenants), listener):
                             yield TinkerServer(
-                                url=url_of(listener), tenants=tenants, service=service, bases=bases, queue=queue
+                                url=url_of(listener), tenants=tenants, service=service, bases=bases, shared=shared
                             )
                     finally:
                         await service.stop()
                 finally:
-                    await queue.close()
-            finally:
-                await engine.close()
-                db.close()
-
-
-def _load(options: TinkerOptions) -> tuple[EmbeddedEngine, LoadedModels, Bases]:
-    """Load the base models, and start an engine that samples from them.
-
-    Raises:
-        ConfigError: a name is given twice.
-        ModelError: a model can't be loaded.
-    """
-    import torch
-
-    from palestra.engine.embedded.engine import EmbeddedEngine
-    from palestra.engine.embedded.model_runner import PolicyModel
-    from palestra.models.device import device_of, reproducible_products
-    from palestra.models.loading import LoadedModels
-
-    if len(set(options.models)) != len(options.models):
-        raise ConfigError("a base model is named twice")
-    if options.deterministic:
-        reproducible_products()
-        torch.use_deterministic_algorithms(True)
-    models, dtype = LoadedModels(), getattr(torch, options.engine.dtype)
-    device = device_of(options.engine.device, "engine.device")
-    policies, bases = dict[str, PolicyModel](), list[Base]()
-    for name in options.models:
-        model, tokenizer = models.frozen(name, dtype, device)
-        # Nothing ends a reply but what a request says: clients may also ask for replies that nothing ends.
-        policies[name] = PolicyModel(model=model, stop_ids=frozenset())
-        bases.append(_base(name, model, tokenizer))
-    return EmbeddedEngine(policies, options.engine, options.deterministic), models, Bases(bases)
+                    db.close()
 
 
 def _base(name: str, model: Any, tokenizer: Any) -> Base:
@@ -153,6 +109,7 @@ def _base(name: str, model: Any, tokenizer: Any) -> Base:
 
     return Base(
         name=name,
+        policy=policy_of_base(name),
         tokenizer_id=str(model_folder(name)),
         tokenizer=tokenizer,
         architecture=type(model.model).__name__,
@@ -162,44 +119,21 @@ def _base(name: str, model: Any, tokenizer: Any) -> Base:
     )
 
 
-def _queue(options: TinkerOptions, models: LoadedModels) -> TrainingQueue:
-    """Return the queue before the trainer, whose tenants are the server's."""
-    from palestra.trainer.torch_trainer import TorchTrainer
-    from palestra.trainer.work_queue import TrainingQueue
-
-    return TrainingQueue(TorchTrainer(options.trainer, KEPT, models, options.deterministic))
-
-
-async def _service(
-    options: TinkerOptions, queue: TrainingQueue, engine: EmbeddedEngine, models: LoadedModels, bases: Bases, db: Any
-) -> TinkerService:
+async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, db: Any) -> TinkerService:
     """Return the service, which continues what was interrupted.
 
     Args:
-        options: of the server.
-        queue: has the trainer.
-        engine: has the base models.
-        models: of this process.
+        options: of the API.
+        shared: what computes.
         bases: the base models.
         db: the journal.
     """
-    import torch
 
-    from palestra.engine.embedded.model_runner import PolicyModel
-    from palestra.models.device import device_of
-    from palestra.trainer.tenant_trainer import TenantTrainer
+    async def load(policy: str, folder: Path) -> None:
+        await shared.add_policy(policy, str(folder))
 
-    dtype, device = getattr(torch, options.engine.dtype), device_of(options.engine.device, "engine.device")
-
-    async def load(name: str, folder: Path) -> None:
-        model, _ = await in_thread(lambda: models.frozen(str(folder), dtype, device))
-        await engine.add_model(name, PolicyModel(model=model, stop_ids=frozenset()), PolicyVersion(0, 0))
-
-    def trainer_of(tenant: str) -> TenantTrainer:
-        queue.add_tenant(tenant)
-        return TenantTrainer(queue, tenant)
-
-    service = TinkerService(trainer_of, engine, load, bases, db, options.folder, options.limits)
+    parts = (shared.trainer_of, shared.engine, shared.adapters, load)
+    service = TinkerService(*parts, bases, db, options.folder, options.limits)
     await service.saved.forget_brought()
     for name, folder in options.adapters.items():
         await _bring(service, name, folder)
@@ -222,23 +156,40 @@ async def _bring(service: TinkerService, name: str, folder: Path) -> None:
     await service.bring(name, folder, found.config, found.base)
 
 
-async def serve_tinker(options: TinkerOptions, ready: Callable[[TinkerServer], None], stop: asyncio.Event) -> None:
+async def tinker_failure(server: TinkerServer) -> None:
+    """Wait until a server can't continue, and raise why.
+
+    Raises:
+        StoreError: the journal can't be written any more.
+        EngineFailure: the engine has failed.
+    """
+    winner = await race(server.service.failure(), _engine_failure(server.shared))
+    raise winner.result
+
+
+async def _engine_failure(shared: SharedModels) -> Exception:
+    return EngineFailure(await shared.engine.failure())
+
+
+async def serve_tinker(
+    models: SharedModelOptions, options: TinkerOptions, ready: Callable[[TinkerServer], None], stop: asyncio.Event
+) -> None:
     """Serve until `stop` is set.
 
     Args:
-        options: of the server.
+        models: that are served.
+        options: of the API.
         ready: is called when the server listens.
         stop: ends it.
 
     Raises:
         StoreError: the journal can't be written any more.
+        EngineFailure: the engine has failed.
         ConfigError, ModelError: see `tinker_server`.
     """
-    async with tinker_server(options) as server:
+    async with tinker_server(options, shared_models(models)) as server:
         ready(server)
-        winner = await race(_stopped(stop), server.service.failure())
-        if winner.index == 1 and winner.result is not None:
-            raise winner.result
+        await race(_stopped(stop), tinker_failure(server))
 
 
 async def _stopped(stop: asyncio.Event) -> None:

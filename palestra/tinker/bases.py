@@ -18,6 +18,7 @@ class Base:
 
     Attributes:
         name: as clients send it: a built-in name, a folder, or a name of the hub.
+        policy: the engine's name for the policy of the model itself.
         tokenizer_id: what a client loads the tokenizer from.
         tokenizer: of the model.
         architecture: such as `LlamaForCausalLM`.
@@ -27,6 +28,7 @@ class Base:
     """
 
     name: str
+    policy: str
     tokenizer_id: str
     tokenizer: Any
     architecture: str

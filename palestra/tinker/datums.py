@@ -9,13 +9,13 @@ trainer merges into one. Nothing is normalised: the weight of each position is 1
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.algorithms.loss import LOSSES, LossInputs, LossSpec
+from palestra.algorithms.loss import Loss, LossInputs, LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.tinker.limits import Limits
@@ -30,9 +30,10 @@ LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "ppo": _ADVANTAGES,
     "cispo": _ADVANTAGES,
     "dro": _ADVANTAGES,
+    "gspo": (*_ADVANTAGES, "sequence_ratio_mask"),
 }
 """The losses of the API, each with the inputs that every datum has to have."""
-_READS_LOGPROBS_EVERYWHERE = ("dro",)  # whose loss is not 0 where the advantage is 0
+_READS_LOGPROBS_EVERYWHERE = ("dro", "gspo")  # whose loss depends on them where the advantage is 0
 _NUMBERS = {"target_tokens": "int64"}  # all other inputs are float32
 
 
@@ -161,6 +162,8 @@ def _row(place: str, loss: str, tokens: Ids, inputs: Mapping[str, NDArray[Any]])
     if "advantages" in inputs and loss not in _READS_LOGPROBS_EVERYWHERE:
         # A ratio that overflows times an advantage of 0 would not be a number; with this it is 0, as in the formula.
         logprobs = np.where(advantages == 0.0, np.float32(0.0), logprobs)
+    if (counted := inputs.get("sequence_ratio_mask")) is not None:
+        logprobs = np.where(counted == 1.0, logprobs, np.float32(np.nan))  # no logprob, so not in the sequence's ratio
     return TrainSample(
         episode_id=place,
         policy="",
@@ -234,6 +237,12 @@ def _inputs(datum: Any, place: str, loss: str, length: int, most: int) -> dict[s
             at = first[0] if len(first) == 1 else list(first)
             raise InvalidRequest(f"{where} is {array[first]} at position {at}, and has to be finite", where)
         found[name] = array
+    if (mask := found.get("sequence_ratio_mask")) is not None:
+        where = f"{place}.loss_fn_inputs.sequence_ratio_mask"
+        if not np.isin(mask, (0.0, 1.0)).all():
+            raise InvalidRequest(f"{where} has numbers other than 0 and 1", where)
+        if not mask.any() and found["advantages"].any():
+            raise InvalidRequest(f"{where} is 0 everywhere, so that the sequence has no ratio", where)
     return found
 
 
@@ -275,8 +284,12 @@ def loss_without_gradient(batch: Batch, logprobs: Sequence[Floats]) -> float:
         advantages=column([row.advantages for row in rows]),
         on_policy=torch.zeros(sum(len(row.ids) - 1 for row in rows), dtype=torch.bool),
     )
-    assert batch.loss.name in LOSSES
-    losses = loss(inputs).loss  # type: ignore[arg-type]  # of the policy, all of them
+    assert isinstance(loss, Loss)
+    if loss.over_sequences:
+        each = torch.split(loss.of_sequence(inputs), [len(row.ids) - 1 for row in rows])
+        means = torch.cat([one.nanmean().nan_to_num().expand(len(one)) for one in each])
+        inputs = replace(inputs, sequence_means=means)
+    losses = loss(inputs).loss
     return float((losses * column([row.loss_weights for row in rows])).sum())
 
 

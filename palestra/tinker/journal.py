@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, select
 
 from palestra.database import Database
-from palestra.errors import InvalidRequest, NotFound, TooManyRequests
+from palestra.errors import Expired, InvalidRequest, NotFound, TooManyRequests
 from palestra.tinker import tables
 from palestra.tinker.limits import Limits
 from palestra.tinker.records import Category, Request
@@ -47,6 +47,8 @@ class Journal:
         body: bytes,
         limits: Limits,
         extra: Operation | None = None,
+        sequences: int = 0,
+        identity: bytes | None = None,
     ) -> tuple[str, bool]:
         """Record a request, unless it was recorded before; return its id, and whether it is new.
 
@@ -58,13 +60,16 @@ class Journal:
             body: as it came.
             limits: how many requests of a tenant may have no result, and how long they may be together.
             extra: is done in the same transaction if the request is new.
+            sequences: how many are to be sampled.
+            identity: what is the same in a request that is sent again; None: its body.
 
         Raises:
             InvalidRequest: another request of the target had this number.
+            Expired: a model has executed the request, and nothing of it is known any more.
             TooManyRequests: too many requests of the tenant wait.
         """
-        digest = hashlib.sha256(f"{tenant}\0{kind}\0".encode() + body).hexdigest()
-        table = tables.requests
+        digest = hashlib.sha256(f"{tenant}\0{kind}\0".encode() + (identity or body)).hexdigest()
+        models, table = tables.models, tables.requests
 
         def insert(connection: Connection) -> tuple[str, bool]:
             columns = select(table.c.request_id, table.c.digest)
@@ -73,9 +78,19 @@ class Journal:
                 if known.digest != digest:
                     raise InvalidRequest(f"{target} had another request with the number {seq_id}", "seq_id")
                 return str(known.request_id), False
-            size = sa.func.coalesce(sa.func.sum(sa.func.length(table.c.body)), 0)
-            pending = select(sa.func.count(), size).where(table.c.tenant == tenant, table.c.state == PENDING)
-            number, length = connection.execute(pending).one()
+            done = select(models.c.model_id).where(models.c.model_id == target, models.c.executed >= seq_id)
+            if connection.execute(done).first() is not None:
+                raise Expired(f"the request {seq_id} to {target} was executed, and its result is not kept any more")
+            size, samples = (
+                sa.func.coalesce(sa.func.sum(column), 0) for column in (sa.func.length(table.c.body), table.c.sequences)
+            )
+            pending = select(sa.func.count(), size, samples).where(table.c.tenant == tenant, table.c.state == PENDING)
+            number, length, sampled = connection.execute(pending).one()
+            if sequences and sampled and sampled + sequences > limits.waiting_samples:
+                raise TooManyRequests(
+                    f"{sampled} sequences of this key are to be sampled, and at most {limits.waiting_samples} may; "
+                    "wait for results before asking for more, or cancel some"
+                )
             if number >= limits.waiting or length + len(body) > limits.waiting_bytes:
                 raise TooManyRequests(
                     f"{number} requests of this key wait, with {length} bytes, and at most {limits.waiting} "
@@ -83,6 +98,7 @@ class Journal:
                 )
             request_id = f"{kind}-{secrets.token_hex(12)}"
             values = {"request_id": request_id, "tenant": tenant, "kind": kind, "target": target, "seq_id": seq_id}
+            values["sequences"] = sequences
             if extra is not None:
                 extra(connection)
             connection.execute(
@@ -207,29 +223,33 @@ class Journal:
 
         await self.db.write(drop)
 
-    async def forget_results(self, before: float, most: int) -> None:
-        """Forget results that are old, and of each tenant the oldest that are too many.
+    async def forget_results(self, limits: Limits) -> None:
+        """Forget results that are old, and of each tenant the oldest that are too many; then the requests themselves.
 
-        The rows of a model's requests stay, so that one that is sent again is not executed again.
+        That a model's request was executed is known for ever, by its number. Requests that a model would be restored
+        with are kept.
 
         Args:
-            before: Unix seconds; results that ended earlier are forgotten.
-            most: results of a tenant that are kept.
+            limits: how long, and how many.
         """
-        table = tables.requests
-        ended = table.c.state.in_((DONE, FAILED))
+        table, now = tables.requests, self.clock.now()
+        ended, forgotten = table.c.state.in_((DONE, FAILED)), table.c.state == FORGOTTEN
+        over = sa.and_(forgotten, table.c.body.is_(None))
+
+        def too_many(connection: Connection, these: Any, most: int) -> Iterator[Any]:
+            """Yield for each tenant a query of the oldest of some requests beyond a number."""
+            for (tenant,) in connection.execute(select(table.c.tenant).where(these).distinct()).all():
+                own = select(table.c.request_id).where(these, table.c.tenant == tenant)
+                yield own.order_by(table.c.ended_at.desc(), table.c.request_id).offset(most).limit(-1)
 
         def forget(connection: Connection) -> None:
-            connection.execute(
-                sa.update(table).where(ended, table.c.ended_at < before).values(state=FORGOTTEN, result=None)
-            )
-            for (tenant,) in connection.execute(select(table.c.tenant).where(ended).distinct()).all():
-                kept = select(table.c.request_id).where(ended, table.c.tenant == tenant)
-                old = kept.order_by(table.c.ended_at.desc(), table.c.request_id).offset(most).limit(-1)
-                connection.execute(
-                    sa.update(table).where(table.c.request_id.in_(old)).values(state=FORGOTTEN, result=None)
-                )
-            connection.execute(sa.delete(table).where(table.c.state == FORGOTTEN, table.c.kind == "sample"))
+            update = sa.update(table).values(state=FORGOTTEN, result=None)
+            connection.execute(update.where(ended, table.c.ended_at < now - limits.future_seconds))
+            for old in too_many(connection, ended, limits.futures):
+                connection.execute(update.where(table.c.request_id.in_(old)))
+            connection.execute(sa.delete(table).where(over, table.c.ended_at < now - limits.forgotten_seconds))
+            for old in too_many(connection, over, limits.forgotten):
+                connection.execute(sa.delete(table).where(table.c.request_id.in_(old)))
 
         await self.db.write(forget)
 

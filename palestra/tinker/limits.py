@@ -19,13 +19,15 @@ class Limits:
         targets: most targets of one request whose positions have several each.
         models: most models of a tenant whose session is not over.
         loaded_models: most models of all tenants that are in memory; others come back from the disk when they are used.
-        loaded_samplers: most adapters of all tenants that the engine has; others are loaded again when they are used.
         waiting: most requests of a tenant that have no result yet.
         waiting_bytes: most bytes of their bodies.
+        waiting_samples: most sequences of a tenant that are to be sampled, in all its requests without a result.
         checkpoints: most checkpoints of a tenant that have not expired.
         samples: most sequences of one request.
         futures: most results of a tenant that are kept; the oldest are forgotten first.
         future_seconds: how long a result is kept.
+        forgotten: most requests of a tenant of which it is known that their results were forgotten.
+        forgotten_seconds: how long that is known, after the result.
         session_seconds: how long a session counts as alive after its last heartbeat.
         poll_seconds: how long an answer waits for a result.
         checkpoint_steps: optimizer steps between two checkpoints of a model, from which it is restored.
@@ -40,13 +42,15 @@ class Limits:
     targets: int = 2**20
     models: int = 16
     loaded_models: int = 8
-    loaded_samplers: int = 16
     waiting: int = 4096
     waiting_bytes: int = 2**30
+    waiting_samples: int = 16_384
     checkpoints: int = 1000
     samples: int = 1024
     futures: int = 10_000
     future_seconds: float = 24 * 3600.0
+    forgotten: int = 100_000
+    forgotten_seconds: float = 8 * 24 * 3600.0
     session_seconds: float = 600.0
     poll_seconds: float = 30.0
     checkpoint_steps: int = 16

@@ -91,6 +91,20 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
         await service.set_ttl(tenant_of(request), path_of(model_id, checkpoint_id), asked.ttl_seconds)
         return _json({})
 
+    def add_publish(method: str, public: bool) -> None:
+        @app.api_route(
+            f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}/publish",
+            methods=[method],
+            name="publish" if public else "unpublish",
+        )
+        async def publish(model_id: str, checkpoint_id: str, request: Request) -> Response:
+            """Let all tenants load and sample a checkpoint, or its own tenant alone."""
+            await service.publish(tenant_of(request), path_of(model_id, checkpoint_id), public)
+            return _json({})
+
+    add_publish("POST", public=True)
+    add_publish("DELETE", public=False)
+
     @app.delete(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete(model_id: str, checkpoint_id: str, request: Request) -> Response:
         """Delete a checkpoint of the key, with its files."""
@@ -162,7 +176,7 @@ def _checkpoint(found: Checkpoint | None) -> dict[str, Any] | None:
         "time": _time(found.created_at),
         "tinker_path": found.path,
         "size_bytes": found.bytes,
-        "public": False,
+        "public": found.public,
         "user_metadata": found.user_metadata,
         "expires_at": None if found.expires_at is None else _time(found.expires_at),
     }

@@ -18,8 +18,10 @@ from palestra.tinker.journal import Journal
 from palestra.tinker.records import ModelRecord, Request
 from palestra.tinker.sessions import Sessions
 from palestra.tinker.training import Training, Workshop
+from palestra.trainer.checkpoint import keep_newest
 
 log = logging.getLogger("palestra.tinker")
+KEPT = 2  # checkpoints from which a model is restored: the newest, and one for when that is damaged
 INTERNAL = "an internal error; see the server's log"
 
 
@@ -234,7 +236,9 @@ class Model:
         assert not training.gradients, "a checkpoint has no gradient"
         state = {"step": training.steps, "seq": seq_id}
         request_id = f"checkpoint {seq_id}"
-        await self._trainer.save(self.record.model_id, training.run.checkpoints, state, request_id)
+        folder = training.run.checkpoints
+        await self._trainer.save(self.record.model_id, folder, state, request_id)
+        await in_thread(lambda: keep_newest(folder, KEPT))
         self._since_save = 0
         self._saved_at = [*([] if alone else self._saved_at[-1:]), seq_id]
         if alone or len(self._saved_at) > 1:

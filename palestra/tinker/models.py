@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import orjson
+
 from palestra.config import AdapterConfig
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
@@ -186,7 +188,8 @@ class Models:
             TooManyRequests: too many requests of the tenant wait.
         """
         record = await self._sessions.model(tenant, model_id)
-        request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, self._shop.limits)
+        limits, identity = self._shop.limits, _identity(kind, body)
+        request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, limits, identity=identity)
         self.notify(record)
         return request_id
 
@@ -221,6 +224,18 @@ class Models:
                     await min(idle, key=lambda model: model.used_at).unload()
                 else:
                     await self._room.wait()
+
+
+def _identity(kind: str, body: bytes) -> bytes | None:
+    """Return what is the same in a request that is sent again; None: the whole body.
+
+    The SDK gives weights for a sampler without a name another number each time it sends the request; the first counts.
+    """
+    if kind != "save_for_sampler":
+        return None
+    fields = orjson.loads(body)
+    fields.pop("sampling_session_seq_id", None)
+    return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
 
 
 def _check_adam(kind: str) -> None:

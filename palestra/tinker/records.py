@@ -95,6 +95,7 @@ class Checkpoint:
         created_at: Unix seconds.
         expires_at: Unix seconds; None: never.
         user_metadata: of the user.
+        public: whether all tenants may use it.
     """
 
     path: str
@@ -110,6 +111,7 @@ class Checkpoint:
     created_at: float
     expires_at: float | None
     user_metadata: Mapping[str, str] | None
+    public: bool = False
 
     @property
     def kind(self) -> str:

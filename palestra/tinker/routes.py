@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from palestra.errors import InvalidRequest, NotFound, UnsupportedField
+from palestra.errors import Expired, InvalidRequest, NotFound, UnsupportedField
 from palestra.http.app import PUBLIC, build_app
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.errors import Failure
@@ -282,8 +282,10 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: Caller) -> None:
         if found.state == PENDING:
             return _json({"type": "try_again", "request_id": found.request_id, "queue_state": "active"})
         if found.state == FORGOTTEN or found.result is None:
-            message = f"the result of {found.request_id} was kept for {service.limits.future_seconds:g} s, and is gone"
-            return _json(tinker_error(Failure(status=GONE, message=message, code="expired")), GONE)
+            raise Expired(
+                f"the result of {found.request_id} is gone: the newest {service.limits.futures} of a key are kept, "
+                f"for {service.limits.future_seconds:g} s"
+            )
         if found.state == DONE and found.kind in _PROTOBUF_RESULTS:
             return Response(found.result, media_type=protobuf.CONTENT_TYPE)
         return Response(found.result, media_type="application/json")

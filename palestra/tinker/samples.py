@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from palestra.backend.adapter_cache import AdapterCache
 from palestra.engine.base import Engine
 from palestra.errors import InvalidRequest, PalestraError, StoreError, TooManyRequests
 from palestra.http.bodies import parse_body
 from palestra.threads import in_thread
-from palestra.tinker.bases import Bases
+from palestra.tinker.bases import Base, Bases
 from palestra.tinker.journal import Journal
 from palestra.tinker.limits import Limits
 from palestra.tinker.model import INTERNAL
 from palestra.tinker.records import Request, Sampler
-from palestra.tinker.sampling import Plan, Samplers, plan_of, sample
+from palestra.tinker.sampling import Plan, plan_of, policy_name, sample
 from palestra.tinker.saved import Saved
 from palestra.tinker.sessions import Sessions
 from palestra.tinker.tables import PENDING
@@ -27,6 +29,8 @@ from palestra.tinker.wire import CreateSamplingSession, Sample
 
 log = logging.getLogger("palestra.tinker")
 Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
+# Loads an adapter's folder into the engine, as a policy of the given name.
+LoadFolder = Callable[[str, Path], Awaitable[None]]
 
 
 class Samples:
@@ -35,7 +39,8 @@ class Samples:
     def __init__(
         self,
         engine: Engine,
-        samplers: Samplers,
+        adapters: AdapterCache,
+        load: LoadFolder,
         bases: Bases,
         limits: Limits,
         parts: tuple[Journal, Sessions, Saved],
@@ -46,14 +51,16 @@ class Samples:
 
         Args:
             engine: samples.
-            samplers: the adapters that it has.
+            adapters: those that the engine has.
+            load: adds an adapter to the engine.
             bases: the base models.
             limits: of the tenants.
             parts: what is on the disk.
             settled: is called with the id of each request that has a result.
             spawn: starts a task under a name.
         """
-        self._engine, self._samplers, self._bases, self._limits = engine, samplers, bases, limits
+        self._engine, self._adapters, self._load = engine, adapters, load
+        self._bases, self._limits = bases, limits
         self._journal, self._sessions, self._saved = parts
         self._settled, self._spawn = settled, spawn
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request
@@ -93,13 +100,12 @@ class Samples:
             model_path=asked.model_path,
             folder=folder,
         )
-        there = await self._saved.samplers(asked.session_id)
-        known = next((one for one in there if one.sampler_id == sampler.sampler_id), None)
+        known, there = await self._saved.known_sampler(asked.session_id, sampler.sampler_id)
         if known is not None and known != sampler:
             raise InvalidRequest(
                 f"{known.sampler_id} is a sampler of {known.model_path or 'other weights'}", "sampling_session_seq_id"
             )
-        if known is None and len(there) >= self._limits.samplers:
+        if known is None and there >= self._limits.samplers:
             raise TooManyRequests(
                 f"the session has {self._limits.samplers} samplers, which is the most; another ServiceClient has others"
             )
@@ -117,12 +123,12 @@ class Samples:
         Raises:
             NotFound: no such sampling session, or its checkpoint is gone.
             InvalidRequest: it can't be answered.
-            TooManyRequests: too many requests of the tenant wait.
+            TooManyRequests: too many requests of the tenant wait, or too many sequences in them.
         """
         sampler = await self._sampler(tenant, asked.sampling_session_id)
         plan_of(asked, self._bases.of(sampler.base), self._limits, "")
         request_id, is_new = await self._journal.accept(
-            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits
+            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits, sequences=asked.num_samples
         )
         if is_new:
             self.start(await self._journal.with_body(request_id))
@@ -149,7 +155,7 @@ class Samples:
             sampler = await self._sampler(request.tenant, request.target)
             base = self._bases.of(sampler.base)
             plan: Plan = plan_of(parse_body(Sample, request.body or b""), base, self._limits, request.request_id)
-            async with self._samplers.policy_of(sampler) as policy:
+            async with self._policy_of(sampler, base) as policy:
                 result = await sample(self._engine, policy, plan, base)
         except StoreError:
             raise
@@ -163,6 +169,25 @@ class Samples:
         finally:
             self._tasks.pop(request.request_id, None)
         self._settled(request.request_id)
+
+    @contextlib.asynccontextmanager
+    async def _policy_of(self, sampler: Sampler, base: Base) -> AsyncIterator[str]:
+        """Have the engine's policy of a sampler loaded inside of the block, and yield its name.
+
+        Args:
+            sampler: of a base model or an adapter.
+            base: the base model.
+
+        Raises:
+            ModelError: the adapter is gone, or can't be read.
+        """
+        folder = sampler.folder
+        if folder is None:
+            yield base.policy
+            return
+        name = policy_name(folder)
+        async with self._adapters.loaded(name, lambda policy: self._load(policy, folder)):
+            yield name
 
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Stop a request for samples; one of another kind, or that has a result, is left as it is.
@@ -182,7 +207,7 @@ class Samples:
 
     async def remove(self, folder: Path) -> None:
         """Remove the files of an adapter, and free its memory in the engine."""
-        await self._samplers.remove(folder)
+        await self._adapters.remove(policy_name(folder))
         await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     async def end_session(self, session_id: str) -> None:

@@ -1,11 +1,10 @@
-"""Samples of base models and of adapters that were saved: which adapters the engine has, and what it is asked."""
+"""Samples of base models and of adapters that were saved: what the engine is asked, and what a client is answered."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,78 +16,12 @@ from palestra.errors import InvalidRequest
 from palestra.tinker.bases import Base
 from palestra.tinker.limits import Limits
 from palestra.tinker.protobuf import LENGTH, STOP, new
-from palestra.tinker.records import Sampler
 from palestra.tinker.wire import Sample
 from palestra.types.calls import SampledTokens, SamplingParams, TokenSequence
 from palestra.waiting import together
 
 MOST_TOP = 100  # most probable tokens that are reported of a position
 _UNREAD_TOKENS = 8  # tokens before a stop string's own that may change how its first characters are read
-# Loads an adapter's folder into the engine, as a policy of the given name.
-LoadAdapter = Callable[[str, Path], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """An adapter that the engine has, or is getting."""
-
-    ready: asyncio.Future[None]
-    users: int = 0
-
-
-class Samplers:
-    """The adapters that the engine has; those that were used longest ago make room for others."""
-
-    def __init__(self, engine: Engine, load: LoadAdapter, most: int) -> None:
-        """Begin with the base models alone.
-
-        Args:
-            engine: has a policy for each base model, by its name.
-            load: adds an adapter to the engine.
-            most: adapters that are loaded; more only while all of them are being sampled from.
-        """
-        self._engine, self._load, self._most = engine, load, most
-        self._loaded: dict[Path, _Loaded] = {}  # in the order in which they were used last
-
-    @contextlib.asynccontextmanager
-    async def policy_of(self, sampler: Sampler) -> AsyncIterator[str]:
-        """Have the engine's policy of a sampler loaded inside of the block, and yield its name.
-
-        Raises:
-            ModelError: the adapter is gone, or can't be read.
-        """
-        folder = sampler.folder
-        if folder is None:
-            yield sampler.base
-            return
-        known = self._loaded.pop(folder, None)
-        if known is None:
-            name = policy_name(folder)
-            known = _Loaded(asyncio.ensure_future(self._load(name, folder)))
-        self._loaded[folder] = known
-        known.users += 1
-        try:
-            await asyncio.shield(known.ready)
-            yield policy_name(folder)
-        finally:
-            known.users -= 1
-            await self._make_room(folder, known)
-
-    async def _make_room(self, folder: Path, used: _Loaded) -> None:
-        """Remove adapters that nothing samples from while there are too many, and one that could not be loaded."""
-        if used.ready.done() and (used.ready.cancelled() or used.ready.exception() is not None):
-            if self._loaded.get(folder) is used:
-                del self._loaded[folder]
-            return
-        idle = [path for path, one in self._loaded.items() if not one.users and one.ready.done()]
-        for path in idle[: max(len(self._loaded) - self._most, 0)]:
-            await self.remove(path)
-
-    async def remove(self, folder: Path) -> None:
-        """Free the memory of an adapter if the engine has it, or is getting it; requests that sample from it fail."""
-        if (known := self._loaded.pop(folder, None)) is not None:
-            await asyncio.wait((known.ready,))  # else the engine would get the adapter after it was removed, for good
-            await self._engine.remove_policy(policy_name(folder))
 
 
 def policy_name(folder: Path) -> str:

@@ -39,6 +39,7 @@ class Saved:
             "adapter": saved.adapter.model_dump_json(),
             "data": to_json(dict(saved.data)),
             "user_metadata": None if saved.user_metadata is None else to_json(dict(saved.user_metadata)),
+            "public": int(saved.public),
         }
 
         def insert(connection: Connection) -> None:
@@ -50,7 +51,8 @@ class Saved:
     async def checkpoint(self, tenant: str, path: str) -> Checkpoint | None:
         """Return a checkpoint that a tenant may use, also an expired one; None: there is none."""
         table = tables.checkpoints
-        query = select(table).where(table.c.path == path, table.c.tenant.in_((tenant, "")))
+        may = sa.or_(table.c.tenant.in_((tenant, "")), table.c.public == 1)
+        query = select(table).where(table.c.path == path, may)
         row = await self.db.read(lambda c: c.execute(query).first())
         return None if row is None else _checkpoint(row)
 
@@ -86,6 +88,11 @@ class Saved:
         """Set when a checkpoint expires; None: never."""
         here = sa.update(tables.checkpoints).where(tables.checkpoints.c.path == path)
         await self.db.write(lambda c: tables.execute(c, here.values(expires_at=expires_at)))
+
+    async def set_public(self, path: str, public: bool) -> None:
+        """Set whether all tenants may use a checkpoint."""
+        here = sa.update(tables.checkpoints).where(tables.checkpoints.c.path == path)
+        await self.db.write(lambda c: tables.execute(c, here.values(public=int(public))))
 
     async def write(self, operation: Operation) -> None:
         """Do one of the operations that other methods return."""
@@ -130,6 +137,18 @@ class Saved:
         query = select(tables.samplers).where(tables.samplers.c.session_id == session_id)
         return await self.db.read(lambda c: [_sampler(row) for row in c.execute(query)])
 
+    async def known_sampler(self, session_id: str, name: str) -> tuple[Sampler | None, int]:
+        """Return a sampler of a session, if there is one of its id, and how many the session has."""
+        table = tables.samplers
+        query = select(table).where(table.c.sampler_id == name)
+        count = select(sa.func.count()).where(table.c.session_id == session_id)
+
+        def find(connection: Connection) -> tuple[Sampler | None, int]:
+            row = connection.execute(query).first()
+            return None if row is None else _sampler(row), connection.execute(count).scalar_one()
+
+        return await self.db.read(find)
+
     async def remove_sampler(self, sampler_id: str) -> None:
         """Forget a sampler; its files are the caller's to remove."""
         here = sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler_id)
@@ -144,6 +163,7 @@ def _checkpoint(row: Any) -> Checkpoint:
         adapter=AdapterConfig.model_validate_json(row.adapter),
         data=orjson.loads(row.data),
         user_metadata=None if row.user_metadata is None else orjson.loads(row.user_metadata),
+        public=bool(row.public),
     )
 
 

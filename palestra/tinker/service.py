@@ -9,10 +9,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from palestra.backend.adapter_cache import AdapterCache
 from palestra.config import AdapterConfig
 from palestra.database import Database
 from palestra.engine.base import Engine
-from palestra.errors import Forbidden, StoreError
+from palestra.errors import Conflict, Forbidden, StoreError
 from palestra.threads import in_thread
 from palestra.tinker.bases import Bases
 from palestra.tinker.futures import Futures
@@ -20,8 +21,7 @@ from palestra.tinker.journal import Journal
 from palestra.tinker.limits import Limits
 from palestra.tinker.models import Models
 from palestra.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint
-from palestra.tinker.samples import Samples
-from palestra.tinker.sampling import LoadAdapter, Samplers
+from palestra.tinker.samples import LoadFolder, Samples
 from palestra.tinker.saved import Saved
 from palestra.tinker.sessions import Sessions
 from palestra.tinker.training import Workshop, check_ttl, files_of, usable
@@ -50,7 +50,8 @@ class TinkerService:
         self,
         trainer_of: Callable[[str], Trainer],
         engine: Engine,
-        load: LoadAdapter,
+        adapters: AdapterCache,
+        load: LoadFolder,
         bases: Bases,
         db: Database,
         folder: Path,
@@ -60,8 +61,9 @@ class TinkerService:
         """Assemble the parts; `start` continues what was interrupted.
 
         Args:
-            trainer_of: returns a tenant's trainer, without a policy yet; it keeps two checkpoints or more.
-            engine: has a policy for each base model, by its name.
+            trainer_of: returns a tenant's trainer, without a policy of this server yet; it keeps all checkpoints.
+            engine: has a policy for each base model.
+            adapters: those that the engine has without their being trained.
             load: adds an adapter to the engine.
             bases: the base models.
             db: see `tables.open_journal`.
@@ -77,8 +79,8 @@ class TinkerService:
         self._tasks: set[asyncio.Task[None]] = set()
         settled = self.futures.settled
         self.models = Models(workshop, self.journal, self.sessions, settled, self._spawn)
-        samplers, parts = Samplers(engine, load, limits.loaded_samplers), (self.journal, self.sessions, self.saved)
-        self.samples = Samples(engine, samplers, bases, limits, parts, settled, self._spawn)
+        parts = (self.journal, self.sessions, self.saved)
+        self.samples = Samples(engine, adapters, load, bases, limits, parts, settled, self._spawn)
         self._failed: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -165,10 +167,28 @@ class TinkerService:
         await self._own(tenant, path)
         await self.saved.set_expiry(path, None if seconds is None else self._clock.now() + seconds)
 
+    async def publish(self, tenant: str, path: str, public: bool) -> None:
+        """Let all tenants load and sample a checkpoint, or its own tenant alone.
+
+        Args:
+            tenant: who asks.
+            path: of the checkpoint.
+            public: whether all may.
+
+        Raises:
+            NotFound: the tenant has none of this path.
+            Forbidden: it is another's, who has published it.
+            Conflict: it is so already.
+        """
+        found = await self._own(tenant, path)
+        if found.public == public:
+            raise Conflict(f"the checkpoint {path} is {'public' if public else 'private'} already")
+        await self.saved.set_public(path, public)
+
     async def _own(self, tenant: str, path: str) -> Checkpoint:
         found = await usable(self.saved, tenant, path)
         if found.tenant != tenant:
-            raise Forbidden(f"{path} belongs to the server's operator, and no tenant can change it")
+            raise Forbidden(f"{path} belongs to another, who lets all tenants use it; they can't change it")
         return found
 
     async def _remove(self, checkpoint: Checkpoint) -> None:
@@ -234,7 +254,7 @@ class TinkerService:
             await self._remove(checkpoint)
         for tenant, session_id in await self.sessions.dead(self.limits.session_seconds):
             await self._end_session(tenant, session_id)
-        await self.journal.forget_results(self._clock.now() - self.limits.future_seconds, self.limits.futures)
+        await self.journal.forget_results(self.limits)
 
     async def _end_session(self, tenant: str, session_id: str) -> None:
         """Take a session's models out of memory, and remove its samplers."""

@@ -57,6 +57,7 @@ requests = Table(
     Column("seq_id", Integer, nullable=False),
     Column("digest", String, nullable=False),  # of the body, to recognise a request that was sent again
     Column("body", LargeBinary),  # NULL: no longer needed
+    Column("sequences", Integer, nullable=False, server_default="0"),  # that are to be sampled
     Column("state", String, nullable=False),
     Column("result", LargeBinary),  # NULL: there is none yet, or not any more
     Column("created_at", Float, nullable=False),
@@ -81,6 +82,7 @@ checkpoints = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("user_metadata", Text),
+    Column("public", Integer, nullable=False, server_default="0"),  # whether all tenants may use it
     Index("checkpoints_of_tenant", "tenant", "created_at"),
 )
 
@@ -117,7 +119,13 @@ def _write_version(connection: sa.Connection, version: int) -> None:
 SCHEMA = Schema(
     store="journal of a Tinker server",
     metadata=metadata,
-    migrations=((),),
+    migrations=(
+        (),
+        (
+            "ALTER TABLE requests ADD COLUMN sequences INTEGER NOT NULL DEFAULT 0",
+            "ALTER TABLE checkpoints ADD COLUMN public INTEGER NOT NULL DEFAULT 0",
+        ),
+    ),
     read_version=_read_version,
     write_version=_write_version,
 )

@@ -311,10 +311,10 @@ class Training:
         if number is None:
             raise InvalidRequest("either path or sampling_session_seq_id has to be given", "path")
         session_id, most = self._record.session_id, self._shop.limits.samplers
-        there = await self._shop.saved.samplers(session_id)
-        if any(one.sampler_id == sampler_id(session_id, number) for one in there):
+        known, there = await self._shop.saved.known_sampler(session_id, sampler_id(session_id, number))
+        if known is not None:
             raise InvalidRequest(f"the session has a sampler with the number {number}", "sampling_session_seq_id")
-        if len(there) >= most:
+        if there >= most:
             raise TooManyRequests(
                 f"the session has {most} samplers, which is the most; another ServiceClient has others"
             )

@@ -63,12 +63,16 @@ class SequenceMeans:
 
 
 def _add(sums: defaultdict[str, list[float]], micro: MicroBatch, values: Tensor) -> None:
-    """Add the numbers [T] of a micro-batch to the sum and the count of each of its episodes."""
+    """Add the numbers [T] of a micro-batch to the sum and the count of each of its episodes.
+
+    A token without a number does not count: it has no logprob of sampling, because it was not sampled.
+    """
     column = values.detach().double().cpu().numpy()
     start = 0
     for sample, _, _ in micro.samples:
         stop = start + int(sample.loss_mask.sum())
         entry = sums[sample.episode_id]
-        entry[0] += float(column[start:stop].sum())
-        entry[1] += stop - start
+        own = column[start:stop]
+        entry[0] += float(np.nansum(own))
+        entry[1] += int((~np.isnan(own)).sum())
         start = stop

@@ -5,17 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
+
+from palestra.errors import Expired
+from palestra.trainer.base import StepReport
 
 T = TypeVar("T")
 REMEMBERED = 64
+REMEMBERED_BYTES = 64 * 2**20
 
 
 class KnownRequests:
-    """The newest 64 requests of each policy, by their ids."""
+    """The newest 64 requests of each policy, by their ids.
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, str], asyncio.Future[Any]] = OrderedDict()
+    Results that are long, because they have the logprobs of a batch, are kept up to 64 MiB of all policies together.
+    Of older requests only the ids are kept, so that one which is sent again is refused and not executed again.
+    """
+
+    def __init__(self, most_bytes: int = REMEMBERED_BYTES) -> None:
+        """Know no request yet.
+
+        Args:
+            most_bytes: of results, of all policies together; the newest result is kept in any case.
+        """
+        self._known: OrderedDict[tuple[str, str], asyncio.Future[Any] | None] = OrderedDict()  # None: without result
+        self._bytes: OrderedDict[tuple[str, str], int] = OrderedDict()  # of long results that are kept, oldest first
+        self._most_bytes = most_bytes
 
     def find(self, policy: str, request_id: str) -> asyncio.Future[Any] | None:
         """Return the result of a request; None: it has not been seen, or has failed, so that it may be repeated.
@@ -23,9 +39,17 @@ class KnownRequests:
         Args:
             policy: the policy of the request; each policy has request ids of its own.
             request_id: names the request.
+
+        Raises:
+            Expired: the request was executed, and its result is not kept any more.
         """
-        found = self._known.get((policy, request_id))
-        if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+        key = (policy, request_id)
+        if key not in self._known:
+            return None
+        found = self._known[key]
+        if found is None:
+            raise Expired(f"the request {request_id!r} was executed, and its result is not kept any more")
+        if found.done() and (found.cancelled() or found.exception() is not None):
             return None
         return found
 
@@ -40,12 +64,35 @@ class KnownRequests:
         self._known[policy, request_id] = result
         own = [key for key in self._known if key[0] == policy]
         for key in own[:-REMEMBERED]:
-            del self._known[key]
+            self._drop(key)
+        result.add_done_callback(partial(self._bound, (policy, request_id)))
 
     def forget(self, policy: str) -> None:
         """Forget the requests of a removed policy, so that a later policy of the same name starts without them."""
         for key in [key for key in self._known if key[0] == policy]:
-            del self._known[key]
+            self._drop(key)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        del self._known[key]
+        self._bytes.pop(key, None)
+
+    def _bound(self, key: tuple[str, str], result: asyncio.Future[Any]) -> None:
+        """Count a result that has just come, and let go of the oldest that are too many."""
+        if self._known.get(key) is not result or result.cancelled() or result.exception() is not None:
+            return
+        if size := _size(result.result()):
+            self._bytes[key] = size
+        total = sum(self._bytes.values())
+        while total > self._most_bytes and len(self._bytes) > 1:
+            oldest, size = self._bytes.popitem(last=False)
+            self._known[oldest] = None
+            total -= size
+
+
+def _size(result: Any) -> int:
+    """Return the bytes of the arrays in a result."""
+    rows = result.logprobs if isinstance(result, StepReport) else None
+    return sum(row.nbytes for row in rows or ())
 
 
 class Serial:

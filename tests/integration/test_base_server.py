@@ -8,43 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
+from base_servers import ALONE, POLICY, Base, assert_same
 from outcome import assert_complete
-from servers import PALESTRA, TINY, Job, Process, run_through, until
+from servers import Job, Process, run_through, until
 
 pytestmark = pytest.mark.slow
-POLICY = TINY["policies"]["policy"] | {"adapter": {"rank": 4}, "optimizer": {"learning_rate": 3e-2}}
-ALONE = TINY | {"policies": {"policy": POLICY}, "trainer": {"threads": 1}}
-
-
-class Base:
-    """A base server's process, which may be started again in its folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.processes = folder, list[Process]()
-
-    @property
-    def address(self) -> str:
-        return f"unix:{self.folder / 'base' / 'socket'}"
-
-    @property
-    def key(self) -> Path:
-        return self.folder / "base" / "keys" / "default"
-
-    def start(self, fault: str | None = None) -> Process:
-        log = self.folder / f"base-{len(self.processes)}.log"
-        options = ["--dir", self.folder / "base", "--runs", self.folder, "--deterministic", "--threads", "1"]
-        process = Process.start([PALESTRA, "base", "tiny-random", *options], log, fault)
-        self.processes.append(process)
-        until(lambda: "key of" in process.output or process.popen.poll() is not None, "the base server listens")
-        assert process.popen.poll() is None, process.output
-        return process
-
-    def job(self, name: str, **changes: object) -> Job:
-        policy = POLICY | {"base": self.address}
-        settings = {key: value for key, value in TINY.items() if key not in ("engine", "trainer")}
-        return Job(self.folder / name, settings | {"name": name, "policies": {"policy": policy}} | changes)
 
 
 @pytest.fixture
@@ -62,19 +30,6 @@ def alone(tmp_path_factory) -> Iterator[Job]:
     with Job(tmp_path_factory.mktemp("alone"), ALONE) as job:
         run_through(job, [])
         yield job
-
-
-def tensors(job: Job) -> dict[str, torch.Tensor]:
-    found = safetensors.torch.load_file(job.checkpoints()[-1] / "adapter_model.safetensors")
-    assert any(bool(tensor.any()) for name, tensor in found.items() if "lora_B" in name)
-    return found
-
-
-def assert_same(job: Job, alone: Job) -> None:
-    assert_complete(job)
-    found, wanted = tensors(job), tensors(alone)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 def loads_torch(process: Process) -> bool:
@@ -156,3 +111,23 @@ def test_a_job_that_names_another_base_or_has_no_key_says_so(base, monkeypatch):
         server = job.serve()
         assert server.wait() == 2
         assert "is no key of this server" in server.output
+
+
+def test_a_deterministic_job_does_not_go_on_at_a_base_of_another_precision(base, alone):
+    dying = base.start()
+    with base.job("first") as job:
+        job.start()
+        job.work()
+        until(lambda: len(job.checkpoints()) > 0, "the job trains")
+        job.servers[0].kill()
+        dying.kill()
+        other = base.start(None, "--dtype", "float32")
+        server = job.serve("--resume")
+        assert server.wait() == 2
+        assert "computed in bfloat16" in server.output
+        assert "computes in float32: start it with --dtype bfloat16" in server.output
+        other.kill()
+        base.start()
+        job.start("--resume")
+        job.finish()
+        assert_same(job, alone)

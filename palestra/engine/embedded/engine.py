@@ -271,8 +271,10 @@ class EmbeddedEngine:
 
     def _remove(self, name: str) -> None:
         """Fail the requests of a policy, and forget its model."""
+        removed = self._policies[name]
         self._policies = {known: model for known, model in self._policies.items() if known != name}
         self._core.remove(name)
+        removed.model.free_adapter()
 
     def _must_wait(self, policy: str) -> bool:
         """Whether running replies of a policy can be finished before its weights are replaced."""

@@ -115,6 +115,8 @@ async def test_files_outside_of_the_folder_are_neither_read_nor_written(base, tm
             await trainer.load("policy", folder)
     with pytest.raises(Forbidden):
         await engine.add_policy("policy@1", "policy", PolicyVersion(0, 1), outside)
+    with pytest.raises(Forbidden, match="has its keys"):
+        await trainer.save("policy", tmp_path / "server" / "keys", {"step": 1}, "s")
     for model in ("/etc", "..", "."):
         with pytest.raises(Forbidden):
             await trainer.create("other", PolicySpec(model=model))

@@ -37,6 +37,7 @@ UNITS = {
 }
 COUNTED = {
     ("base", "--port"),
+    ("base", "--tinker-port"),
     ("dashboard", "--port"),
     ("demo", "--seed"),
     ("env", "--port"),

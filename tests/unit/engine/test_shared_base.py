@@ -52,9 +52,9 @@ def policy(model) -> PolicyModel:
 
 
 @asynccontextmanager
-async def engine_of(*names: str, dtype=torch.float32, deterministic: bool = True, **config):
+async def engine_of(*names: str, dtype=torch.float32, deterministic: bool = True, models=None, **config):
     settings = EmbeddedEngineConfig.model_validate({"threads": 1, "dtype": "float32", "max_batch": 40} | config)
-    models = LoadedModels()
+    models = models or LoadedModels()
     engine = EmbeddedEngine({n: policy(adapted(models, n, dtype)) for n in names}, settings, deterministic)
     try:
         yield engine
@@ -160,3 +160,15 @@ async def test_an_adapter_of_another_rank_joins_a_running_engine():
         assert len({one.runner for one in engine._core.policies.values()}) == 1
     finally:
         await engine.close()
+
+
+async def test_an_adapter_that_is_removed_frees_its_memory_at_once_and_the_base_stays():
+    models, dtype = LoadedModels(), torch.float32
+    async with engine_of("a", dtype=dtype, deterministic=False, models=models) as engine:
+        wanted = await replies(engine, "a")
+        other = adapted(models, "b", dtype)
+        await engine.add_model("b", policy(other), PolicyVersion(0, 0))
+        await engine.remove_policy("b")
+        assert other.adapter is not None
+        assert sum(weight.numel() for _, weight in other.adapter.named_parameters()) == 0
+        assert await replies(engine, "a") == wanted

@@ -14,6 +14,7 @@ import httpx2
 import numpy as np
 
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.runtime.shared_models import SharedModelOptions, shared_models
 from palestra.runtime.tinker import TinkerOptions, TinkerServer, tinker_server
 from palestra.tinker import protobuf
 from palestra.tinker.limits import Limits
@@ -55,7 +56,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: Path, limits: Limits | None = None, **options: Any) -> Iterator[Running]:
+def running(
+    folder: Path,
+    limits: Limits | None = None,
+    *,
+    deterministic: bool = False,
+    loaded_adapters: int = 16,
+    **options: Any,
+) -> Iterator[Running]:
     """Serve `tiny-random` to the tenants ada and ben."""
     known = limits or Limits(poll_seconds=5.0)
     started: list[Any] = []
@@ -64,16 +72,20 @@ def running(folder: Path, limits: Limits | None = None, **options: Any) -> Itera
     def serve() -> None:
         async def main() -> None:
             settings = TinkerOptions(
-                models=(TINY,),
                 folder=folder,
                 port=0,
                 tenants=("ada", "ben"),
-                engine=EmbeddedEngineConfig.model_validate(FLOAT32),
-                trainer=TrainerConfig.model_validate(FLOAT32),
                 limits=known,
                 **options,
             )
-            async with tinker_server(settings) as server:
+            models = SharedModelOptions(
+                models=(TINY,),
+                engine=EmbeddedEngineConfig.model_validate(FLOAT32),
+                trainer=TrainerConfig.model_validate(FLOAT32),
+                deterministic=deterministic,
+                loaded_adapters=loaded_adapters,
+            )
+            async with tinker_server(settings, shared_models(models)) as server:
                 started.append(Running(server, asyncio.get_running_loop(), folder))
                 ready.set()
                 while not over.is_set():

@@ -27,6 +27,12 @@ def ppo(p, q, a, low=0.8, high=1.2):
     return -torch.minimum(r * a, torch.clamp(r, low, high) * a)
 
 
+def gspo(p, q, a, mask, low=0.8, high=1.2):
+    mean = ((p.detach() - q) * mask).sum() / mask.sum()
+    r = torch.exp(mean + p - p.detach())
+    return -torch.minimum(r * a, torch.clamp(r, low, high) * a)
+
+
 FORMULAS = {
     "cross_entropy": lambda p, q, a, w: -w * p,
     "importance_sampling": lambda p, q, a, w: -ratio_of(p, q) * a,
@@ -35,11 +41,14 @@ FORMULAS = {
     "cispo": lambda p, q, a, w: -torch.clamp(ratio_of(p, q), 0.7, 1.1).detach() * p * a,
     "dro": lambda p, q, a, w: -(p * a - 0.5 * 0.05 * (p - q) ** 2),
     "dro, other beta": lambda p, q, a, w: -(p * a - 0.5 * 0.3 * (p - q) ** 2),
+    "gspo": gspo,
+    "gspo, other bounds": lambda p, q, a, w: gspo(p, q, a, w, 0.01, 100.0),
 }
 CONFIGS = {
     "ppo, other bounds": {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0},
     "cispo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1},
     "dro, other beta": {"beta": 0.3},
+    "gspo, other bounds": {"clip_low_threshold": 0.01, "clip_high_threshold": 100.0},
 }
 
 
@@ -59,6 +68,8 @@ def some_data(loss: str):
         else:
             q = np.where(counts, -draw.exponential(5.5, n), 0.0)
             inputs = {"logprobs": q, "advantages": np.where(counts, draw.normal(0, 1, n), 0.0)}
+            if loss == "gspo":  # also of a position without an advantage, and not of all that have one
+                inputs["sequence_ratio_mask"] = (np.arange(n) >= 4) & (np.arange(n) != 6)
         data.append((tokens, targets.tolist(), inputs))
     return data
 
@@ -71,7 +82,9 @@ def computed(model, data, formula) -> tuple[list[np.ndarray], float, dict[str, t
         scores = torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
         p = scores.gather(1, torch.tensor(targets)[:, None])[:, 0]
         given = {name: torch.tensor(np.asarray(values, np.float32)) for name, values in inputs.items()}
-        loss = formula(p, given.get("logprobs"), given.get("advantages"), given.get("weights"))
+        loss = formula(
+            p, given.get("logprobs"), given.get("advantages"), given.get("weights", given.get("sequence_ratio_mask"))
+        )
         total = total + loss.double().sum()
         found.append(p.detach().numpy())
     total.backward()

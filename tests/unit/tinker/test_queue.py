@@ -40,16 +40,16 @@ def test_models_of_several_tenants_share_passes_and_learn_what_each_learns_alone
             for tenant, each in ranks.items()
             for rank in each
         }
-        go_on = server.do(lambda: busy(server.server.queue))
+        go_on = server.do(lambda: busy(server.server.shared.queue))
         futures = {rank: train(model) for rank, model in models.items()}
-        while sum(one.waiting for one in server.server.queue.load().tenants) < 1 + len(models):
+        while sum(one.waiting for one in server.server.shared.queue.load().tenants) < 1 + len(models):
             time.sleep(0.01)
         server.loop.call_soon_threadsafe(go_on.set)
         for rank, asked in futures.items():
             for future in asked:
                 models[rank].client.result(future)
         found = {rank: model.logprobs() for rank, model in models.items()}
-        load = server.server.queue.load()
+        load = server.server.shared.queue.load()
     assert load.merged_passes > 0
     tokens = {one.tenant: one.tokens for one in load.tenants}
     assert tokens["ada"] > 1.5 * tokens["ben"] > 0
@@ -60,6 +60,6 @@ def test_models_of_several_tenants_share_passes_and_learn_what_each_learns_alone
             for future in train(model):
                 model.client.result(future)
             wanted = model.logprobs()
-            assert server.server.queue.load().merged_passes == 0
+            assert server.server.shared.queue.load().merged_passes == 0
         for mine, own in zip(logprobs, wanted, strict=True):
             np.testing.assert_allclose(mine, own, atol=5e-3)

@@ -7,7 +7,7 @@ import pytest
 
 from palestra.models.adapter_files import read_adapter
 from palestra.tinker.limits import Limits
-from unit.tinker.serving import Client, Failed, Model, data_of, running
+from unit.tinker.serving import TINY, Client, Failed, Model, data_of, running
 
 QUICK = {"poll_seconds": 5.0}
 
@@ -167,16 +167,25 @@ def test_checkpoints_go_both_ways(tmp_path):
         assert client.post("load_weights", body).status_code == 404
 
 
-def test_results_are_forgotten_and_requests_are_not_done_again(tmp_path):
-    with running(tmp_path, Limits(futures=2, **QUICK)) as server:
+@pytest.mark.parametrize("forgotten", [100, 0], ids=["their ids are known", "nothing of them is"])
+def test_results_are_forgotten_and_requests_are_not_done_again(tmp_path, forgotten):
+    with running(tmp_path, Limits(futures=2, forgotten=forgotten, checkpoint_steps=1, **QUICK)) as server:
         client = Client(server.url, server.key())
         model = client.model()
         model.train(3)
         old = model.computes(data_of(0), seq_id=1)
-        server.do(server.server.service.sweep)
-        gone = client.post("retrieve_future", {"request_id": old})
-        assert (gone.status_code, "is gone" in gone.json()["error"]) == (410, True)
+        sampler = client.sampler(base_model=TINY)
+        for number in range(4):
+            client.sample(sampler, [1, 2], number, max_tokens=2)
         before = model.logprobs()
+        for _ in range(2):  # a result is forgotten before its request is
+            server.do(server.server.service.sweep)
+        gone = client.post("retrieve_future", {"request_id": old})
+        assert gone.status_code == (410 if forgotten else 404), gone.text
         body = {"model_id": model.model_id, "seq_id": 2, "adam_params": {"learning_rate": 1e-2}}
-        client.good("optim_step", body)
+        again = client.post("optim_step", body)
+        assert again.status_code == (200 if forgotten else 410), again.text
         np.testing.assert_array_equal(model.logprobs(), before)
+        count = "SELECT count(*) FROM requests WHERE state = 'forgotten'"
+        rows = server.do(lambda: server.server.service.journal.db.read(lambda c: c.exec_driver_sql(count).scalar_one()))
+        assert rows <= (100 if forgotten else 4)  # those which the model would be restored with

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
 from palestra.models.causal_lm import load_tokenizer
 from palestra.tinker.limits import Limits
-from palestra.tinker.records import Sampler
-from palestra.tinker.sampling import Samplers
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, running
 
@@ -19,7 +15,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("tinker"), Limits(poll_seconds=5.0, loaded_samplers=2, samples=50)) as started:
+    with running(tmp_path_factory.mktemp("tinker"), Limits(poll_seconds=5.0, samples=50), loaded_adapters=2) as started:
         yield started
 
 
@@ -169,7 +165,7 @@ def test_more_adapters_than_the_engine_keeps_come_back(server, ada):
         model.train(1, rate=5e-2)
         paths.append(ada.sampler(model_path=model.samples_as(f"v{number}")))
     first = [ada.sample(s, PROMPT, 0, max_tokens=8, temperature=0.0) for s in paths]
-    assert len(server.server.service.samples._samplers._loaded) <= 2
+    assert len(server.server.shared.adapters.names) <= 2
     again = [ada.sample(s, PROMPT, 1, max_tokens=8, temperature=0.0) for s in paths]
     assert first == again
 
@@ -246,6 +242,16 @@ def test_weights_without_a_name_replace_no_other_sampler(server, ada):
     ] * 2, "a request that is sent again is the same"
 
 
+def test_weights_without_a_name_that_are_asked_for_again_with_another_number_are_the_same(ada):
+    """The SDK counts its samplers anew whenever it repeats the request."""
+    model = ada.model()
+    first = model.ask("save_weights_for_sampler", sampling_session_seq_id=3)
+    body = {"sampling_session_seq_id": 4, "seq_id": model.seq_id, "model_id": model.model_id}
+    assert ada.good("save_weights_for_sampler", body)["request_id"] == first
+    assert ada.result(first)["sampling_session_id"].endswith(":sample:3")
+    assert ada.post("save_weights_for_sampler", body | {"path": "named"}).status_code == 422
+
+
 def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
     with running(tmp_path, Limits(poll_seconds=5.0, samplers=2)) as server:
         ada = Client(server.url, server.key("ada"))
@@ -256,30 +262,21 @@ def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
             ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=2))
 
 
-async def test_an_adapter_that_is_removed_while_it_is_loaded_does_not_stay_in_the_engine(tmp_path):
-    gate, there = asyncio.Event(), set()
-
-    class Engine:
-        async def remove_policy(self, name):
-            there.discard(name)
-
-    async def load(name, folder):
-        await gate.wait()
-        there.add(name)
-
-    samplers = Samplers(Engine(), load, 4)
-    sampler = Sampler(
-        sampler_id="s", tenant="ada", session_id="x", base=TINY, model_path=None, folder=tmp_path, is_private=True
-    )
-
-    async def use():
-        async with samplers.policy_of(sampler):
-            pass
-
-    using = asyncio.ensure_future(use())
-    await asyncio.sleep(0)
-    removing = asyncio.ensure_future(samplers.remove(tmp_path))
-    await asyncio.sleep(0)
-    gate.set()
-    await asyncio.gather(using, removing)
-    assert there == set()
+def test_a_tenant_may_have_so_many_sequences_to_be_sampled_and_others_are_not_kept_from_theirs(tmp_path):
+    with running(tmp_path, Limits(poll_seconds=5.0, waiting_samples=20)) as server:
+        ada, ben = (Client(server.url, server.key(tenant)) for tenant in ("ada", "ben"))
+        long = {
+            "sampling_session_id": ada.sampler(base_model=TINY),
+            "num_samples": 12,
+            "prompt": {"chunks": [{"tokens": PROMPT}]},
+            "sampling_params": {"max_tokens": 2000, "stop": []},
+        }
+        first = ada.good("asample", long | {"seq_id": 0})["request_id"]
+        refused = ada.post("asample", long | {"seq_id": 1})
+        assert (refused.status_code, "12 sequences of this key" in refused.json()["error"]) == (429, True)
+        assert ada.good("asample", long | {"seq_id": 0})["request_id"] == first, "one that is sent again is the same"
+        fits = ada.good("asample", long | {"seq_id": 2, "num_samples": 8})["request_id"]
+        assert ben.sample(ben.sampler(base_model=TINY), PROMPT, samples=20, max_tokens=2)
+        for request_id in (first, fits):
+            ada.good("cancel_future", {"request_id": request_id})
+        assert ada.sample(long["sampling_session_id"], PROMPT, 1, samples=12, max_tokens=2)

@@ -77,6 +77,8 @@ class Owned:
             ("GET", "training_runs/{model_id}/checkpoints", None),
             ("PUT", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/ttl", {"ttl_seconds": 3600}),
             ("DELETE", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}", None),
+            ("POST", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish", {}),
+            ("DELETE", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish", None),
             ("GET", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls", None),
             ("POST", "weights_info", {"tinker_path": self.path}),
         ]
@@ -170,3 +172,32 @@ def test_a_key_that_no_client_would_send_or_that_two_have_is_refused(tmp_path):
     (tmp_path / "ben").write_text((tmp_path / "ada").read_text())
     with pytest.raises(ConfigError, match="the key of another tenant"):
         Tenants(tmp_path, (), "tml-")
+
+
+def test_what_a_tenant_publishes_all_may_sample_and_load_and_nobody_else_may_change(server):
+    ada, ben = (Client(server.url, server.key(tenant)) for tenant in ("ada", "ben"))
+    model = ada.model(rank=3)
+    model.train()
+    path, state = model.samples_as("shown"), model.saves("shown")
+    own = f"training_runs/{model.model_id}/checkpoints/sampler_weights/shown/publish"
+    ben.session()
+    start = {"session_id": ben.session_id, "sampling_session_seq_id": 0, "model_path": path}
+    assert ben.post("create_sampling_session", start).status_code == 404
+    ada.good(own, {})
+    assert ada.post(own, {}).status_code == 409, "it is public already"
+    assert [one["public"] for one in ada.http.get("checkpoints").json()["checkpoints"]].count(True) == 1
+    sampler = ben.good("create_sampling_session", start)["sampling_session_id"]
+    mine = ada.sample(ada.sampler(model_path=path), [1, 2, 3], max_tokens=4, seed=1)
+    assert ben.sample(sampler, [1, 2, 3], max_tokens=4, seed=1).sequences[0].tokens == mine.sequences[0].tokens
+    load = {"session_id": ben.session_id, "model_seq_id": 0, "path": state, "optimizer": False}
+    assert ben.post("load_weights", load).status_code == 404, "the other checkpoint of the name is not public"
+    ada.good(own.replace("sampler_weights", "weights"), {})
+    assert ben.result(ben.good("load_weights", load)["request_id"])["model_id"].endswith(":train:0")
+    for method, url in (("DELETE", own), ("DELETE", own.removesuffix("/publish")), ("POST", own)):
+        assert ben.http.request(method, url, json={}).status_code == 403, (method, url)
+    assert ben.http.get("checkpoints").json()["checkpoints"] == []
+    assert ada.http.delete(own).status_code == 200
+    assert ada.http.delete(own).status_code == 409, "it is private already"
+    assert ben.post("create_sampling_session", start | {"sampling_session_seq_id": 1}).status_code == 404
+    body = {"sampling_session_id": sampler, "seq_id": 9, "prompt": {"chunks": [{"tokens": [1]}]}}
+    assert ben.post("asample", body).status_code == 404, "also by a sampler that was made before"

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
-from palestra.trainer.serial import REMEMBERED, Serial
+from palestra.errors import Expired
+from palestra.trainer.base import StepReport
+from palestra.trainer.serial import REMEMBERED, KnownRequests, Serial
 
 
 class Work:
@@ -131,3 +134,31 @@ async def test_more_requests_than_are_remembered_may_run_together():
 
     requests = [("p", str(n)) for n in range(REMEMBERED + 6)]
     assert await Serial().run_together(requests, work) == list(range(REMEMBERED + 6))
+
+
+async def test_long_results_are_kept_up_to_a_size_and_an_older_request_is_refused_and_not_repeated():
+    def report(floats: int) -> StepReport:
+        rows = (np.zeros(floats, np.float32),)
+        counts = {"rows": 1, "trained_tokens": 1, "forward_tokens": 1, "flat_tokens": 1}
+        return StepReport(**counts, metrics={}, logprobs=rows)
+
+    known = KnownRequests(most_bytes=1000)
+    for number in range(5):
+        result: asyncio.Future = asyncio.get_running_loop().create_future()
+        known.remember(f"p{number % 2}", str(number), result)
+        result.set_result(report(100))
+        await asyncio.sleep(0)
+    for number in range(3):
+        with pytest.raises(Expired, match=f"'{number}' was executed"):
+            known.find(f"p{number % 2}", str(number))
+    assert known.find("p1", "3") is not None
+    assert known.find("p0", "4") is not None
+    large: asyncio.Future = asyncio.get_running_loop().create_future()
+    known.remember("p0", "large", large)
+    large.set_result(report(10_000))
+    await asyncio.sleep(0)
+    assert known.find("p0", "large") is large, "the newest is kept in any case"
+    with pytest.raises(Expired):
+        known.find("p0", "4")
+    known.forget("p0")
+    assert known.find("p0", "4") is None

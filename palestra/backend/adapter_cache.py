@@ -1,0 +1,99 @@
+"""Adapters on the disk that an engine samples from: some are loaded, and others are when they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from palestra.engine.base import Engine
+
+LoadAdapter = Callable[[str], Awaitable[None]]  # adds an adapter to the engine as a policy of the given name
+
+
+@dataclass(slots=True, eq=False)
+class _Loaded:
+    """An adapter that the engine has, or is getting."""
+
+    ready: asyncio.Future[None]
+    users: int = 0
+
+
+class AdapterCache:
+    """The adapters that an engine has; those that were used longest ago make room for others.
+
+    Uses begin in the order in which they were asked for. One whose adapter has no room, because all that are loaded are
+    being sampled from, waits for the first of them to be free, and so do those after it: no adapter waits for longer
+    than the replies take that began before.
+    """
+
+    def __init__(self, engine: Engine, most: int) -> None:
+        """Begin without adapters.
+
+        Args:
+            engine: gets them.
+            most: adapters that it has at the same time, at least 1.
+        """
+        self._engine, self.most = engine, most
+        self._loaded: dict[str, _Loaded] = {}  # by the engine's policy, in the order in which they were used last
+        self._turn = asyncio.Lock()  # fair: it is given in the order in which it was asked for
+        self._freed = asyncio.Event()
+        self.loads = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Return the policies that the engine has or is getting, the one that was used longest ago first."""
+        return list(self._loaded)
+
+    @contextlib.asynccontextmanager
+    async def loaded(self, name: str, load: LoadAdapter) -> AsyncIterator[None]:
+        """Have an adapter loaded inside of the block.
+
+        Args:
+            name: of the engine's policy.
+            load: is called with the name where the adapter is not loaded.
+
+        Raises:
+            PalestraError: that of `load`; the adapter is not loaded then.
+        """
+        async with self._turn:
+            known = self._loaded.pop(name, None)
+            if known is None:
+                await self._make_room()
+                known = _Loaded(asyncio.ensure_future(load(name)))
+                known.ready.add_done_callback(partial(self._came, name, known))
+                self.loads += 1
+            self._loaded[name] = known
+            known.users += 1
+        try:
+            await asyncio.shield(known.ready)
+            yield
+        finally:
+            known.users -= 1
+            self._freed.set()
+
+    async def remove(self, name: str) -> None:
+        """Free the memory of an adapter if the engine has it, or is getting it; requests that sample from it fail."""
+        if (known := self._loaded.pop(name, None)) is not None:
+            await asyncio.wait((known.ready,))  # else the engine would get the adapter after it was removed, for good
+            await self._engine.remove_policy(name)
+            self._freed.set()
+
+    async def _make_room(self) -> None:
+        """Return when one more adapter may be loaded."""
+        while len(self._loaded) >= self.most:
+            idle = next((name for name, one in self._loaded.items() if not one.users and one.ready.done()), None)
+            if idle is not None:
+                await self.remove(idle)
+            else:
+                self._freed.clear()
+                await self._freed.wait()
+
+    def _came(self, name: str, loaded: _Loaded, ready: asyncio.Future[None]) -> None:
+        """Forget an adapter that could not be loaded."""
+        failed = ready.cancelled() or ready.exception() is not None
+        if failed and self._loaded.get(name) is loaded:
+            del self._loaded[name]
+        self._freed.set()
