@@ -40,7 +40,7 @@ from palestra.types.records import Task
 PAGES, WITH_FINDINGS, STRETCH = 10, 2, 4
 STEP_SECONDS = 4.0  # about what a step of SmolLM2-135M takes on two cores
 EPISODES, GROUP, METRICS = 64, 8, 45
-ASK_AGAIN_SECONDS, MOST_QUESTIONS = 1.0, 20  # see findings.js
+ASK_SECONDS, MOST_QUESTIONS = 1.0, 6  # see findings.js
 
 
 class Pages:
@@ -72,8 +72,8 @@ async def _page(port: int, key: str, run: str, findings: bool) -> None:
     newest, asking = 0, None
 
     async def ask() -> None:
-        for _ in range(MOST_QUESTIONS):
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
+        for turn in range(MOST_QUESTIONS):
+            await asyncio.sleep(ASK_SECONDS * 2**turn)
             lines = [line async for line in _lines(port, key, f"/runs/{run}/findings")]
             if json.loads(lines[-1])["step"] >= newest:
                 return
