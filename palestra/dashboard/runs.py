@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from palestra.store.tables import SCHEMA
 OLDEST = 4  # version of the tables from which on batches have the versions of their policies
 # Errors of reading a damaged record; `run.open` makes a StoreError of those that SQLite finds.
 DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)
+HELD_SECONDS = 5.0  # between two questions whether a process runs the job: all locks of the machine are read
 QUERY_SECONDS = 10.0  # that the queries of one connection may take
 STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
 
@@ -53,6 +54,7 @@ class Run:
     title: str | None = None
     serve: str | None = None
     used: Callable[[], bool] | None = None
+    _held: dict[str, tuple[float, bool]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Connection]:
@@ -146,12 +148,14 @@ class Run:
         return newest_event_number(path, QUERY_SECONDS) if path.is_file() else None
 
     def in_use(self) -> bool:
-        """Return whether a process runs the job now; without `used`, one of this machine."""
+        """Return whether a process runs the job; without `used`, one of this machine, as `HELD_SECONDS` ago or later."""
         if self.live is not None:
             return True
         if self.used is not None:
             return self.used()
-        return is_locked(self.folder / RUN_LOCK)
+        if (known := self._held.get("held")) is None or time.monotonic() >= known[0]:
+            known = self._held["held"] = time.monotonic() + HELD_SECONDS, is_locked(self.folder / RUN_LOCK)
+        return known[1]
 
 
 @lru_cache(maxsize=64)

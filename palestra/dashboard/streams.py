@@ -31,7 +31,6 @@ MOST_STREAMS = 32  # of a server; a page holds one
 REPLACED = "replaced"  # kind of the event that says that another run has the folder; it has no number
 FAILED_SECONDS = 5.0  # pause before a run that can't be read is looked at again
 LINE_SECONDS = 3.0  # between two readings of how far a run is
-HELD_SECONDS = 3.0  # between two questions whether a process runs the job: all locks of the machine are read
 LINE_SHARE = 0.005  # of a core: the most that these readings take of a run that is slow to read
 LINE = "run"  # type of the events that say how far a run is; they have no number
 
@@ -74,8 +73,6 @@ class Feed:
         self._first: float | None = None  # time of the run's first event
         self._line = b""
         self._line_due = -math.inf
-        self._held = True  # whether a process runs the job
-        self._held_due = -math.inf
 
     async def after(self, last: int, first: bool) -> FeedNews:
         """Return the events after a number, up to `EVENTS` of them; none while the run can't be read.
@@ -121,7 +118,7 @@ class Feed:
     async def _look(self) -> None:
         """Read what is new, unless nothing was written since the last look."""
         try:
-            over, seen = self._is_over(), self.run.seen
+            over, seen = self._stopping.is_set() or not self.run.in_use(), self.run.seen
             if self._failed or seen != self._seen:
                 newest = await self._reader.read(self.run, self.run.newest_event)
                 if newest is None or newest != self._newest or self.run.begun != self._begun:
@@ -134,12 +131,6 @@ class Feed:
             self._fail()
         finally:
             self._looking = None
-
-    def _is_over(self) -> bool:
-        """Return whether no more events come. Whether a process holds the run is asked seldom, as that takes long."""
-        if not self._stopping.is_set() and time.monotonic() >= self._held_due:
-            self._held, self._held_due = self.run.in_use(), time.monotonic() + HELD_SECONDS
-        return self._stopping.is_set() or not self._held
 
     def _fail(self) -> None:
         self._failed, self._due = True, time.monotonic() + FAILED_SECONDS

@@ -6,7 +6,7 @@ import { href } from "./curves.js";
 import { runHead } from "./run.js";
 import { onChange, state } from "./state.js";
 
-const PAUSE = 1000, TURNS = 20;  // milliseconds between questions after a step, and the most of them
+const PAUSE = 1000, TURNS = 6;  // milliseconds before the first question after a step, twice as long before each further one; the most of them
 
 export async function findingsView({ run }) {
   const place = h("div", { class: "findings", "aria-live": "polite" });
@@ -26,7 +26,7 @@ export async function findingsView({ run }) {
     if (asking) return;
     asking = true;
     for (let turn = 0; turn < TURNS; turn++) {
-      await new Promise((resolve) => setTimeout(resolve, PAUSE));
+      await new Promise((resolve) => setTimeout(resolve, PAUSE * 2 ** turn));
       try { if (await load() >= newest) break; } catch { /* the stream says that the connection is lost */ }
     }
     asking = false;
