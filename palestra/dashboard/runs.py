@@ -148,7 +148,7 @@ class Run:
         return newest_event_number(path, QUERY_SECONDS) if path.is_file() else None
 
     def in_use(self) -> bool:
-        """Return whether a process runs the job; without `used`, one of this machine, as `HELD_SECONDS` ago or later."""
+        """Return whether a process runs the job, at most `HELD_SECONDS` ago; without `used`, one of this machine."""
         if self.live is not None:
             return True
         if self.used is not None:
