@@ -61,6 +61,7 @@ def test_a_script_that_trains(block, tmp_path):
     assert list(tmp_path.glob("runs/*/checkpoints/**/step-000001/*model.safetensors"))
 
 
+@pytest.mark.slow
 @named(BY_MARK["needs a server"])
 def test_a_script_against_a_server(block, tmp_path):
     pushes = "push_tasks" in block.text  # such a script plays the job to its end
@@ -82,6 +83,7 @@ def test_a_script_against_a_server(block, tmp_path):
 DUEL = SCRIPTED | {"environment": {"name": "gomoku-duel"}, "seats": {"roles": ["agent"]}, "steps": 1}
 
 
+@pytest.mark.slow
 @named(BY_MARK["needs a seat"])
 def test_a_script_that_plays_a_seat(block, tmp_path):
     with Job(tmp_path, DUEL) as job:
@@ -113,6 +115,7 @@ messages = [{"role": "user", "content": "hello"}]
 """
 
 
+@pytest.mark.slow
 @named(BY_MARK["needs an episode"])
 def test_a_script_in_an_episode(block, tmp_path):
     with Job(tmp_path, SCRIPTED) as job:

@@ -117,6 +117,7 @@ async def test_it_is_served_and_shares_its_base_with_other_adapters(checkpoint):
         assert runners["one"].model.adapter is not None
 
 
+@pytest.mark.slow
 def test_it_is_the_opponent_and_the_beginning_of_another_run(checkpoint, tmp_path):
     opponent = {"model": str(checkpoint), "max_context": 256, "frozen": True}
     policies = config(tmp_path).model_dump(mode="json")["policies"] | {"before": opponent}
@@ -140,6 +141,7 @@ def test_an_adapter_that_does_not_fit_ends_the_job_at_its_start(tmp_path, adapte
         palestra.train(rollout, TASKS, config(tmp_path / "run", adapter), quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_a_reference_and_a_critic_take_no_further_copy_of_the_weights(tmp_path, algorithm):
     kl = {"coefficient": 0.1}

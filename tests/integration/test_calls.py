@@ -54,6 +54,7 @@ async def in_flight(plane: Plane, number: int) -> None:
     await asyncio.to_thread(until, lambda: plane.status()["calls"]["in_flight"] == number, f"{number} calls in flight")
 
 
+@pytest.mark.slow
 async def test_equal_first_attempts_are_two_calls_with_two_samples(job, episode):
     async with client_of(episode) as ai:
         calls = [ai.chat.completions.create(model="policy", messages=HELLO) for _ in range(2)]
@@ -63,6 +64,7 @@ async def test_equal_first_attempts_are_two_calls_with_two_samples(job, episode)
     assert len(recorded(job, episode)) == 2
 
 
+@pytest.mark.slow
 async def test_a_reply_that_has_arrived_is_not_given_to_a_later_equal_call(job, plane, episode):
     first = await asyncio.to_thread(plane.chat, episode)
     again = await asyncio.to_thread(plane.chat, episode, headers={"x-stainless-retry-count": "1"})

@@ -37,6 +37,7 @@ def job_file(tmp_path, monkeypatch):
     return tmp_path / "job.toml"
 
 
+@pytest.mark.slow
 def test_a_real_model_is_tried_and_a_step_is_estimated(job_file):
     job_file.write_text(JOB)
     done = subprocess.run(

@@ -273,6 +273,7 @@ def test_the_version_the_help_and_a_command_that_does_not_exist():
     refused(palestra("--verbose", "xyzzy"), "'xyzzy'", "demo, run")
 
 
+@pytest.mark.slow
 def test_a_list_of_episodes_is_whole_in_a_pipe_and_fits_into_80_columns(copied, monkeypatch):
     reason = "ValueError: the answer of the tool was " + "long, " * 30 + "and this is its end"
     with sqlite3.connect(copied.run_dir / "run.db") as connection:

@@ -169,6 +169,7 @@ async def test_n_choices_are_distinct_samples_each_recorded_in_order(tmp_path):
     assert [joined(chunks, k)["content"] for k in range(4)] == [f"seed {10 + k}" for k in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_retry_gets_the_choices_that_were_recorded_and_only_the_others_are_sampled(tmp_path, streamed):
     async with speaking(tmp_path, piece_delay_seconds=0.01) as (job, engine, ai, episode_id):

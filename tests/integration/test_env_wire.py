@@ -179,6 +179,7 @@ class NaNReward(ConcurrentEnvironment):
         self.emit("a", (), reward=float("nan"), terminated=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kind", "said"),
     [
@@ -234,6 +235,7 @@ async def test_a_client_that_waits_too_long_is_told():
         await first.close()
 
 
+@pytest.mark.slow
 async def test_sessions_end_when_their_clients_are_gone_and_not_before():
     with EnvServer(Ledger, lease_seconds=0.4) as server:
         environment = server.remote()

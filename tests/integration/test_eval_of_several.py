@@ -37,6 +37,7 @@ def trained(tmp_path_factory) -> palestra.TrainResult:
     return palestra.train(config=config, environment="kuhn-poker", quiet=True)
 
 
+@pytest.mark.slow
 def test_each_policy_has_the_mean_that_the_last_validation_of_its_training_had(trained):
     found = palestra.evaluate(model=str(trained.run_dir), environment="kuhn-poker", quiet=True)
     last = trained.metrics[-1]

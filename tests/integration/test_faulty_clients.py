@@ -128,6 +128,7 @@ async def test_a_client_that_takes_nothing_of_its_stream_is_given_up(tmp_path, m
         await is_served(ai)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [["x"] * 10_000, ["x" * 10_000], [f"s{n}" for n in range(10_000)]], ids=len)
 async def test_any_number_of_stop_strings_is_refused_at_once(tmp_path, stop):
     async with speaking(tmp_path) as (_, _, ai, _):
@@ -156,6 +157,7 @@ HARD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HARD)
 async def test_a_schema_that_is_hard_to_compile_holds_up_nobody(tmp_path, name):
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": HARD[name]}}

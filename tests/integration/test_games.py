@@ -44,6 +44,7 @@ def test_an_untrained_model_makes_nothing_but_legal_moves(name, tmp_path):
     assert {chat.reply.text for chat in chats} == {"p", "b"}
 
 
+@pytest.mark.slow
 def test_a_named_environment_plays_the_tasks_that_are_given(tmp_path):
     given = [{"id": f"deal-{number}", "seed": number} for number in range(3)]
     settings = config(tmp_path / "given", steps=1, evaluation={"every_steps": 1, "max_tasks": 2})

@@ -68,6 +68,7 @@ def test_what_a_thread_had_claimed_that_died_is_given_back_though_its_process_li
     until(lambda: claimed(plane) == 0, "the lease of the thread that died has run out", 15.0)
 
 
+@pytest.mark.slow
 def test_a_block_holds_its_episode_for_as_long_as_it_is_open(client, job):
     with client.episode() as episode:
         assert episode is not None

@@ -39,6 +39,7 @@ def without_names(response: Any) -> dict[str, Any]:
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_streamed_response_is_the_one_without_streaming(tmp_path, name):
     async with speaking(tmp_path) as (_, _, ai, _):
@@ -98,6 +99,7 @@ async def test_a_conversation_of_items_goes_on_from_exact_tokens(tmp_path):
     assert [message.role for message in chats[1].new_messages] == ["tool", "tool", "user"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "field"),
     [
@@ -146,6 +148,7 @@ async def _nothing(*_: Any) -> None:
 # Messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_streamed_message_is_the_one_without_streaming(tmp_path, name):
     async with speaking(tmp_path) as (_, _, ai, _), anthropic_of(ai) as client:

@@ -69,6 +69,7 @@ async def rollout(task, policy):
     return reward
 
 
+@pytest.mark.slow
 def test_an_environment_is_trained_on_exactly_as_the_same_agent_over_http(tmp_path):
     inside = palestra.train(RolloutSpec(environment=Echo), TASKS, job(tmp_path / "inside"), quiet=True)
     outside = palestra.train(rollout, TASKS, job(tmp_path / "outside"), quiet=True)
@@ -98,6 +99,7 @@ def test_a_tiny_model_plays_a_game_and_is_trained_on_moves_that_it_was_held_to(t
     assert {episode.metadata["termination"] for episode in played} == {"done"}
 
 
+@pytest.mark.slow
 def test_a_tiny_model_that_has_to_call_a_tool_does_nothing_else(tmp_path):
     ring = {"type": "function", "function": {"name": "ring", "parameters": {"type": "object", "properties": {}}}}
     play = RolloutSpec(environment=Echo, agents={"": ModelAgent(tools=(ring,), tool_choice="required")})
@@ -152,6 +154,7 @@ async def test_it_works_where_an_event_loop_is_running(tmp_path):
     assert inside.outcomes[0].trajectory.chats[0].completion_ids.tolist() != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["iterator", "file", "dataset"])
 def test_tasks_may_come_from_an_endless_iterator_a_file_or_a_data_set(tmp_path, form):
     class Dataset:  # what `datasets.Dataset` is to those that read it

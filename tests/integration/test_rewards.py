@@ -56,6 +56,7 @@ class Sometimes:
         return self.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["good", math.nan, math.inf, [1.0], {"a": math.nan}, object()])
 def test_what_is_no_reward_costs_an_attempt_and_names_task_and_episode(tmp_path, value, caplog):
     rollout = Sometimes(value)
@@ -74,6 +75,7 @@ def test_a_run_of_nothing_but_bad_rewards_ends_after_as_many_as_of_other_failure
     assert sum(row["attempts"] for row in failed) == worker.FAILURES_IN_A_ROW == pool.FAILURES_IN_A_ROW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, {"a": 1.0, "b": None}, RolloutResult(reward=None)])
 def test_none_leaves_the_episode_out_once_and_for_all(tmp_path, value):
     rollout = Sometimes(value)

@@ -67,6 +67,7 @@ def files(checkpoint) -> dict[str, bytes]:
     return found | {"state": json.dumps(state["algorithm"]).encode()}
 
 
+@pytest.mark.slow
 def test_a_job_ends_bit_for_bit_alike_whether_it_was_stopped_or_not(tmp_path):
     """The second life reads the episodes of earlier steps out of the run store again."""
     whole = train(job(tmp_path / "whole"))
@@ -123,6 +124,7 @@ def test_a_call_without_choices_ends_the_job_with_its_name(tmp_path):
         train(job(tmp_path), agent=Undecided(choices=("0", "1")))
 
 
+@pytest.mark.slow
 def test_what_follows_the_policy_waits_while_only_the_critic_is_trained(tmp_path):
     config = job(tmp_path)
     waiting = config.algorithm.model_copy(

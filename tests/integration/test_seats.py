@@ -154,6 +154,7 @@ class Timed(MultiAgentEnvironment):
         return Outcome(rewards={"white": -earned, "black": earned} if over else {}, over=over)
 
 
+@pytest.mark.slow
 async def test_a_worker_without_time_left_is_told_and_what_it_sampled_is_not_trained(tmp_path):
     """In every second episode white thinks too long; a seat whose worker comes late has its whole time then."""
 
@@ -307,6 +308,7 @@ async def test_a_job_without_seats_says_so(tmp_path):
             pass
 
 
+@pytest.mark.slow
 async def test_another_worker_continues_where_one_has_left_and_the_other_seat_is_told(tmp_path):
     async with running(tmp_path / "run") as job, Http(job) as http:
         white, black = await http.seat("white", "first"), await http.seat("black")

@@ -118,6 +118,7 @@ async def test_a_server_finds_of_each_token_what_the_trainers_copy_does(tmp_path
         np.testing.assert_allclose(one, two, atol=2e-5)
 
 
+@pytest.mark.slow
 async def test_a_served_teacher_teaches_what_a_frozen_policy_does(tmp_path, teacher_model, monkeypatch):
     big = {"model": str(teacher_model), "frozen": True, "max_context": 256}
     frozen = await train(job(tmp_path / "frozen", {}, big=big))

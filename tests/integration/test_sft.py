@@ -54,6 +54,7 @@ def taught(tmp_path_factory) -> palestra.TrainResult:
     return palestra.train(reward=reward, tasks=CONVERSATIONS, validation_tasks=TASKS, config=config, quiet=True)
 
 
+@pytest.mark.slow
 def test_conversations_are_learned_by_heart(taught):
     first, *_, last = taught.metrics
     assert (first["validation/reward_mean"], last["validation/reward_mean"]) == (0.0, 1.0)

@@ -56,6 +56,7 @@ def test_tasks_that_can_be_read_only_once_are_not_lost_to_the_check(tmp_path):
     assert (result.state, result.metrics[-1]["validation/total"]) == ("completed", 2)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_loads_in_transformers_and_differs_from_the_start(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,6 +78,7 @@ def test_a_rollout_that_always_fails_ends_the_run_with_its_error(tmp_path):
         palestra.train(broken, TASKS, config(tmp_path / "run"), quiet=True)
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_a_rollout_began_to_fail_is_saved(tmp_path):
     played = itertools.count()
 
@@ -121,6 +123,7 @@ def test_a_learning_rate_that_makes_the_entropy_collapse_is_warned_of(tmp_path, 
     assert "warning: the entropy of the policy fell from" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_algorithm_and_a_loss_of_ones_own_train_and_their_metrics_are_written_by_their_names(tmp_path):
     """Against the loss of its definition: the policy is on its own samples, so the numbers follow from the rows."""
     own = {"name": "unit.algorithms.own_algorithm:Surprise"}

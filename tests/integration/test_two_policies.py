@@ -156,6 +156,7 @@ def test_a_frozen_policy_that_no_one_calls_changes_no_bit(tmp_path, other_model)
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_over_http_a_role_a_name_and_an_endpoint_choose_the_policy(tmp_path):
     seen = []
 
@@ -193,6 +194,7 @@ def test_over_http_a_role_a_name_and_an_endpoint_choose_the_policy(tmp_path):
     assert seen == [[("white", "white"), ("black", "black"), ("black", "black"), ("black", "black")]] * 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_plays_all_roles_and_counts_what_the_trained_one_earned(tmp_path, other_model):
     settings = config(tmp_path / "run", {"black": {"model": other_model, "frozen": True}}, ROLES)
     found = palestra.evaluate(RolloutSpec(environment=Talk), TASKS, settings, trajectories=True, quiet=True)
@@ -254,6 +256,7 @@ def test_a_job_of_two_that_is_killed_again_and_again_ends_as_one_that_was_not(tm
         assert job.weights() == undisturbed_two.weights()
 
 
+@pytest.mark.slow
 def test_status_and_claims_name_all_policies(tmp_path):
     with Job(tmp_path, SCRIPTED_TWO) as job, Plane(job.url) as plane:
         job.start()

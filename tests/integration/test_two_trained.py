@@ -52,6 +52,7 @@ def _watched(name, method, seen):
     return watched
 
 
+@pytest.mark.slow
 async def test_two_models_learn_in_one_zero_sum_game(tmp_path, other_model):  # noqa: F811
     settings = config(tmp_path / "run", {"black": {"model": other_model} | LEARNS}, ROLES)
     found = await played(settings)
@@ -82,6 +83,7 @@ async def test_two_models_of_different_families_learn_in_one_episode(tmp_path):
     assert found["versions"] == {"white": "0.1", "black": "0.1"}
 
 
+@pytest.mark.slow
 async def test_in_turns_only_the_one_that_is_due_is_touched(tmp_path):
     policies = {"black": {"updates": {"every": 2, "at": 2}} | LEARNS}
     settings = config(tmp_path / "run", policies, ROLES)
@@ -100,6 +102,7 @@ async def test_in_turns_only_the_one_that_is_due_is_touched(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [{"name": "grpo", "credit": "step"}, {"name": "ppo"}])
 async def test_rewards_of_time_steps_are_those_of_a_policys_own_agents(tmp_path, algorithm):
     """All of an episode's rewards come with one action, and their sum is 0: alone it would teach nothing."""
@@ -112,6 +115,7 @@ async def test_rewards_of_time_steps_are_those_of_a_policys_own_agents(tmp_path,
         assert row["white/train/return_mean"] > 0
 
 
+@pytest.mark.slow
 def test_the_result_has_a_checkpoint_of_each_which_is_evaluated_by_its_folder(tmp_path):
     settings = config(tmp_path / "run", {"black": LEARNS}, ROLES)
     result = palestra.train(RolloutSpec(environment=Talk), TASKS, settings, quiet=True)
@@ -179,6 +183,7 @@ def test_a_job_of_two_that_is_killed_again_and_again_ends_as_one_that_was_not(tm
             assert job.weights(policy) == undisturbed.weights(policy)
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_console_show_both(undisturbed):
     output = undisturbed.servers[0].output
     assert "white reward " in output

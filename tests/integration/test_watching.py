@@ -79,6 +79,7 @@ def lease_runs_out(plane: Plane) -> str:
 # Events
 
 
+@pytest.mark.slow
 def test_events_can_be_replayed_from_any_of_them(plane):
     for _ in range(3):
         lease_runs_out(plane)

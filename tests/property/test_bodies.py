@@ -262,6 +262,7 @@ EPISODES = {
 }
 
 
+@pytest.mark.slow
 @examples(30, 300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from([*BODIES, *EPISODES]),

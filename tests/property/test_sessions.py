@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -320,6 +321,7 @@ def cost(turns: int) -> dict[str, int]:
         return asyncio.run(run(Path(folder)))
 
 
+@pytest.mark.slow
 def test_a_long_conversation_is_held_and_stored_in_proportion_to_its_tokens():
     few, many = cost(40), cost(400)
     for found, turns in ((few, 40), (many, 400)):

@@ -34,6 +34,7 @@ UNITS = {
     "GAMES",
     "MODELS",
     "POLICIES",
+    "ADAPTERS",
 }
 COUNTED = {
     ("base", "--port"),
@@ -56,6 +57,7 @@ def help_of(name: str, columns: int, monkeypatch) -> str:
     return commands_of(parser())[name].format_help()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_is_described_and_its_default_shown(name, monkeypatch):
     text = " ".join(help_of(name, 120, monkeypatch).split())

@@ -203,6 +203,7 @@ def test_every_command_is_among_them():
     assert set(commands.choices) == set(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["known", "refused"])
 @pytest.mark.parametrize("command", CASES)
 def test_no_command_writes_an_escape_of_others(server, folder, monkeypatch, capfdbinary, command, key):

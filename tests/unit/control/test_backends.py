@@ -134,6 +134,7 @@ def cut_sessions(postgres_url):
         ).fetchone()[0]
 
 
+@pytest.mark.slow
 async def test_a_session_that_is_cut_off_is_replaced_and_nothing_is_lost_or_doubled(postgres_url):
     with ControlStore(postgres_url) as store:
         await submit(store)

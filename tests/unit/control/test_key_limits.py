@@ -70,6 +70,7 @@ async def test_requests_and_bodies_are_limited_as_it_says(http, plane):
     assert unsaid.status_code == 413
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "kept"), [(None, 20), (5, 5), (20, 20), (1000, 20)])
 async def test_a_job_gets_no_more_episodes_in_flight_than_the_key_allows(http, given, kept):
     headers = await key(http, episodes_in_flight=20)

@@ -73,6 +73,7 @@ def set_to(key: str, value: float) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in CAPS if key != OPEN_EPISODES])
 async def test_a_value_over_its_cap_is_refused_with_key_value_and_cap(http, key):
     cap = CAPS[key]
@@ -96,6 +97,7 @@ async def test_values_at_their_caps_are_taken(http):
         assert answer.status_code == 201, (key, answer.text)
 
 
+@pytest.mark.slow
 async def test_many_groups_of_many_episodes_are_refused_though_each_number_is_small(http):
     answer = await http.post("/jobs", json={"config": {"rollout": {"group_size": 1024, "groups_per_step": 1024}}})
     assert answer.status_code == 400
@@ -186,6 +188,7 @@ async def test_models_are_the_operators_or_the_hubs_as_the_rules_say(http, plane
 NIM = "http://10.0.0.7:7500"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "url",
     [

@@ -102,6 +102,7 @@ async def test_a_key_that_reads_no_jobs_reads_no_run(plane, keys):
         assert (await http.post("/dashboard/session", headers=narrow)).json()["service"] is True
 
 
+@pytest.mark.slow
 async def test_the_session_is_the_key_itself_and_a_key_in_an_address_or_cookie_is_none(plane, keys):
     async with client(plane) as http:
         answer = await http.post("/dashboard/session", headers=keys["eve"])
@@ -135,6 +136,7 @@ async def test_a_job_that_has_no_run_yet_is_said_to_have_none(plane, keys):
         assert (answer.status_code, "has not begun" in answer.text) == (404, True)
 
 
+@pytest.mark.slow
 async def test_a_stream_of_runs_names_them_and_ends_with_its_key(plane, keys, monkeypatch):
     job = await with_run(plane)
     async with client(plane) as http:
@@ -260,6 +262,7 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
         assert await read("?last=100") == ("0", "0123456789")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -280,6 +283,7 @@ async def test_a_configuration_in_toml_that_is_no_job_is_refused_in_words(plane,
         assert said in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_a_configuration_in_toml_is_the_same_job_as_in_json(plane, keys):
     config = {"name": "typed", "steps": 3, "engine": {"kind": "fake"}}
     text = 'name = "typed"\nsteps = 3\n[engine]\nkind = "fake"\n'
@@ -311,6 +315,7 @@ async def test_runs_that_were_added_longest_ago_are_forgotten_with_all_that_is_k
     assert "there are" not in str(missing.value)
 
 
+@pytest.mark.slow
 async def test_one_tenants_streams_take_no_place_of_anothers_and_leave_nothing(plane, keys, monkeypatch, tmp_path):
     monkeypatch.setattr(run_streams, "MOST_STREAMS", 1)
     monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)

@@ -60,6 +60,7 @@ async def test_the_kind_may_stand_in_the_body_or_in_the_configuration(http, body
     assert job["kind"] == job["config"]["kind"] == "inference"
 
 
+@pytest.mark.slow
 async def test_a_job_trains_unless_it_says_otherwise(http):
     assert (await made(http, config={}))["kind"] == "training"
 
@@ -94,6 +95,7 @@ async def test_a_time_limit_is_kept_shown_and_resubmitted(http):
     assert (again.status_code, again.json()["time_limit_seconds"]) == (201, 5400.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, -1, 1e10, "90m", [], {}, "NaN", "Infinity"])
 async def test_what_is_no_time_limit_is_refused_by_name(http, limit):
     assert "time_limit_seconds" in await refused(http, 422, config={}, time_limit_seconds=limit)
@@ -168,6 +170,7 @@ async def test_the_job_of_another_tenant_is_as_one_that_does_not_exist(http, pla
     assert hidden.replace(source, "") == missing.replace(none, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../other", "job/../../x", "/etc", ".", "job-0000000000000000/run"])
 async def test_a_path_is_no_job(http, name):
     assert "no job" in await refused(http, 404, from_job=name)
@@ -234,6 +237,7 @@ def learning(source: str, **algorithm) -> dict:
     return {"policies": TRAINED["policies"], "algorithm": {"name": "sft", "from_run": source} | algorithm}
 
 
+@pytest.mark.slow
 async def test_episodes_of_a_job_of_the_tenant_may_be_learned_from(http, plane):
     source = await played(plane, 1.0)
     job = await made(http, config=learning(source, min_reward=0.5))
@@ -373,6 +377,7 @@ async def test_each_of_several_policies_starts_from_the_one_of_its_name(http, pl
     assert "rename 'green'" in told
 
 
+@pytest.mark.slow
 async def test_a_job_that_trains_nothing_has_no_weights_to_start_from(http, plane):
     config = {"kind": "inference", "policies": {"a": {"model": "tiny-random", "frozen": True}}}
     job = await submit(plane.store, "default", "ann", name="serve", config=config)

@@ -64,6 +64,7 @@ async def test_a_table_that_is_not_there_is_the_matter_of_its_run_alone(pair):
     assert describe_run(good).state == "completed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
@@ -132,6 +133,7 @@ def test_a_damaged_warning_says_so_among_the_rest(pair):
     assert [(one.step, one.code) for one in describe_run(bad).warnings] == [(5, "c"), (0, "damaged")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", ["'[1]'", "'{'", "x'ff00'", "7", "'{\"train/reward_mean\": 1}'", '\'{"step": 5, "train/entropy": []}\'']
 )
@@ -175,6 +177,7 @@ async def test_damaged_events_do_not_end_the_stream(pair):
     assert chunks.count("\n\n") == len(events)
 
 
+@pytest.mark.slow
 async def test_a_view_without_an_end_takes_its_time_and_no_more(pair, monkeypatch):
     good, bad = pair
     monkeypatch.setattr(run_module, "QUERY_SECONDS", 0.5)
@@ -221,6 +224,7 @@ async def test_a_pipe_in_place_of_a_file_is_not_opened(pair, name, error):
     assert describe_run(bad).state == "unreadable"
 
 
+@pytest.mark.slow
 def test_a_read_does_not_keep_the_process_from_ending():
     script = """
 import asyncio, time

@@ -6,6 +6,7 @@ import fcntl
 import json
 import sqlite3
 import time
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -73,6 +74,7 @@ async def test_a_step_has_its_groups_its_batch_and_what_was_left_out(tmp_path):
         read_step(run, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 async def test_advantage_and_weight_of_each_token_are_those_that_the_learner_trains_with(tmp_path, mode):
     run = await record(tmp_path, algorithm={"loss_agg_mode": mode})
@@ -296,6 +298,7 @@ async def test_advantages_that_the_group_alone_does_not_give_are_not_shown(tmp_p
 # Searches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "names"),
     [
@@ -442,6 +445,6 @@ async def test_the_time_left_of_a_run_in_another_process_has_its_evaluations_and
     assert describe_run(run).seconds_left is None  # no process runs it
     with (tmp_path / RUN_LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = describe_run(run)
+        found = describe_run(replace(run))  # which has not asked for the lock yet
     assert (found.state, found.seconds_per_step) == ("running", 2.0)
     assert found.seconds_left == pytest.approx(left)

@@ -81,6 +81,7 @@ async def test_a_stream_that_is_far_behind_gets_all_in_order(runs, monkeypatch):
     assert await read(streams, {"a": 0}) == [("a", i + 1) for i in range(newest + 20)]
 
 
+@pytest.mark.slow
 async def test_many_streams_read_a_run_no_more_often_than_one(runs, monkeypatch):
     run = Run(name="a", folder=runs[0].folder, live=lambda: None)  # in use
     streams, stopping = opened([run])
@@ -105,6 +106,7 @@ async def test_many_streams_read_a_run_no_more_often_than_one(runs, monkeypatch)
     assert looks <= 5
 
 
+@pytest.mark.slow
 async def test_how_far_a_run_is_comes_by_the_stream_when_it_changes_and_is_read_once_for_all(runs, monkeypatch):
     monkeypatch.setattr(module, "LINE_SECONDS", 0.3)
     monkeypatch.setattr(module, "LINE_SHARE", 1.0)
@@ -134,6 +136,7 @@ async def test_how_far_a_run_is_comes_by_the_stream_when_it_changes_and_is_read_
     assert readings <= 8
 
 
+@pytest.mark.slow
 async def test_a_run_that_is_slow_to_read_is_read_seldom(runs, monkeypatch):
     monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
     readings: list[float] = []

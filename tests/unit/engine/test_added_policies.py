@@ -17,6 +17,7 @@ from unit.engine.test_two_policies import CALLS, NEW, OLD, engine_of, replies, r
 THIRD = PolicyVersion(0, 3)
 
 
+@pytest.mark.slow
 async def test_an_added_policy_answers_as_an_engine_of_its_own_and_disturbs_none(tmp_path):
     other = scaled(torch.float32, 1.5)
     save_file({name: p.detach().clone() for name, p in other.named_parameters()}, tmp_path / "model.safetensors")

@@ -226,6 +226,7 @@ async def deterministic_dtype() -> torch.dtype:
     pytest.skip("matrix products of this machine depend on the number of rows in every precision")
 
 
+@pytest.mark.slow
 async def test_with_deterministic_a_result_is_the_same_bit_by_bit_alone_and_among_nine():
     dtype = await deterministic_dtype()
     model = load_causal_lm("tiny-random", dtype)

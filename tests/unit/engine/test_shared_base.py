@@ -62,6 +62,7 @@ async def engine_of(*names: str, dtype=torch.float32, deterministic: bool = True
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_each_adapter_answers_as_it_would_alone_bit_by_bit():
     dtype = await deterministic_dtype()
     async with engine_of(*CONFIGS, dtype=dtype) as engine:
@@ -143,6 +144,7 @@ async def test_prefixes_are_those_of_one_adapter():
         assert [await computed(name) for name in names] == [1, 30, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 async def test_an_adapter_of_another_rank_joins_a_running_engine():
     dtype = await deterministic_dtype()
     async with engine_of("b", dtype=dtype) as engine:
@@ -162,6 +164,7 @@ async def test_an_adapter_of_another_rank_joins_a_running_engine():
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_an_adapter_that_is_removed_frees_its_memory_at_once_and_the_base_stays():
     models, dtype = LoadedModels(), torch.float32
     async with engine_of("a", dtype=dtype, deterministic=False, models=models) as engine:

@@ -66,6 +66,7 @@ async def replies(engine, *policies: str):
     }
 
 
+@pytest.mark.slow
 async def test_two_policies_answer_as_each_would_alone():
     dtype = await deterministic_dtype()
     models = {"a": scaled(dtype, 1.0), "b": scaled(dtype, 1.5)}

@@ -32,6 +32,7 @@ def test_a_world_that_has_no_mistake_passes_in_no_time(agents, barriers):
     assert time.perf_counter() - begun < 30  # 38 episodes of 100 minutes
 
 
+@pytest.mark.slow
 def test_a_barrier_does_not_depend_on_who_thinks_longer():
     class Says(World):
         deterministic = True

@@ -124,6 +124,7 @@ async def test_no_process_is_started_before_the_first_grammar_and_none_is_left(m
         await grammars.check(ALL_OF, "response_format")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grammar", "bound"), [(ALL_OF, "MiB of memory"), (SLOW, "s of processor time|MiB of memory")])
 async def test_a_bomb_is_refused_by_its_bound_and_its_field_and_again_without_a_process(make, grammar, bound):
     grammars = make()

@@ -56,6 +56,7 @@ def headers(key: str | None) -> list[tuple[bytes, bytes]]:
     return body if key is None else [*body, (b"authorization", b"Bearer " + key.encode())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_on_the_data_plane(data_plane, key):
     asked = [(m, p) for m, p in routes_of(data_plane.app) if p not in PUBLIC]

@@ -125,6 +125,7 @@ async def test_where_all_connections_are_in_use_new_ones_are_refused_and_told_wh
         assert (await http.post("/echo", content=b"abc")).json() == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part", [b"", b"GE", b"GET /wait HTTP/1.1\r\nhost: x\r\n", b"GET /wait HTTP/1.1\r\nauthorization: Bea"]
 )
@@ -233,6 +234,7 @@ async def refused_early(server: Server) -> tuple[asyncio.StreamReader, asyncio.S
     return reader, writer
 
 
+@pytest.mark.slow
 async def test_a_connection_is_idle_when_the_body_of_a_refused_request_has_come():
     async with running(header_seconds=1, idle_seconds=60) as server:
         reader, writer = await refused_early(server)
@@ -244,6 +246,7 @@ async def test_a_connection_is_idle_when_the_body_of_a_refused_request_has_come(
         assert server.connections.counts["headers_late"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rest", [b"", b"bo", b"bodyPOST /echo HTT"], ids=["nothing", "a part", "half a head behind it"]
 )

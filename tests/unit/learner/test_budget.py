@@ -24,6 +24,7 @@ async def sampled(tmp_path) -> list[int]:
     return [0, *accumulate(int(row["rollout/completion_tokens"]) for row in rows(tmp_path / "without")[1:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "less"), [(1, 0), (2, 0), (2, 1), (5, 1)])
 async def test_training_ends_with_the_step_that_reaches_the_budget(tmp_path, sampled, steps, less):
     job = ScriptedJob(tmp_path / "run", config(steps=1000, token_budget=sampled[steps] - less))

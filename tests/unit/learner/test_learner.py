@@ -145,6 +145,7 @@ async def test_every_accepted_episode_is_in_exactly_one_manifest(tmp_path):
     assert {m.config_digest for m in manifests} == {config().digest()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2, 5])
 async def test_episodes_are_played_ahead_and_are_never_staler_than_allowed(tmp_path, staleness):
     settings = {"steps": 6, "deterministic": False}

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("game", "code", "steps", "words"), CASES)
 async def test_a_game_that_goes_wrong_is_a_warning_while_the_job_runs(tmp_path, game, code, steps, words):
     job = job_of(tmp_path, game, steps)

@@ -149,6 +149,7 @@ async def test_of_several_trained_policies_the_calls_and_rewards_of_one_are_lear
         assert [chat.completion_ids.tolist() for chat in trajectory.chats] == [c.completion_ids.tolist() for c in own]
 
 
+@pytest.mark.slow
 async def test_of_several_that_of_the_same_name_is_learned_or_the_one_that_is_named(tmp_path, source_of_two):
     black = sft(source_of_two).model_copy(update={"policies": {"black": sft().policies["policy"]}})
     await ScriptedJob(tmp_path / "same", black).run()

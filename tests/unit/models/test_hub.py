@@ -87,6 +87,7 @@ def test_offline_says_so_and_asks_nobody(monkeypatch):
         model_folder("org/model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "ending"),
     [

@@ -96,6 +96,7 @@ def gradients_of_peft(bench, which, ids, of, folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, None, 0, 3, 0, 1], [3, 1]], ids=str)
 @pytest.mark.parametrize("separate", [False, True])
 def test_gradients_of_a_mixed_batch_are_those_of_peft_on_transformers_own_model(tmp_path, order, separate):

@@ -454,6 +454,7 @@ async def test_rewards_by_name_are_weighed_by_the_policy_that_plays_the_agent_an
     bench.store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewards", [(float("nan"), 0.0), (1.0, float("inf")), (1e308, 1e308)])
 async def test_rewards_of_an_environment_that_have_no_finite_sum_are_its_failure(bench, rewards):
     class Odd(ConcurrentEnvironment):

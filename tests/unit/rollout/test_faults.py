@@ -167,6 +167,7 @@ def nothing_is_left_running():
     HangsInThread.over.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DROPPED)
 async def test_a_group_whose_episodes_can_not_be_played_is_replaced(tmp_path, name):
     environment, agents, reason = DROPPED[name]
@@ -281,6 +282,7 @@ async def test_a_consumer_that_stops_reading_holds_up_the_producers_and_loses_no
     kit.store.close()
 
 
+@pytest.mark.slow
 async def test_nothing_of_an_episode_stays_in_memory(tmp_path):
     kit = Kit(tmp_path, Good)
     await kit.gathered()

@@ -129,6 +129,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         read_tasks(tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 async def test_leases_run_out_again_when_the_store_answers_again(tmp_path, monkeypatch, caplog):
     config = JobConfig.model_validate(
         {"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "fake"}, "rollout": {"lease_seconds": 0.2}}

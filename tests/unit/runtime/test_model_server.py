@@ -56,6 +56,7 @@ async def test_how_a_server_ended_is_left_in_the_folder_until_it_is_started_agai
     assert ended == Ended(ending=Ending.COMPLETED) == read_ended(tmp_path)
 
 
+@pytest.mark.slow
 async def test_a_model_is_served_until_it_is_stopped_and_that_is_no_completion(server, tmp_path):
     url = await server.start({"kind": "inference", "engine": {"kind": "fake"}}, str(tmp_path), "127.0.0.1")
     assert url == await server.address()

@@ -47,6 +47,7 @@ def of_paths(text: str, choices: list[str], temperature: float) -> dict[str, flo
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 @pytest.mark.parametrize("choices", [["a", "b"], ["pass", "past", "bet", "be"], ["ä", "ö"], ["only"]])
 def test_they_are_those_of_transformers_under_the_choices(choices, temperature):

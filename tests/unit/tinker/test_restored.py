@@ -53,6 +53,7 @@ def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gr
     ] == [True] * 7
 
 
+@pytest.mark.slow
 def test_steps_that_are_done_again_are_not_saved_with_half_of_the_next_one(tmp_path):
     """The checkpoint is due while the gradient of the next step is there: it has to wait for that step."""
     limits = Limits(checkpoint_steps=2, **QUICK)
@@ -96,6 +97,7 @@ def test_more_models_than_fit_take_turns_and_do_not_notice(tmp_path):
         np.testing.assert_array_equal(few, every)
 
 
+@pytest.mark.slow
 def test_loading_a_checkpoint_outlives_the_checkpoint(tmp_path):
     limits = Limits(checkpoint_steps=2, **QUICK)
     with running(tmp_path, limits) as server:
@@ -116,6 +118,7 @@ def test_loading_a_checkpoint_outlives_the_checkpoint(tmp_path):
         client.result(again.steps())
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_the_journal(tmp_path):
     limits = Limits(checkpoint_steps=2, **QUICK)
     with running(tmp_path, limits) as server:
@@ -167,6 +170,7 @@ def test_checkpoints_go_both_ways(tmp_path):
         assert client.post("load_weights", body).status_code == 404
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [100, 0], ids=["their ids are known", "nothing of them is"])
 def test_results_are_forgotten_and_requests_are_not_done_again(tmp_path, forgotten):
     with running(tmp_path, Limits(futures=2, forgotten=forgotten, checkpoint_steps=1, **QUICK)) as server:

@@ -46,6 +46,7 @@ def test_a_model_learns_what_it_is_trained_on(ada):
     assert losses[-1] < 0.95 * losses[0]
 
 
+@pytest.mark.slow
 def test_requests_are_executed_in_the_order_of_their_numbers(ada):
     model, other = ada.model(), ada.model()
     third = model.computes(data_of(3), seq_id=3)
@@ -115,6 +116,7 @@ def test_the_adapter_stands_beside_the_layers_that_were_asked_for(server, ada, l
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_a_checkpoint_begins_a_new_model_and_can_be_loaded_into_one(ada, optimizer):
     model = ada.model()

@@ -112,6 +112,7 @@ async def test_the_gradient_follows_from_that_of_full_weights_by_the_chain_rule(
         close(found, wanted, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", [None, "states", "actions"])
 async def test_going_on_from_a_checkpoint_is_bit_identical_to_never_stopping(tmp_path, critic):
     spec = PolicySpec(model=TINY, adapter=LORA, seed=3, critic=critic)

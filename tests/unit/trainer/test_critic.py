@@ -223,6 +223,7 @@ async def test_without_a_critic_its_loss_and_its_update_are_refused():
             await trainer.optim_step("policy", PARAMS, "u", "critic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 async def test_a_chain_of_three_states_has_the_values_that_are_known(decay):
     """Rewards 0, 0, 1 and a discount of 0.9: V = 0.81, 0.9, 1."""

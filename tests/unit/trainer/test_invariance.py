@@ -73,6 +73,7 @@ def ways(tokens: int) -> list:
     return samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICY)
 async def test_the_gradient_of_a_policy(name):
     spec = LossSpec(name=name)

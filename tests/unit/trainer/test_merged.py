@@ -114,6 +114,7 @@ async def alone(name: str, steps: int, **config):
         return reports, await tenants.state(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"micro_batch_tokens": 40}, {"logit_chunk": 3}, {"adapter_slots": 2}], ids=str)
 async def test_gradients_and_reports_are_those_of_requests_of_their_own(config):
     async with tenants_of(*SPECS, deterministic=False, **config) as tenants:

@@ -108,6 +108,7 @@ async def test_updates_of_tenants_that_get_their_reports_together_are_one_pass()
         assert passes == [["a", "b", "c"], ["update a", "update b", "update c"]]
 
 
+@pytest.mark.slow
 async def test_shares_of_tokens_follow_the_weights():
     async with tenants_of("a", "b", **SMALL) as tenants:
         queue = tenants.queue
@@ -190,6 +191,7 @@ async def test_a_caller_that_goes_away_leaves_its_request_and_a_repeated_one_get
     assert computed < 2 * len(many("a", 3))
 
 
+@pytest.mark.slow
 async def test_a_flood_of_small_requests_keeps_nobody_waiting():
     async with tenants_of("a", "b") as tenants:
         flood = [asyncio.create_task(tenants.of("a").weights("p")) for _ in range(1000)]

@@ -215,6 +215,7 @@ def test_a_run_that_the_service_refuses_is_a_failure_with_its_reason(tmp_path, s
     assert "this service allows at most" in read_results(runs).failures[0].reason
 
 
+@pytest.mark.slow
 def test_a_control_plane_that_is_gone_ends_the_command_and_nothing_is_lost(tmp_path, service):
     _, runs = planned(tmp_path)
     gone = Service(url="http://127.0.0.1:9")
@@ -257,6 +258,7 @@ def test_what_was_begun_here_or_elsewhere_stays_there(tmp_path):
     check_submittable(runs, "http://b:1")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, service, capsys):
     planned(tmp_path)
     assert main(["compare", "compare.toml", "--gpus", "1"]) == 2
