@@ -44,6 +44,7 @@ COUNTED = {
     ("env", "--port"),
     ("matrix", "--seed"),
     ("serve", "--port"),
+    ("tenants", "--weight"),
     ("tinker", "--port"),
 }  # numbers without a unit
 
