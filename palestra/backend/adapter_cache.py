@@ -38,6 +38,7 @@ class AdapterCache:
         """
         self._engine, self.most = engine, most
         self._loaded: dict[str, _Loaded] = {}  # by the engine's policy, in the order in which they were used last
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # which the engine may still have
         self._turn = asyncio.Lock()  # fair: it is given in the order in which it was asked for
         self._freed = asyncio.Event()
         self.loads = 0
@@ -61,6 +62,8 @@ class AdapterCache:
         async with self._turn:
             known = self._loaded.pop(name, None)
             if known is None:
+                while (leaving := self._leaving.get(name)) is not None:  # else the engine would have it already
+                    await asyncio.wait((leaving,))
                 await self._make_room()
                 known = _Loaded(asyncio.ensure_future(load(name)))
                 known.ready.add_done_callback(partial(self._came, name, known))
@@ -77,13 +80,23 @@ class AdapterCache:
     async def remove(self, name: str) -> None:
         """Free the memory of an adapter if the engine has it, or is getting it; requests that sample from it fail."""
         if (known := self._loaded.pop(name, None)) is not None:
+            # A task of its own: a request that made room may be cancelled, and the engine would keep the adapter.
+            self._leaving[name] = asyncio.create_task(self._remove(name, known))
+        if (leaving := self._leaving.get(name)) is not None:
+            await asyncio.shield(leaving)
+
+    async def _remove(self, name: str, known: _Loaded) -> None:
+        """Take an adapter from the engine."""
+        try:
             await asyncio.wait((known.ready,))  # else the engine would get the adapter after it was removed, for good
             await self._engine.remove_policy(name)
+        finally:
+            del self._leaving[name]
             self._freed.set()
 
     async def _make_room(self) -> None:
         """Return when one more adapter may be loaded."""
-        while len(self._loaded) >= self.most:
+        while len(self._loaded) + len(self._leaving) >= self.most:
             idle = next((name for name, one in self._loaded.items() if not one.users and one.ready.done()), None)
             if idle is not None:
                 await self.remove(idle)

@@ -144,7 +144,8 @@ class TrainingQueue:
         for failure in await asyncio.shield(ended):
             if failure is not None and not isinstance(failure, NotFound):  # a policy that was never created
                 raise failure
-        if tenant not in self._tenants:  # no tenant has come back under the name
+        waits = any(line[0].tenant == tenant for line in self._lines.values())
+        if tenant not in self._tenants and not waits:  # no tenant has come back under the name, or is being removed
             self._shares.remove(tenant)
 
     def submit(self, request: Queued, request_id: str | None = None) -> asyncio.Future[Any]:

@@ -4,7 +4,7 @@ A job goes to a serving base server of its kind that has room, the fullest one, 
 has room and none is starting, one more is asked for (`sharing` places it). A base server without jobs ends when it has
 been idle for long enough.
 
-With J waiting jobs and B base servers a call takes O(J (log J + B)).
+With J waiting jobs and B base servers a call takes O(J B).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from palestra.control.placement.fitting import RunningJob
-from palestra.control.placement.queues import CLASSES, WaitingJob
+from palestra.control.placement.queues import WaitingJob
 from palestra.types.bases import BaseKind
 from palestra.types.jobs import Resources
 from palestra.types.states import BaseState
@@ -105,10 +105,10 @@ class BaseDecision:
 def choose_bases(
     queue: Iterable[WaitingForBase], bases: Iterable[RunningBase], limits: BaseLimits, now: float
 ) -> BaseDecision:
-    """Choose a base server for each job of a queue. The order in which both are given does not matter.
+    """Choose a base server for each job of a queue. The order in which base servers are given does not matter.
 
     Args:
-        queue: jobs that wait and ask for a shared base.
+        queue: jobs that wait and ask for a shared base, in the order of their turns.
         bases: that have not ended.
         limits: the operator's.
         now: Unix seconds.
@@ -118,7 +118,7 @@ def choose_bases(
     chosen: dict[str, str] = {}
     waiting: dict[str, str] = {}
     wanted: dict[BaseKind, list[WaitingForBase]] = {}
-    for asking in sorted(queue, key=_turn):
+    for asking in queue:
         own = [base for base in known if base.kind == asking.kind and base.state is not BaseState.ENDING]
         fitting = [base for base in own if adapters[base.base_id] + asking.adapters <= limits.adapters]
         serving = [base for base in fitting if base.state is BaseState.SERVING and base.waiting <= limits.waiting]
@@ -160,8 +160,3 @@ def _why_one_more(kind: BaseKind, bases: Iterable[RunningBase], limits: BaseLimi
     if all(base.waiting > limits.waiting for base in own):
         return f"over {limits.waiting} requests wait at each base server of {kind.model}"
     return f"no base server of {kind.model} has room for its adapters ({limits.adapters} on each)"
-
-
-def _turn(asking: WaitingForBase) -> tuple[int, float, str]:
-    job = asking.job
-    return -CLASSES[job.priority], job.submitted_at, job.job_id

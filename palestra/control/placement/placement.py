@@ -114,6 +114,26 @@ def place(
     return call.decision()
 
 
+def in_turn(
+    queue: Iterable[WaitingJob],
+    running: Iterable[RunningJob],
+    nodes: Iterable[Node],
+    policy: PlacementPolicy,
+    now: float,
+) -> list[str]:
+    """Return the ids of all jobs of a queue in the order of their turns, as long as none of them starts.
+
+    Args:
+        queue: all jobs that wait.
+        running: all jobs that hold resources.
+        nodes: all known nodes.
+        policy: quotas and limits.
+        now: seconds on the clock of all other times here.
+    """
+    held = list(running)
+    return [turn.job_id for turn in in_order(_Placement(held, list(nodes), policy, now).lines(queue, held), now)]
+
+
 class _Placement:
     """One decision while it is made."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.control.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
 from palestra.control.placement.fitting import Node, RunningJob
-from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, place
+from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, in_turn, place
 from palestra.control.placement.queues import WaitingJob
 from palestra.types.bases import BaseKind
 
@@ -50,7 +51,8 @@ def place_all(
     """Decide which jobs start now, which base servers start for them, and which end.
 
     A base server that is to start has its turn where the first job that needs it has, and counts against no quota. One
-    without jobs ends when it has been idle for long enough, or as soon as another job could start with its room.
+    without jobs ends when it has been idle for long enough, or as soon as another job could start with its room; while
+    a job waits for it, only one whose turn is before that job's gets its room.
 
     Args:
         queue: jobs that wait and have a model of their own.
@@ -62,16 +64,25 @@ def place_all(
         limits: of base servers.
         now: Unix seconds.
     """
-    asking, known, machines = list(shared), list(bases), list(nodes)
-    choice = choose_bases(asking, known, limits, now)
+    own, jobs, known, machines = list(queue), list(running), list(bases), list(nodes)
+    by_id = {one.job.job_id: one for one in shared}
+    everything = [*own, *(one.job for one in by_id.values())]
+    order = in_turn(everything, [*jobs, *(base.held for base in known)], machines, policy, now)
+    asking = [by_id[job_id] for job_id in order if job_id in by_id]
+
+    def decide(without: Collection[str]) -> tuple[BaseDecision, Decision]:
+        """Decide as if some base servers were not there."""
+        present = [base for base in known if base.base_id not in without]
+        choice = choose_bases(asking, present, limits, now)
+        waiting = [*own, *(one.job for one in asking if one.job.job_id in choice.chosen)]
+        waiting += [_starter(kind, wanting, limits) for kind, wanting in choice.wanted.items()]
+        return choice, place(waiting, [*jobs, *(base.held for base in present)], machines, policy, now)
+
+    choice, decision = decide(())
     starters = {_starter_id(kind): kind for kind in choice.wanted}
-    waiting = [*queue, *(one.job for one in asking if one.job.job_id in choice.chosen)]
-    waiting += [_starter(name, choice.wanted[kind], limits) for name, kind in starters.items()]
-    held = [*running, *(base.held for base in known)]
-    decision = place(waiting, held, machines, policy, now)
-    taken = {*choice.chosen.values(), *choice.idle}
+    taken = {choice.chosen.get(start.job_id) for start in decision.starts}.union(choice.idle)
     idle = [base for base in known if base.idle_since is not None and base.base_id not in taken]
-    early = _ended_for_room(decision, waiting, held, idle, machines, policy, now)
+    early = _ended_for_room(choice.chosen, decision, idle, lambda ended: decide(ended)[1])
     ended = dict.fromkeys(choice.idle, f"it had no job for {limits.idle_seconds:g} s")
     ended |= dict.fromkeys(early, "it has no job, and another one waits for its room")
     return _assembled(decision, choice, starters, ended)
@@ -99,35 +110,38 @@ def _assembled(
 
 
 def _ended_for_room(
+    chosen: Mapping[str, str],
     decision: Decision,
-    queue: Sequence[WaitingJob],
-    running: Sequence[RunningJob],
     idle: Sequence[RunningBase],
-    nodes: Sequence[Node],
-    policy: PlacementPolicy,
-    now: float,
+    without: Callable[[Collection[str]], Decision],
 ) -> list[str]:
-    """Return idle base servers without which one more job could start; those that were idle longest go first.
+    """Return idle base servers without which one more job could start.
+
+    Those that no job waits for end first, and of these the ones that were idle longest.
 
     Args:
+        chosen: base server by job, of jobs that would start on one that there is.
         decision: of `place` with what idle base servers hold.
-        queue: what it was made for.
-        running: all that holds resources, base servers included.
-        idle: base servers without jobs, which no job is going to.
-        nodes: all known nodes.
-        policy: quotas and limits.
-        now: Unix seconds.
+        idle: base servers without jobs, on which no job starts now.
+        without: decides as if some base servers were not there.
     """
     if not idle or not decision.waiting:
         return []
     starts = {start.job_id for start in decision.starts}
+    turns = {job_id: turn for turn, job_id in enumerate(decision.waiting)}
+    awaited: dict[str, int] = {}  # by base server, the first turn of the jobs that wait for it
+    for job_id in decision.waiting:
+        if job_id in chosen:
+            awaited.setdefault(chosen[job_id], turns[job_id])
 
     def helps(ended: Sequence[str]) -> bool:
-        left = [holder for holder in running if holder.job_id not in ended]
-        return bool({start.job_id for start in place(queue, left, nodes, policy, now).starts} - starts)
+        # Otherwise two base servers could take each other's room for ever, and no job of either would start.
+        before = min((awaited[name] for name in ended if name in awaited), default=math.inf)
+        more = {start.job_id for start in without(ended).starts} - starts
+        return any(turns.get(job_id, len(turns)) < before for job_id in more)
 
     ended: list[str] = []
-    for base in sorted(idle, key=lambda base: (base.idle_since or 0.0, base.base_id)):
+    for base in sorted(idle, key=lambda one: (-awaited.get(one.base_id, math.inf), one.idle_since or 0.0, one.base_id)):
         ended.append(base.base_id)
         if helps(ended):
             break
@@ -144,11 +158,11 @@ def _starter_id(kind: BaseKind) -> str:
     return f"base of {kind.model}{', deterministic' if kind.deterministic else ''}"
 
 
-def _starter(name: str, asking: Sequence[WaitingForBase], limits: BaseLimits) -> WaitingJob:
+def _starter(kind: BaseKind, asking: Sequence[WaitingForBase], limits: BaseLimits) -> WaitingJob:
     """Return a base server that is to start as a job for `place`, with the turn of the first job that needs it."""
     first = asking[0].job
     return WaitingJob(
-        job_id=name,
+        job_id=_starter_id(kind),
         tenant=SERVICE,
         priority=first.priority,
         submitted_at=first.submitted_at,

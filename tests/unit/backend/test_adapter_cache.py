@@ -23,6 +23,8 @@ class Engine:
     def __init__(self):
         self.there, self.most, self.gate = set(), 0, asyncio.Event()
         self.gate.set()
+        self.removes = asyncio.Event()
+        self.removes.set()
 
     async def load(self, name):
         await self.gate.wait()
@@ -31,6 +33,7 @@ class Engine:
         self.most = max(self.most, len(self.there))
 
     async def remove_policy(self, name):
+        await self.removes.wait()
         self.there.discard(name)
 
 
@@ -107,6 +110,36 @@ async def test_one_that_is_removed_while_it_is_loaded_does_not_stay_in_the_engin
     engine.gate.set()
     await asyncio.gather(using, removing)
     assert engine.there == set()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 5])
+async def test_a_caller_that_goes_away_while_it_makes_room_leaves_no_adapter_behind(turns):
+    engine = Engine()
+    cache = AdapterCache(engine, 1)
+    await use(cache, engine, "a")
+    engine.removes.clear()
+    gone = asyncio.ensure_future(use(cache, engine, "b"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait((gone,))
+    again = asyncio.ensure_future(use(cache, engine, "a"))
+    await asyncio.sleep(0)
+    engine.removes.set()
+    await again
+    await use(cache, engine, "c")
+    assert (engine.there, cache.names, engine.most) == ({"c"}, ["c"], 1)
+
+
+async def test_one_that_comes_back_while_it_is_removed_is_loaded_again():
+    engine = Engine()
+    cache = AdapterCache(engine, 4)
+    await use(cache, engine, "a")
+    removing = asyncio.ensure_future(cache.remove("a"))
+    await asyncio.sleep(0)
+    await use(cache, engine, "a")
+    await removing
+    assert (engine.there, cache.names, cache.loads) == ({"a"}, ["a"], 2)
 
 
 async def test_one_that_can_not_be_loaded_fails_alone_and_takes_no_room():

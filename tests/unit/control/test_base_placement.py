@@ -134,6 +134,41 @@ def test_one_that_is_idle_ends_at_once_where_another_job_waits_for_its_room():
     }
 
 
+def test_an_idle_one_ends_for_a_job_whose_turn_is_before_those_that_wait_for_it():
+    small = (node("a", cpus=4),)
+    limits = replace(LIMITS, resources=Resources(cpus=1.0))
+    idle, first = base("b", idle=95.0, cpus=1.0), job("own", cpus=4, at=1.0)
+    behind = asks("shared", at=2.0)
+    policy = PlacementPolicy(aging_seconds=10.0)  # both are overdue
+    found = decide([behind], [idle], [first], nodes=small, policy=policy, limits=limits)
+    assert set(found.ended) == {"b"}
+    assert found.starts == ()
+    found = decide([behind], [], [first], nodes=small, policy=policy, limits=limits)
+    assert [start.job_id for start in found.starts] == ["own"]
+    earlier = asks("shared", at=0.5)  # it starts, and so its base server does not end
+    found = decide([earlier], [idle], [first], nodes=small, policy=policy, limits=limits)
+    assert found.bases == {"shared": "b"}
+    assert not found.ended
+
+
+def test_idle_ones_that_fill_a_node_make_room_for_a_job_that_waits_for_one_of_them():
+    full = (node("a", cpus=8),)
+    bases, waiting = [base("b1", idle=95.0), base("b2", OTHER, idle=90.0)], [asks("first", OTHER), asks("second")]
+    found = decide(waiting, bases, nodes=full)
+    assert set(found.ended) == {"b1"}  # the one whose job has the later turn, though the other was idle for longer
+    found = decide(waiting, bases[1:], nodes=full)
+    assert found.bases == {"first": "b2"}
+
+
+def test_the_room_of_a_base_server_goes_to_jobs_in_the_order_of_their_turns():
+    asking = [
+        asks("new", adapters=4, priority="high", at=99.0),
+        asks("old", priority="low", at=1.0),
+    ]
+    assert decide(asking, [base("b")], policy=PlacementPolicy(aging_seconds=1000.0)).bases == {"new": "b"}
+    assert decide(asking, [base("b")], policy=PlacementPolicy(aging_seconds=10.0)).bases == {"old": "b"}
+
+
 def test_nothing_depends_on_the_order_in_which_things_are_given():
     shared = [asks(f"j{i}", kind, adapters=1 + i % 2) for i, kind in enumerate([TINY, OTHER, TINY, TINY, OTHER])]
     bases = [base("b1", adapters=2), base("b2", OTHER, idle=5.0), replace(base("b3"), state=BaseState.ENDING)]

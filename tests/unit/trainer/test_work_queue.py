@@ -264,3 +264,20 @@ async def test_the_load_says_who_waits_and_for_how_long():
         assert (second.waiting, second.longest_wait, second.tokens) == (0, 0.0, 0)
         await asyncio.gather(*tasks)
         assert queue.load().tenants[0].tokens == 2 * REQUEST_TOKENS
+
+
+async def test_a_tenant_that_comes_back_and_is_removed_again_fails_no_other():
+    async with tenants_of("a", "b", **SMALL) as tenants:
+        queue = tenants.queue
+        work = asyncio.create_task(tenants.of("b").forward_backward("p", many("b", 6), LOSSES["b"], "g"))
+        queue._shares.charge("a", 10**6)  # so that its removals wait for others
+        first = asyncio.create_task(queue.remove_tenant("a"))
+        await asyncio.sleep(0)
+        queue.add_tenant("a")
+        second = asyncio.create_task(queue.remove_tenant("a"))
+        report, *_ = await asyncio.gather(work, first, second)
+        assert report.rows == len(many("b", 6))
+        assert not queue._shares._accounts.keys() & {"a"}
+        queue.add_tenant("a")
+        await tenants.of("a").create("p", PolicySpec(model=TINY, adapter=AdapterConfig(rank=2)))
+        await step(tenants, "a")
