@@ -207,11 +207,11 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
     Raises:
         NotFound: the path is not the folder of a run.
     """
-    from palestra.config import load_config
+    from palestra.config import load_saved_config
 
     if not (path / "run.db").is_file():
         raise NotFound(f"{path} is not the folder of a run (it has no run.db)")
-    return path, load_config(path / "config.toml")
+    return path, load_saved_config(path)
 
 
 def load_tasks(

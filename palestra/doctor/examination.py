@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config import JobConfig, load_saved_config
 from palestra.doctor.rule import History, JobSize, Row, Rule
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
@@ -20,6 +20,7 @@ from palestra.store.tables import episodes, groups
 from palestra.types.metrics import row_of_policy
 
 MOST_EPISODES = 5  # of a finding
+EXAMINE_SECONDS = 60.0  # that the queries of an examination may take: a table may be a view without an end
 MOST_LOOKED_AT = 2000  # episodes of a step, of which a finding's are chosen
 
 
@@ -83,8 +84,8 @@ def examine(folder: Path | str) -> Examination:
     folder = Path(folder)
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
-    config = load_config(folder / SAVED_CONFIG)
-    with browse(folder / "run.db") as connection:
+    config = load_saved_config(folder)
+    with browse(folder / "run.db", EXAMINE_SECONDS) as connection:
         return examine_store(connection, config, folder)
 
 

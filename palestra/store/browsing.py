@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sqlite3
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
-from palestra.database.sqlite import MOST_VALUES, open_engine
+from palestra.database.sqlite import MOST_VALUES, driver_of, open_engine
 from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
@@ -83,16 +84,36 @@ class EpisodeSummary:
         return None if self.reason is None else self.reason.partition(":")[0]
 
 
+STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
+
+
 @contextmanager
-def browse(path: Path) -> Iterator[Connection]:
+def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
     """Open a read-only connection to a run store. A job that writes to it at the same time is not disturbed.
 
     Args:
         path: of the file, `run.db`.
+        seconds: after which queries of the connection end; None: they may take any time.
 
     Raises:
-        StoreError: the file is not a run store, or of a newer version of Palestra.
+        StoreError: the file is not a run store, or of a newer version of Palestra, or a query took too long.
     """
+    # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path} is not a file")
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    try:
+        with _connected(path, until) as connection:
+            yield connection
+    except StoreError as error:
+        if seconds is None or time.monotonic() < until:
+            raise
+        raise StoreError(f"reading {path} took longer than {seconds:g} s, and was ended") from error
+
+
+@contextmanager
+def _connected(path: Path, until: float) -> Iterator[Connection]:
+    """Open a connection, whose queries end at a time of the monotonic clock."""
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.begin() as connection:
@@ -101,6 +122,8 @@ def browse(path: Path) -> Iterator[Connection]:
                     f"{path} is of a newer version of Palestra ({version}; this one reads {SCHEMA.version})"
                 )
             _complete_older(connection)
+            if until < math.inf:
+                driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             yield connection
     except PalestraError:
         raise
@@ -123,7 +146,7 @@ def newest_event_number(path: Path, seconds: float) -> int | None:
     until = time.monotonic() + seconds
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            connection.set_progress_handler(lambda: time.monotonic() > until, 100_000)
+            connection.set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             (found,) = connection.execute("SELECT max(event_id) FROM events").fetchone()
     except sqlite3.Error:
         return None

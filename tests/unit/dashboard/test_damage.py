@@ -26,6 +26,7 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_after, read_group, read_step
 from palestra.dashboard.streams import Streams
+from palestra.doctor import examination
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
 from palestra.http.sse import follow
 from palestra.store.search import EpisodeFilter
@@ -219,6 +220,25 @@ async def test_a_pipe_in_place_of_a_file_is_not_opened(pair, name, error):
         assert bad.config
     assert time.monotonic() - began < 5
     assert describe_run(bad).state == "unreadable"
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["episodes"], ["track", "tensorboard"]])
+@pytest.mark.parametrize("name", ["run.db", "config.toml"])
+async def test_no_command_waits_for_the_other_end_of_a_pipe(pair, name, command, capsys):
+    _, bad = pair
+    (bad.folder / name).unlink()
+    os.mkfifo(bad.folder / name)
+    words = [command[0], str(bad.folder), *command[1:]]
+    assert await asyncio.wait_for(asyncio.to_thread(main, words), 5) == 2
+    assert "run.db" in (said := capsys.readouterr().err) or "config.toml is not a file" in said
+
+
+async def test_the_doctor_does_not_wait_for_a_view_without_an_end(pair, monkeypatch, capsys):
+    _, bad = pair
+    monkeypatch.setattr(examination, "EXAMINE_SECONDS", 0.3)
+    execute(bad, ENDLESS)
+    assert await asyncio.wait_for(asyncio.to_thread(main, ["doctor", str(bad.folder)]), 10) == 2
+    assert "took longer than 0.3 s" in capsys.readouterr().err
 
 
 def test_a_read_does_not_keep_the_process_from_ending():
