@@ -33,6 +33,7 @@ from palestra.types.calls import Chat
 from palestra.types.records import Trajectory
 
 ROW_DAMAGED = "the metrics of step {} can't be read, because their record is damaged"
+STEP_DAMAGED = "the step of the group can't be read, because its record is damaged"
 EXCERPT = 400  # characters of a task or a message beside others
 REPLY = 1200  # characters of a reply beside others
 LEFT_OUT = (
@@ -242,7 +243,8 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         rows = connection.execute(of_group.order_by(episodes.c.sample_index)).all()
         if not rows:
             raise NotFound(f"the run {run.name} has no group {group_index} of kind {kind}")
-        manifest = None if record is None or kind != "train" else readable_manifest(connection, record.step)
+        step = None if record is None or not isinstance(record.step, int) else record.step
+        manifest = None if step is None or kind != "train" else readable_manifest(connection, step)
         group = batch_group(connection, manifest, group_index)
         credits = credits_of_group(connection, config, manifest, group)
         lines = [episode_line(found) for found in readable_summaries(connection, rows)]
@@ -250,12 +252,15 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
             run=run.name,
             kind=kind,
             group_index=group_index,
-            step=0 if record is None else record.step,
+            step=step or 0,
             task_id=rows[0].task_id,
             task=object_of(rows[0].task_data),
             state="" if record is None else record.state,
             members=[_member(connection, config, line, group, credits) for line in lines],
-            notes=list(dict.fromkeys(note for credit in credits.values() for note in credit.notes)),
+            notes=[
+                *([STEP_DAMAGED] if record is not None and step is None else []),
+                *dict.fromkeys(note for credit in credits.values() for note in credit.notes),
+            ],
         )
 
 

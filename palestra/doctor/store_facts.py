@@ -33,7 +33,8 @@ def store_facts(connection: Connection, after: int = 0) -> dict[int, dict[str, f
     wanted = select(*columns).join(groups, of_group).where(episodes.c.kind == "train", groups.c.step > after)
     by_step: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(wanted):
-        by_step[row.step].append(row)
+        if isinstance(row.step, int):  # otherwise its group's record is damaged
+            by_step[row.step].append(row)
     rewards = opponent_facts(connection, by_step.keys())
     return {step: _attempts(rows) | rewards[step] for step, rows in by_step.items()}
 

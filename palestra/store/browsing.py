@@ -22,7 +22,7 @@ from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
-from palestra.store.tables import RECORDS_TRAINED, SCHEMA, chats, episodes, events, groups, manifests, trained_tokens
+from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests, trained_tokens
 from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
@@ -167,7 +167,7 @@ def _complete_older(connection: Connection) -> None:
             connection.exec_driver_sql(
                 f"CREATE TEMP VIEW {table.name} AS SELECT *, {nulls} FROM main.{table.name}"  # names of ours
             )
-    if 0 < SCHEMA.read_version(connection) < RECORDS_TRAINED:
+    if not connection.exec_driver_sql(f"PRAGMA main.table_info({trained_tokens.name})").all():
         nulls = ", ".join(f"NULL AS {column.name}" for column in trained_tokens.columns)
         connection.exec_driver_sql(f"CREATE TEMP VIEW {trained_tokens.name} AS SELECT {nulls} WHERE 0")
 

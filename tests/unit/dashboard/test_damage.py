@@ -76,6 +76,7 @@ async def test_a_table_that_is_not_there_is_the_matter_of_its_run_alone(pair):
         "UPDATE metric_rows SET data = '{\"train/reward_mean\": []}' WHERE step = 4",
         "INSERT INTO events (at, kind, data) VALUES (1, 'warning', '{\"step\": \"x\"}')",
         "INSERT INTO events (at, kind, data) VALUES (1, 'episode_stale', '[\"train-000000-00\"]')",
+        "DROP TABLE trained_tokens",
         "UPDATE manifests SET versions = '{'",
         "UPDATE manifests SET seed = 'none'",
         *(
@@ -107,6 +108,16 @@ async def test_of_a_run_with_a_damaged_record_the_rest_is_there(pair, script, ca
     said = capsys.readouterr()
     assert "train-000002-02" in said.out
     assert "Traceback" not in said.err
+
+
+async def test_of_a_group_whose_step_is_damaged_the_rest_is_there(pair, capsys):
+    _, bad = pair
+    execute(bad, "UPDATE groups SET step = 'five' WHERE kind = 'train' AND group_index = 1")
+    found = read_group(bad, "train", 1)
+    assert (found.step, [member.line.reward for member in found.members]) == (0, list(REWARDS[1]))
+    assert "the step of the group can't be read" in found.notes[0]
+    assert read_findings(bad, {}).step == 5
+    assert main(["doctor", str(bad.folder)]) in (0, 1)
 
 
 def test_what_is_damaged_is_said(pair, capsys):
