@@ -246,13 +246,18 @@ class EpisodeView:
     failed_reason: str | None
 
 
-def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
+def read_episode(connection: Connection, episode_id: str, known: Trajectory | None = None) -> EpisodeView:
     """Return an episode with its calls, and the step that trained on it.
+
+    Args:
+        connection: from `browse`.
+        episode_id: of the episode.
+        known: its calls, if the caller has read them; None: they are read.
 
     Raises:
         NotFound: no such episode.
     """
-    found = read_trajectory(connection, episode_id)
+    found = read_trajectory(connection, episode_id) if known is None else known
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
