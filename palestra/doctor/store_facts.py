@@ -13,9 +13,8 @@ from sqlalchemy import Connection, select
 from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.store_rules import CLAIMS, FAILURES, FREE, NEEDED, REASON
 from palestra.store.tables import episodes, groups
+from palestra.types.records import ON_PURPOSE
 
-# Beginnings of reasons with which no attempt failed: its episode was left out on purpose, or its job was stopped.
-ON_PURPOSE = ("not_scored", "cancelled")
 LONGEST_REASON = 80  # characters: of the same failure, what differs from one to the next stands behind
 
 
