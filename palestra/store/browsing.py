@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,6 +195,15 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
     rows = newest_rows(connection, kind, state, limit)
     calls = calls_of(connection, [row.episode_id for row in rows])
     return [summary(row, calls.get(row.episode_id, [])) for row in rows]
+
+
+def trained_steps(connection: Connection, episode_ids: Collection[str]) -> dict[str, int]:
+    """Return the step whose batch has each episode, by its id; one that is in no batch is left out."""
+    wanted, found = set(episode_ids), dict[str, int]()
+    for step, names in connection.execute(select(manifests.c.step, manifests.c.episode_ids)):
+        with suppress(ValueError, TypeError):  # a damaged batch says nothing of any episode
+            found |= dict.fromkeys(wanted.intersection(orjson.loads(names)), step)
+    return found
 
 
 def newest_rows(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[Any]:
