@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from palestra.config import PolicyConfig
+
 
 class Answer(BaseModel):
     """Base class of all answers."""
@@ -82,6 +84,9 @@ class RunsAnswer(Answer):
 
     runs: list[RunAnswer]
     version: str = Field(description="Of Palestra.")
+    default_model: str = Field(
+        PolicyConfig.model_fields["model"].default, description="Of a policy whose configuration names no model."
+    )
 
 
 class MetricsAnswer(Answer):
