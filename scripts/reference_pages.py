@@ -64,11 +64,12 @@ def doctor_page() -> str:
         "",
         "```bash",
         "palestra doctor runs/addition",
-        "palestra doctor runs/addition --json     # one object: step, steps, findings, damaged",
+        "palestra doctor runs/addition --json     # one object: step, steps, findings, damaged, failed",
         "```",
         "",
         "It ends with 0 where nothing was found, with 1 where something was, also if a later step does not show it any "
-        "more, and with 2 after an error.",
+        "more, or where all episodes of training failed before the first step (`failed` is their number), and with 2 "
+        "after an error.",
         "",
         "A running job looks for the same signs after each step, except for the last two of the table, which need "
         "more than its metrics. What appears is a `warning` on the console, in `palestra watch`, among the events and "

@@ -27,14 +27,14 @@ def add(commands: Any) -> None:
         "say what goes wrong in a run, what it means, and what to try",
         "  palestra doctor runs/addition          # the run may be running\n"
         "  palestra doctor runs/addition --json   # for programs\n\n"
-        "exit code: 0 nothing was found, 1 something was, 2 an error",
+        "exit code: 0 nothing was found, 1 something was, or all episodes failed, 2 an error",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings of the run; return 1 where there are some."""
+    """Print the findings of the run; return 1 where there are some, or before the first step all episodes failed."""
     from palestra.doctor.examination import examine  # reads a run store, which the client alone can't
 
     found = examine(arguments.run_dir)
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(as_json(found))
     else:
         _print(arguments.run_dir, found)
-    return 1 if found.findings else 0
+    return 1 if found.findings or found.failed else 0
 
 
 def as_json(found: Examination) -> str:

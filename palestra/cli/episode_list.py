@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from rich.text import Text
 
@@ -14,29 +15,40 @@ from palestra.types.progress import duration
 
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
 INDENT = "    "
-RIGHT = ("reward", "calls", "tokens", "attempts")
+TRAINED = "trained in"  # column of the step whose batch has the episode
+RIGHT = ("reward", "calls", "tokens", "attempts", TRAINED)
 TASK = 24  # the longest name of a task on a terminal
 SHORTEST_TASK = 8  # where the terminal is narrow
 AGENTS = 4  # whose rewards are listed
 
 
-def episode_lines(rows: Sequence[EpisodeSummary | DamagedEpisode], now: float, width: int | None) -> Iterator[Text]:
+def episode_lines(
+    rows: Sequence[EpisodeSummary | DamagedEpisode],
+    now: float,
+    width: int | None,
+    trained: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[Text]:
     """Yield a header and a line for each episode.
 
     Args:
         rows: what is listed.
         now: Unix seconds, for how long an episode has been held.
         width: columns of the terminal, into which the lines are made to fit; None: nothing is cut or wrapped.
+        trained: the step that trained an episode, by its id.
     """
     if not rows:
         yield Text("no such episodes")
         return
     columns = ["episode", "task", "state", "reward", "calls", "tokens", "attempts"]
     readable = [row for row in rows if isinstance(row, EpisodeSummary)]
+    columns += [TRAINED] if trained else []
     columns += ["forks"] if any(row.forks for row in readable) else []
     columns += ["players"] if any(row.players for row in readable) else []
     columns += ["held by"] if any(row.worker_id is not None for row in readable) else []
-    cells = [_cells(row, now, None if width is None else TASK) for row in rows]
+    cells = [
+        _cells(row, now, None if width is None else TASK) | {TRAINED: str(trained.get(row.episode_id, ""))}
+        for row in rows
+    ]
     sizes = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
     if width is not None:
         over = sum(sizes.values()) + 2 * (len(columns) - 1) - width

@@ -19,7 +19,7 @@ from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
 from palestra.config import JobConfig
 from palestra.dashboard.token_text import token_text
-from palestra.store.browsing import EpisodeView, browse, episode_events, newest_rows, read_episode
+from palestra.store.browsing import EpisodeView, browse, episode_events, newest_rows, read_episode, trained_steps
 from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenRow, TokenTrie, rows_of
@@ -48,7 +48,9 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         if arguments.episode is None:
             rows = newest_rows(connection, arguments.kind, arguments.state, arguments.limit)
             found = readable_summaries(connection, rows)
-            for line in episode_lines(found, time.time(), console.width if console.is_terminal else None):
+            trained = trained_steps(connection, [row.episode_id for row in rows])
+            width = console.width if console.is_terminal else None
+            for line in episode_lines(found, time.time(), width, trained):
                 console.print(line)
             return
         view = read_episode(connection, arguments.episode)

@@ -53,6 +53,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class CommandParser(argparse.ArgumentParser):
     """Says what is wrong with arguments in one line, with the nearest name that exists, and exits with 2."""
 
+    def __init__(self, **options: Any) -> None:
+        """Create a parser that takes options by their whole names alone: a wrong one must not start a long job.
+
+        Args:
+            options: of `ArgumentParser`.
+        """
+        super().__init__(**options, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         """Write the line; control characters that stand in arguments are shown and not obeyed.
 
@@ -74,7 +82,8 @@ class CommandParser(argparse.ArgumentParser):
         option = next((word.partition("=")[0] for word in arguments if word.startswith("-")), None)
         if option is None:
             return f"{arguments[0]!r} is one argument too many"
-        return f"there is no option {option}" + nearest(option, self._option_string_actions)
+        known = list(self._option_string_actions)
+        return f"there is no option {option}" + nearest(option, [k for k in known if k.startswith(option)] or known)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -198,11 +207,11 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
     Raises:
         NotFound: the path is not the folder of a run.
     """
-    from palestra.config import load_config
+    from palestra.config import load_saved_config
 
     if not (path / "run.db").is_file():
         raise NotFound(f"{path} is not the folder of a run (it has no run.db)")
-    return path, load_config(path / "config.toml")
+    return path, load_saved_config(path)
 
 
 def load_tasks(

@@ -20,7 +20,15 @@ from palestra.config.job import (
     TasksConfig,
     TrainerConfig,
 )
-from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, find_mistakes, load_config, parse_config
+from palestra.config.loading import (
+    SAVED_CONFIG,
+    UNSET,
+    dump_config,
+    find_mistakes,
+    load_config,
+    load_saved_config,
+    parse_config,
+)
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
 from palestra.config.policy import (
@@ -115,6 +123,7 @@ __all__ = [
     "in_present_names",
     "is_agent_name",
     "load_config",
+    "load_saved_config",
     "name_differences",
     "not_frozen",
     "parse_config",

@@ -40,6 +40,21 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return parse_config(_read(Path(path)), overrides, source=str(path))
 
 
+def load_saved_config(folder: Path) -> JobConfig:
+    """Read the configuration that a run was started with.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ConfigError: there is none, or it can't be read.
+    """
+    path = folder / SAVED_CONFIG
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+        raise ConfigError(f"{path} is not a file")
+    return load_config(path)
+
+
 def find_mistakes(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[JobConfig | None, list[Mistake]]:
     """Read a configuration as `load_config` does, and return all of its mistakes, each once.
 

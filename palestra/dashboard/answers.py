@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from palestra.config import PolicyConfig
+
 
 class Answer(BaseModel):
     """Base class of all answers."""
@@ -82,6 +84,9 @@ class RunsAnswer(Answer):
 
     runs: list[RunAnswer]
     version: str = Field(description="Of Palestra.")
+    default_model: str = Field(
+        PolicyConfig.model_fields["model"].default, description="Of a policy whose configuration names no model."
+    )
 
 
 class MetricsAnswer(Answer):
@@ -250,6 +255,7 @@ class GroupAnswer(Answer):
     step: int
     task_id: str
     task: dict[str, JsonValue]
+    task_cut: int = Field(0, description="Bytes of the task's JSON, of whole values, that are left out here.")
     state: str
     members: list[Member]
     notes: list[str] = Field(description="What is not known, and why.")
@@ -348,7 +354,9 @@ class EpisodeAnswer(Answer):
     run: str
     line: EpisodeLine
     task: dict[str, JsonValue]
+    task_cut: int = Field(0, description="Bytes of the task's JSON, of whole values, that are left out here.")
     metadata: dict[str, JsonValue]
+    metadata_cut: int = Field(0, description="Bytes of the metadata's JSON, of whole values, that are left out here.")
     step_rewards: list[float] | None
     named_rewards: dict[str, float | None] | None = Field(
         description="Those of which the reward is the weighted sum, by name; null for one that is not scored."

@@ -10,6 +10,7 @@ from palestra.errors import Conflict, NotFound
 from palestra.store.browsing import read_episode
 from palestra.types.messages import ChatMessage, ImagePart
 
+MOST_TOOL_CALLS = 200  # of a message
 WITHOUT_IMAGES = "its images are left out: the page does not send images"
 
 
@@ -33,6 +34,7 @@ def read_conversation(run: Run, episode_id: str, index: int) -> ConversationAnsw
     if not chat.messages:
         raise Conflict(f"the prompt of call {index} is token ids or raw text, and no conversation to go on from")
     messages = [*chat.messages, chat.reply]
+    cut = sum(max(len(message.tool_calls) - MOST_TOOL_CALLS, 0) for message in messages)
     with_images = any(isinstance(part, ImagePart) for message in messages for part in message.content)
     return ConversationAnswer(
         run=run.name,
@@ -41,7 +43,14 @@ def read_conversation(run: Run, episode_id: str, index: int) -> ConversationAnsw
         max_tokens=chat.sampling.max_tokens,
         messages=[_openai(message) for message in messages],
         tools=[dict(tool) for tool in chat.tools],
-        notes=[WITHOUT_IMAGES] if with_images else [],
+        notes=[
+            *([WITHOUT_IMAGES] if with_images else []),
+            *(
+                [f"{cut} of its tool calls are left out: of a message the first {MOST_TOOL_CALLS} are sent"]
+                if cut
+                else []
+            ),
+        ],
     )
 
 
@@ -50,5 +59,5 @@ def _openai(message: ChatMessage) -> dict[str, JsonValue]:
     found = message.model_dump(mode="json", exclude_none=True, exclude={"content", "tool_calls"})
     found["content"] = message.text
     if message.tool_calls:
-        found["tool_calls"] = [call.model_dump(mode="json") for call in message.tool_calls]
+        found["tool_calls"] = [call.model_dump(mode="json") for call in message.tool_calls[:MOST_TOOL_CALLS]]
     return found

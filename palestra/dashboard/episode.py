@@ -18,6 +18,7 @@ from palestra.dashboard.answers import (
     TokensAnswer,
     ToolUse,
 )
+from palestra.dashboard.conversation import MOST_TOOL_CALLS
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
 from palestra.dashboard.fate import (
     OTHER_ROW,
@@ -29,7 +30,7 @@ from palestra.dashboard.fate import (
     whole_fate,
 )
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import episode_line, mean_logprob
+from palestra.dashboard.steps import episode_line, fitting, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
 from palestra.store.run_log import is_finished
@@ -40,7 +41,6 @@ from palestra.types.forks import MEANINGS
 from palestra.types.messages import ChatMessage, ImagePart
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
-MOST_TOOL_CALLS = 200  # of a message
 MOST_TOKENS = 5_000  # tokens of one answer
 MOST_LOG_RATIO = 80.0  # of a ratio that is shown, so that it is a number
 NOT_RECORDED = (
@@ -140,11 +140,14 @@ def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeAnswer:
     """
     view, fates = reading.view, reading.fates
     episode = view.trajectory.episode
+    (task, task_cut), (metadata, metadata_cut) = fitting(episode.task.data), fitting(episode.metadata)
     return EpisodeAnswer(
         run=run.name,
         line=reading.line,
-        task=episode.task.data,
-        metadata=episode.metadata,
+        task=task,
+        task_cut=task_cut,
+        metadata=metadata,
+        metadata_cut=metadata_cut,
         step_rewards=None if episode.step_rewards is None else list(episode.step_rewards),
         named_rewards=episode.named_rewards,
         step=view.step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query
@@ -171,6 +171,8 @@ def _add_stream(
         The data of each has the name of its `run`, its `event_id`, `at`, `kind`, and `data`. After a lost connection
         a client asks for the events after the last one that it has of each run. Events of the type `run` have no
         number: each says how far a run is, as `GET /dashboard/api/runs/{run}` does, and comes whenever that changes.
+        The last event of a server that ends is of the type `ended`: a client forgets its key, because any other program
+        may listen there next.
         """
         positions = {reader.run(name).name: number for name, number in read_positions(after).items()}
         positions = positions or dict.fromkeys(reader.runs, 0)
@@ -179,7 +181,14 @@ def _add_stream(
             access.check(request)
 
         look = streams.look(positions, check)
-        return streams.answer(sse.follow(look, follow, pause), positions)
+
+        async def content() -> AsyncIterator[bytes]:
+            async for chunk in sse.follow(look, follow, pause):
+                yield chunk
+            if stopping.is_set():
+                yield sse.encode_event(b'{"kind": "ended"}', "ended")
+
+        return streams.answer(content(), positions)
 
 
 def pause_until(stopping: asyncio.Event) -> Callable[[float], Awaitable[None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,9 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config import SAVED_CONFIG, JobConfig, load_saved_config
 from palestra.dashboard.answers import LiveState
 from palestra.dashboard.token_text import TokenText, token_text
-from palestra.database.sqlite import driver_of
 from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse, newest_event_number
@@ -27,8 +25,7 @@ OLDEST = 4  # version of the tables from which on batches have the versions of t
 # Errors of reading a damaged record; `run.open` makes a StoreError of those that SQLite finds.
 DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)
 HELD_SECONDS = 5.0  # between two questions whether a process runs the job: all locks of the machine are read
-QUERY_SECONDS = 10.0  # that the queries of one connection may take
-STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
+QUERY_SECONDS = 10.0  # that the queries of one connection may take: a table may be a view without an end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +61,7 @@ class Run:
             StoreError: the store is damaged, or of another version of Palestra.
         """
         path = self.folder / "run.db"
-        # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
-        if path.exists() and not path.is_file():
-            raise StoreError(f"{path} is not a file")
-        until = time.monotonic() + QUERY_SECONDS
-        try:
-            with self._browse(path, until) as connection:
-                yield connection
-        except StoreError as error:
-            if time.monotonic() < until:
-                raise
-            raise StoreError(f"reading {path} took longer than {QUERY_SECONDS:g} s, and was ended") from error
-
-    @contextlib.contextmanager
-    def _browse(self, path: Path, until: float) -> Iterator[Connection]:
-        with browse(path) as connection:
-            # A table may be a view without an end, so queries of the page end at that time.
-            driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
+        with browse(path, QUERY_SECONDS) as connection:
             version, known = SCHEMA.read_version(connection), SCHEMA.version
             if version == 0:
                 tables = connection.exec_driver_sql("SELECT count(*) FROM main.sqlite_master").scalar_one()
@@ -103,10 +84,7 @@ class Run:
             return self.given
         path = self.folder / SAVED_CONFIG
         try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path} is not a file")
-            return _config(path, status.st_mtime_ns)
+            return _config(self.folder, path.stat().st_mtime_ns)
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
 
@@ -159,8 +137,8 @@ class Run:
 
 
 @lru_cache(maxsize=64)
-def _config(path: Path, changed_at: int) -> JobConfig:
-    return load_config(path)
+def _config(folder: Path, changed_at: int) -> JobConfig:
+    return load_saved_config(folder)
 
 
 def runs_of(folders: Sequence[Path]) -> list[Run]:

@@ -33,6 +33,8 @@ from palestra.types.calls import Chat
 from palestra.types.records import Trajectory
 
 ROW_DAMAGED = "the metrics of step {} can't be read, because their record is damaged"
+STEP_DAMAGED = "the step of the group can't be read, because its record is damaged"
+MOST_JSON = 20_000  # bytes of a task or of metadata; more would stop a browser
 EXCERPT = 400  # characters of a task or a message beside others
 REPLY = 1200  # characters of a reply beside others
 LEFT_OUT = (
@@ -242,20 +244,26 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
         rows = connection.execute(of_group.order_by(episodes.c.sample_index)).all()
         if not rows:
             raise NotFound(f"the run {run.name} has no group {group_index} of kind {kind}")
-        manifest = None if record is None or kind != "train" else readable_manifest(connection, record.step)
+        step = None if record is None or not isinstance(record.step, int) else record.step
+        manifest = None if step is None or kind != "train" else readable_manifest(connection, step)
         group = batch_group(connection, manifest, group_index)
         credits = credits_of_group(connection, config, manifest, group)
         lines = [episode_line(found) for found in readable_summaries(connection, rows)]
+        task, task_cut = fitting(object_of(rows[0].task_data))
         return GroupAnswer(
             run=run.name,
             kind=kind,
             group_index=group_index,
-            step=0 if record is None else record.step,
+            step=step or 0,
             task_id=rows[0].task_id,
-            task=object_of(rows[0].task_data),
+            task=task,
+            task_cut=task_cut,
             state="" if record is None else record.state,
             members=[_member(connection, config, line, group, credits) for line in lines],
-            notes=list(dict.fromkeys(note for credit in credits.values() for note in credit.notes)),
+            notes=[
+                *([STEP_DAMAGED] if record is not None and step is None else []),
+                *dict.fromkeys(note for credit in credits.values() for note in credit.notes),
+            ],
         )
 
 
@@ -274,7 +282,8 @@ def _member(
     try:
         if line.damaged is not None:
             return Member(line=line, trained=False, why=f"its record can't be read: {line.damaged}")
-        view = read_episode(connection, line.episode_id)
+        known = next((one for one in group or () if one.episode.episode_id == line.episode_id), None)
+        view = read_episode(connection, line.episode_id, known)
         fate = whole_fate(episode_fates(view, config, group, episode_events(connection, view)))
         return _member_of(line, view, fate, credits)
     except DAMAGED as error:
@@ -334,6 +343,20 @@ def object_of(text: Any) -> dict[str, Any]:
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"damaged": str(text)[:EXCERPT]}
+
+
+def fitting(data: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return those values of an object that a page can show, and how many bytes of JSON the others have.
+
+    Args:
+        data: the object, as JSON has it.
+    """
+    kept, left = dict[str, Any](), MOST_JSON
+    sizes = {name: len(orjson.dumps({name: value}, option=orjson.OPT_NON_STR_KEYS)) for name, value in data.items()}
+    for name, value in data.items():
+        if sizes[name] <= left:
+            kept[name], left = value, left - sizes[name]
+    return kept, sum(size for name, size in sizes.items() if name not in kept)
 
 
 def _event(row: Any) -> EventLine:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config import JobConfig, load_saved_config
 from palestra.doctor.rule import History, JobSize, Row, Rule
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
@@ -18,8 +18,10 @@ from palestra.store.run_log import readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups
 from palestra.types.metrics import row_of_policy
+from palestra.types.records import ON_PURPOSE
 
 MOST_EPISODES = 5  # of a finding
+EXAMINE_SECONDS = 60.0  # that the queries of an examination may take: a table may be a view without an end
 MOST_LOOKED_AT = 2000  # episodes of a step, of which a finding's are chosen
 
 
@@ -61,12 +63,14 @@ class Examination:
         steps: of the job.
         findings: those that hold first, then those of the past; each in the order of the rules.
         damaged: steps that were not looked at, because their rows can't be read.
+        failed: episodes that have failed, where no step is finished and none has been completed; otherwise 0.
     """
 
     step: int
     steps: int
     findings: tuple[Finding, ...]
     damaged: tuple[int, ...] = ()
+    failed: int = 0
 
 
 def examine(folder: Path | str) -> Examination:
@@ -83,8 +87,8 @@ def examine(folder: Path | str) -> Examination:
     folder = Path(folder)
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
-    config = load_config(folder / SAVED_CONFIG)
-    with browse(folder / "run.db") as connection:
+    config = load_saved_config(folder)
+    with browse(folder / "run.db", EXAMINE_SECONDS) as connection:
         return examine_store(connection, config, folder)
 
 
@@ -108,7 +112,17 @@ def examine_store(
     found = findings_of(known, JobSize.of(config), config.players.rivals)
     shown = [_with_episodes(connection, finding) for finding in found]
     newest = int(known[-1]["step"]) if known else 0
-    return Examination(step=newest, steps=config.steps, findings=tuple(shown), damaged=tuple(damaged))
+    failed = 0 if newest else _failed(connection)
+    return Examination(step=newest, steps=config.steps, findings=tuple(shown), damaged=tuple(damaged), failed=failed)
+
+
+def _failed(connection: Connection) -> int:
+    """Return how many episodes of training have failed, 0 if one of them was completed."""
+    of_training = select(episodes.c.state, episodes.c.reason).where(episodes.c.kind == "train")
+    ended = connection.execute(of_training.where(episodes.c.state.in_(("completed", "discarded")))).all()
+    if any(row.state == "completed" for row in ended):
+        return 0
+    return sum(not str(row.reason).startswith(ON_PURPOSE) for row in ended)
 
 
 def _facts(connection: Connection, kept: dict[int, dict[str, float]], newest: int) -> Mapping[int, Mapping[str, float]]:

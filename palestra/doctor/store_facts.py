@@ -13,9 +13,8 @@ from sqlalchemy import Connection, select
 from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.store_rules import CLAIMS, FAILURES, FREE, NEEDED, REASON
 from palestra.store.tables import episodes, groups
+from palestra.types.records import ON_PURPOSE
 
-# Beginnings of reasons with which no attempt failed: its episode was left out on purpose, or its job was stopped.
-ON_PURPOSE = ("not_scored", "cancelled")
 LONGEST_REASON = 80  # characters: of the same failure, what differs from one to the next stands behind
 
 
@@ -33,7 +32,8 @@ def store_facts(connection: Connection, after: int = 0) -> dict[int, dict[str, f
     wanted = select(*columns).join(groups, of_group).where(episodes.c.kind == "train", groups.c.step > after)
     by_step: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(wanted):
-        by_step[row.step].append(row)
+        if isinstance(row.step, int):  # otherwise its group's record is damaged
+            by_step[row.step].append(row)
     rewards = opponent_facts(connection, by_step.keys())
     return {step: _attempts(rows) | rewards[step] for step, rows in by_step.items()}
 

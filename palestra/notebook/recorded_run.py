@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 
 from palestra.client.curves import REWARDS, LiveCurves
-from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config import JobConfig, load_saved_config
 from palestra.doctor.examination import Finding, examine
 from palestra.errors import NotFound
 from palestra.notebook.frames import Columns, FrameLibrary, frame_library, frame_of
@@ -56,7 +56,7 @@ class RecordedRun:
         Raises:
             ConfigError: there is none, or it can't be read.
         """
-        return load_config(self.path / SAVED_CONFIG)
+        return load_saved_config(self.path)
 
     def metrics(self) -> Any:
         """Return a frame with a row for each finished step, and a column for each metric (docs/metrics.md).

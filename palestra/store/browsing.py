@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
-from palestra.database.sqlite import MOST_VALUES, open_engine
+from palestra.database.sqlite import MOST_VALUES, driver_of, open_engine
 from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
-from palestra.store.tables import RECORDS_TRAINED, SCHEMA, chats, episodes, events, groups, manifests, trained_tokens
+from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests, trained_tokens
 from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
@@ -83,16 +84,36 @@ class EpisodeSummary:
         return None if self.reason is None else self.reason.partition(":")[0]
 
 
+STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
+
+
 @contextmanager
-def browse(path: Path) -> Iterator[Connection]:
+def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
     """Open a read-only connection to a run store. A job that writes to it at the same time is not disturbed.
 
     Args:
         path: of the file, `run.db`.
+        seconds: after which queries of the connection end; None: they may take any time.
 
     Raises:
-        StoreError: the file is not a run store, or of a newer version of Palestra.
+        StoreError: the file is not a run store, or of a newer version of Palestra, or a query took too long.
     """
+    # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path} is not a file")
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    try:
+        with _connected(path, until) as connection:
+            yield connection
+    except StoreError as error:
+        if seconds is None or time.monotonic() < until:
+            raise
+        raise StoreError(f"reading {path} took longer than {seconds:g} s, and was ended") from error
+
+
+@contextmanager
+def _connected(path: Path, until: float) -> Iterator[Connection]:
+    """Open a connection, whose queries end at a time of the monotonic clock."""
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.begin() as connection:
@@ -101,6 +122,8 @@ def browse(path: Path) -> Iterator[Connection]:
                     f"{path} is of a newer version of Palestra ({version}; this one reads {SCHEMA.version})"
                 )
             _complete_older(connection)
+            if until < math.inf:
+                driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             yield connection
     except PalestraError:
         raise
@@ -123,7 +146,7 @@ def newest_event_number(path: Path, seconds: float) -> int | None:
     until = time.monotonic() + seconds
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            connection.set_progress_handler(lambda: time.monotonic() > until, 100_000)
+            connection.set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             (found,) = connection.execute("SELECT max(event_id) FROM events").fetchone()
     except sqlite3.Error:
         return None
@@ -144,7 +167,7 @@ def _complete_older(connection: Connection) -> None:
             connection.exec_driver_sql(
                 f"CREATE TEMP VIEW {table.name} AS SELECT *, {nulls} FROM main.{table.name}"  # names of ours
             )
-    if 0 < SCHEMA.read_version(connection) < RECORDS_TRAINED:
+    if not connection.exec_driver_sql(f"PRAGMA main.table_info({trained_tokens.name})").all():
         nulls = ", ".join(f"NULL AS {column.name}" for column in trained_tokens.columns)
         connection.exec_driver_sql(f"CREATE TEMP VIEW {trained_tokens.name} AS SELECT {nulls} WHERE 0")
 
@@ -172,6 +195,15 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
     rows = newest_rows(connection, kind, state, limit)
     calls = calls_of(connection, [row.episode_id for row in rows])
     return [summary(row, calls.get(row.episode_id, [])) for row in rows]
+
+
+def trained_steps(connection: Connection, episode_ids: Collection[str]) -> dict[str, int]:
+    """Return the step whose batch has each episode, by its id; one that is in no batch is left out."""
+    wanted, found = set(episode_ids), dict[str, int]()
+    for step, names in connection.execute(select(manifests.c.step, manifests.c.episode_ids)):
+        with suppress(ValueError, TypeError):  # a damaged batch says nothing of any episode
+            found |= dict.fromkeys(wanted.intersection(orjson.loads(names)), step)
+    return found
 
 
 def newest_rows(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[Any]:
@@ -223,13 +255,18 @@ class EpisodeView:
     failed_reason: str | None
 
 
-def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
+def read_episode(connection: Connection, episode_id: str, known: Trajectory | None = None) -> EpisodeView:
     """Return an episode with its calls, and the step that trained on it.
+
+    Args:
+        connection: from `browse`.
+        episode_id: of the episode.
+        known: its calls, if the caller has read them; None: they are read.
 
     Raises:
         NotFound: no such episode.
     """
-    found = read_trajectory(connection, episode_id)
+    found = read_trajectory(connection, episode_id) if known is None else known
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()

@@ -172,7 +172,6 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "start INTEGER NOT NULL, logprobs BLOB NOT NULL, PRIMARY KEY (step, episode_id, idx)) WITHOUT ROWID",
     ),
 )
-RECORDS_TRAINED = 8  # version of the tables from which on there are `trained_tokens`
 
 T = TypeVar("T")
 _DIALECT = sqlite.dialect()

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config import JobConfig, load_saved_config
 from palestra.errors import StoreError
 from palestra.store.browsing import browse
 from palestra.store.tables import events, metric_rows
@@ -33,7 +33,7 @@ def tracked_run(folder: Path, name: str) -> TrackedRun:
     Raises:
         ConfigError: the run has no configuration.
     """
-    config = load_config(folder / SAVED_CONFIG)
+    config = load_saved_config(folder)
     files = folder / FOLDER / name
     files.mkdir(mode=0o700, parents=True, exist_ok=True)
     return TrackedRun(

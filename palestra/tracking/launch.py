@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from palestra.tracking.follow import FOLDER, RESERVE
-from palestra.tracking.process import LINGER_SECONDS
+from palestra.tracking.process import LINGER_SECONDS, OVER
 from palestra.waiting import race
 
 log = logging.getLogger("palestra")
@@ -78,6 +78,7 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
 async def _end(process: Process) -> None:
     """Tell a process that the job is over, and wait for it, for a limited time."""
     assert process.stdin is not None
+    process.stdin.write(OVER)
     process.stdin.close()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), LINGER_SECONDS)

@@ -1,13 +1,16 @@
 """`python -m palestra.tracking.process RUN NAME`: hands a running job's rows to a tracker until standard input ends.
 
-The job holds the other end of standard input, so that this process hears of its end, also of a kill.
+The job holds the other end of standard input, so that this process hears of its end, also of a kill. A job that ends
+says so there, and then ends all that its trackers have started; after a kill, this process does.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +23,7 @@ from palestra.terminal import say
 from palestra.tracking.follow import FOLDER, check_room, follow, tracked_run
 from palestra.tracking.registry import create_tracker
 
+OVER = b"over"  # what a job that ends says to its trackers
 LOOK_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # after the end of the job; a tracker that needs longer is given up
 ROOM_SECONDS = 0.1  # between two looks at the room on the disk: a tracker can write hundreds of MiB in a second
@@ -33,8 +37,9 @@ def main(folder: Path, name: str) -> int:
         folder: of the run.
         name: of the tracker.
     """
-    over = threading.Event()
-    threading.Thread(target=_wait_for_end, args=(over,), daemon=True).start()
+    over, killed = threading.Event(), threading.Event()
+    atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
+    threading.Thread(target=_wait_for_end, args=(over, killed), daemon=True).start()
     threading.Thread(target=_watch_room, args=(folder, name), daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(10)  # the job's own work comes first
@@ -51,15 +56,34 @@ def main(folder: Path, name: str) -> int:
     return 0
 
 
-def _wait_for_end(over: threading.Event) -> None:
-    """Wait for the end of standard input, and end this process a little later, even if its tracker hangs."""
+def _wait_for_end(over: threading.Event, killed: threading.Event) -> None:
+    """Wait for the end of standard input, and end this process a little later, even if its tracker hangs.
+
+    Args:
+        over: is set when the job is over.
+        killed: is set before that if the job was killed.
+    """
+    said = b""
     with contextlib.suppress(OSError):
         # Not by `sys.stdin`, whose lock this thread would hold when an error ends the interpreter, which then aborts.
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+        while found := os.read(sys.stdin.fileno(), 4096):
+            said += found
+    if said != OVER:
+        killed.set()
     over.set()
     time.sleep(LINGER_SECONDS)
+    _end_group(killed)
     os._exit(3)
+
+
+def _end_group(killed: threading.Event) -> None:
+    """End what this process has started, and this process, if the job was killed and can't do so.
+
+    Args:
+        killed: whether it was.
+    """
+    if killed.is_set() and os.getpgrp() == os.getpid():  # otherwise the group is that of who started this process
+        os.killpg(0, signal.SIGKILL)
 
 
 def _watch_room(folder: Path, name: str) -> None:

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, func, select
 from palestra.store.codec import unpack
 from palestra.store.tables import chats, episodes, groups
 from palestra.types.calls import PolicyVersion
+from palestra.types.records import ON_PURPOSE
 
 PROVIDER = "palestra"
 CALLS = 64  # that are read together
@@ -84,6 +85,8 @@ def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
             select(func.min(chats.c.started_at), func.max(chats.c.finished_at)).where(mine)
         ).one()
         first = connection.execute(select(chats.c.agent).where(mine).order_by(chats.c.idx).limit(1)).scalar()
+        begins = [at for at in (row.claimed_at, began) if at is not None]
+        left_out = row.reason is not None and row.reason.startswith(ON_PURPOSE)
         agent = "agent" if first is None else first
         rewards = {} if row.rewards is None else orjson.loads(row.rewards)
         attributes: dict[str, Any] = {
@@ -103,10 +106,10 @@ def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
             key=f"{row.episode_id}.{row.fence}",
             name=f"invoke_agent {agent}",
             kind="internal",
-            start=row.ended_at if began is None else began,
+            start=min(begins, default=row.ended_at),
             end=row.ended_at if ended is None else max(row.ended_at, ended),
             attributes=attributes,
-            failed=row.reason if row.state == "discarded" else None,
+            failed=row.reason if row.state == "discarded" and not left_out else None,
             children=_calls(connection, row),
         )
 

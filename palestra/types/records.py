@@ -20,6 +20,8 @@ from palestra.types.calls import (
 from palestra.types.states import EpisodeState
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
+# Beginnings of reasons of episodes that did not fail: they were left out on purpose, or their job was stopped.
+ON_PURPOSE = ("not_scored", "cancelled")
 CONTEXT_FULL = "context_full"  # why an episode ended; in its metadata also the agents whose context was full
 WITHOUT_POLICY = "without_policy"  # `metadata[...]` of an episode: agents that were played by no policy
 UNUSED_CALLS = "unused_calls"  # `metadata[...]` of an episode: calls that are not trained, by index

@@ -1,17 +1,27 @@
-"""The page of a service in a real browser: a real control plane, a real cluster, real jobs, and what the API says."""
+"""The page of a service in a real browser: a real control plane, a real cluster, real jobs, and what the API says.
+
+The picture of docs/dashboard.md is made by
+
+    PALESTRA_PICTURES=docs pytest tests/browser/test_service_page.py -m browser -k picture
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from browser.test_page import HOSTILE, SERIOUS, VIOLATIONS, WIDTHS, numbers_of, shown, visit
+from browser.test_pictures import LEAST_BYTES, WIDTH
 from service import GAMES, LONG, Service, until
+
+from palestra.config import JobConfig
 
 pytestmark = [pytest.mark.browser, pytest.mark.service]
 TOML = """name = "typed"
@@ -223,6 +233,25 @@ def test_the_queue_says_why_and_machines_and_quotas_are_those_of_the_api(admin, 
     visit(page, f"#/run/{hungry}/steps")
     assert "has not begun" in page.locator(".empty").inner_text()
     end(admin, hungry)
+
+
+def test_its_main_view_has_its_picture_with_the_model_of_each_job(admin, page_of, long_job, tmp_path):
+    second = admin.start("lake-of-two", cpus=2, gpus=0.5)
+    until(lambda: admin.state(second) == "running", "it runs", 120)
+    waiting = [admin.start("two-gpus", cpus=2, gpus=2), admin.start("wide", cpus=4)]
+    until(lambda: all(admin.job(job)["place"] is not None for job in waiting), "they have places")
+    page = page_of(admin, width=WIDTH, height=720)
+    for job in (long_job, second):
+        cell = page.locator(f"table.jobs [data-job={job}] .progress")
+        until(lambda cell=cell: "left" in cell.inner_text(), "the time that is left is known")
+    models = [page.locator(f"table.jobs [data-job={job}] td.model").inner_text() for job in (long_job, *waiting)]
+    assert models == [JobConfig().policies["policy"].model] * 3, "they name none"
+    page.evaluate("document.activeElement.blur()")
+    page.mouse.move(0, 0)
+    path = Path(os.environ.get("PALESTRA_PICTURES", tmp_path)) / "dashboard-service.png"
+    page.screenshot(path=path)
+    assert path.stat().st_size > LEAST_BYTES
+    end(admin, second, *waiting)
 
 
 def test_a_viewers_key_looks_and_another_tenants_sees_nothing(service, admin, viewer, page_of, long_job):

@@ -156,3 +156,4 @@ def test_the_page_follows_a_job_to_its_end(tmp_path):
         thread.join()
         rows = [json.loads(row["data"]) for row in job.query("SELECT data FROM metric_rows ORDER BY step")]
         assert kinds.count("step") == len(rows) == 4
+        assert kinds[-1] == "ended", "so that the page forgets its key"

@@ -251,7 +251,7 @@ def test_a_reward_function_that_fails_is_shown_with_one_traceback_and_by_the_doc
     lines = [record for record in caplog.records if "environment_failed" in record.getMessage()]
     assert len(lines) > 3
     assert [bool(record.exc_info and record.exc_info[0]) for record in lines] == [True] + [False] * (len(lines) - 1)
-    assert main(["doctor", str(tmp_path / "run")]) == 0
+    assert main(["doctor", str(tmp_path / "run")]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "no step is finished yet discarded train-" in said
     assert "KeyError: " in said

@@ -1,5 +1,5 @@
 // Reading from the server: answers as JSON, and the stream of events, which goes on where it broke off.
-import { header } from "./session.js";
+import { header, serverEnded } from "./session.js";
 
 export class Refused extends Error {
   constructor(status, message) { super(message); this.status = status; }
@@ -7,9 +7,11 @@ export class Refused extends Error {
 
 // Send a request to an address of this server; raises what it says where it refuses.
 export async function send(path, { headers = {}, ...options } = {}) {
+  const own = header();
+  if (own === null) throw new Refused(0, "the server has ended");
   let answer;
   try {
-    answer = await fetch(path, { headers: { ...headers, ...header() }, cache: "no-store", ...options });
+    answer = await fetch(path, { headers: { ...headers, ...own }, cache: "no-store", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused(0, "the server can't be reached; it may have ended");
@@ -71,6 +73,7 @@ export async function follow(positions, onEvent, onLine, onState, signal) {
       for await (const event of events(answer.body)) {
         if (signal.aborted) return;
         if (event.event_id === undefined && event.kind === "replaced") { location.reload(); return; }  // another run has the folder
+        if (event.event_id === undefined && event.kind === "ended") { serverEnded(); onState("over"); return; }
         if (event.event_id === undefined) { onLine(event); continue; }
         if (event.event_id <= positions.get(event.run)) continue;
         positions.set(event.run, event.event_id);
@@ -81,6 +84,7 @@ export async function follow(positions, onEvent, onLine, onState, signal) {
       if (leave !== null) { onState("over"); return; }
     } catch (error) {
       if (signal.aborted) return;
+      if (header() === null) { onState("over"); return; }  // another tab has heard that the server ended
       if (error.status === 401 || error.status === 403 || error.status === 404) { onState("over"); return; }
       onState("lost");
       pause = PAUSES[Math.min(failures++, PAUSES.length - 1)];

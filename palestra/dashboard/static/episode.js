@@ -3,7 +3,7 @@ import { badge, box, copyable, empty, h, playerBadges, replace, visible } from "
 import { clock, duration, json, number, plural, pretty, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href } from "./curves.js";
-import { around } from "./step.js";
+import { around, notSent } from "./step.js";
 import { state } from "./state.js";
 import { tokensPart } from "./tokens.js";
 
@@ -43,8 +43,8 @@ export async function episodeView({ run, rest, query }) {
         Object.entries(found.named_rewards ?? {}).map(([which, reward]) => tile(which, reward === null ? "not scored" : number(reward, 4), "Part of the reward")),
         tile("calls", whole(calls.length)), tile("sampled tokens", whole(line.tokens)), tile("distinct tokens", whole(found.distinct_tokens), "That the model saw, each once"), tile("time", duration(seconds))),
       h("div", { class: "columns" },
-        h("aside", {}, h("section", {}, h("h2", {}, "Task ", copyable(line.task_id)), box(pretty(found.task)),
-          Object.keys(found.metadata).length === 0 ? null : [h("h2", {}, "Handed in with the reward"), box(pretty(found.metadata))]),
+        h("aside", {}, h("section", {}, h("h2", {}, "Task ", copyable(line.task_id)), box(pretty(found.task)), notSent(found.task_cut),
+          Object.keys(found.metadata).length === 0 && found.metadata_cut === 0 ? null : [h("h2", {}, "Handed in with the reward"), box(pretty(found.metadata)), notSent(found.metadata_cut)]),
         calls.length < 2 ? null : h("section", {}, h("h2", {}, "Calls"), callTree(calls, several))),
         h("section", { class: "said" }, h("h2", {}, "What was said"), conversation)),
       tokens === null ? null : tokens.node),

@@ -9,8 +9,9 @@ let service = false;  // whether this is a service, whose page shows the jobs of
 let talk = null;   // the key that calls policies; null: this tab may only look
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("palestra-key") : null;
 
+// The header that has the key; null: there is none, or none any more.
 export function header() {
-  return { authorization: `Bearer ${key}` };
+  return key === null ? null : { authorization: `Bearer ${key}` };
 }
 
 async function exchange(given) {
@@ -57,6 +58,12 @@ function forget() {
   try { sessionStorage.removeItem(STORED); } catch { /* nothing was kept */ }
 }
 
+// The server has said that it ends. Another program may listen on its port next, so no tab sends it the key.
+export function serverEnded() {
+  forget();
+  if (channel !== null) channel.postMessage({ ended: true });
+}
+
 function fromOtherTab() {
   if (channel === null) return Promise.resolve(null);
   return new Promise((resolve) => {
@@ -71,6 +78,7 @@ function fromOtherTab() {
 if (channel !== null) {
   channel.addEventListener("message", (event) => {
     if (event.data && event.data.ask && key !== null) channel.postMessage({ key });
+    if (event.data && event.data.ended) forget();
   });
 }
 

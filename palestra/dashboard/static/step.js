@@ -95,6 +95,11 @@ export function commonStart(text, others) {
   return longest;
 }
 
+// What a page says of values of a task, or of metadata, that are too long for it.
+export function notSent(bytes) {
+  return bytes === 0 ? null : h("p", { class: "note" }, `${whole(bytes)} further bytes are not sent to the page; palestra episodes RUN ID prints them.`);
+}
+
 export async function groupView({ run, rest }) {
   const [kind, index] = [rest[0], Number(rest[1])];
   const found = await get(at(run, "groups", kind, index));
@@ -112,7 +117,7 @@ export async function groupView({ run, rest }) {
     node: h("div", { class: "view wide" },
       h("div", { class: "head" }, h("h1", {}, `Group ${index}`), kind === "train" ? null : badge(kind, "plain"), found.state ? badge(found.state, ["dropped", "skipped"].includes(found.state) ? "warn" : "plain") : null,
         around("group", index > 0 ? href(run, "group", kind, index - 1) : null, href(run, "group", kind, index + 1))),
-      h("section", { class: "taskbox" }, h("h2", {}, "Task ", copyable(found.task_id)), box(pretty(found.task)),
+      h("section", { class: "taskbox" }, h("h2", {}, "Task ", copyable(found.task_id)), box(pretty(found.task)), notSent(found.task_cut),
         same && prompt ? [h("h2", {}, "Asked"), box(prompt)] : null),
       found.notes.map((note) => h("p", { class: "note" }, note)),
       h("p", { class: "muted" }, `${plural(found.members.length, "episode")}`, mean === null ? "" : `, mean reward ${number(mean, 3)}`, ". Beginnings that replies have in common are pale."),

@@ -55,6 +55,21 @@ def test_the_rewards_of_several_agents_are_listed_by_agent(folder, capsys, monke
     assert ("d earned 0" in capsys.readouterr().out) == ("d" in rewards)
 
 
+def test_the_list_has_the_step_that_trained_each_episode(folder, capsys):
+    with sqlite3.connect(folder / "run.db") as connection:
+        names = json.dumps([f"train-00000{g}-0{s}" for g in range(3) for s in range(3) if (g, s) != (2, 1)])
+        connection.execute("UPDATE manifests SET episode_ids = ?", (names,))
+        connection.execute("INSERT INTO manifests SELECT 6, '{', seed, config_digest, versions FROM manifests")
+    assert main(["episodes", str(folder), "--kind", "train"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    end = header.index("trained in") + len("trained in")
+    steps = {line.split()[0]: line[:end].rpartition("  ")[2].strip() for line in lines}
+    assert steps.pop("train-000002-01") == ""
+    assert set(steps.values()) == {"5"}
+    assert main(["episodes", str(folder), "--kind", "validation"]) == 0
+    assert "trained in" not in capsys.readouterr().out
+
+
 def test_one_episode_has_its_calls_and_why_it_was_trained(folder, capsys):
     (found,) = lines(capsys, folder, "train-000000-01")
     assert (found["trained"], len(found["calls"])) == (True, 2)

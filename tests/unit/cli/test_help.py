@@ -115,6 +115,11 @@ def test_the_list_of_commands_has_each_beside_what_it_does(monkeypatch):
     ("words", "said"),
     [
         (["run", "job.toml", "--resmue"], "palestra run: there is no option --resmue; did you mean --resume?"),
+        (
+            ["train", "job.toml", "--task", "a.jsonl"],
+            "palestra train: there is no option --task; did you mean --tasks?",
+        ),
+        (["run", "job.toml", "--res"], "palestra run: there is no option --res; did you mean --resume?"),
         (["run", "job.toml", "--xyzzy=3"], "palestra run: there is no option --xyzzy; see"),
         (["worker", "a:b", "c"], "palestra worker: 'c' is one argument too many"),
         (["tenants", "lst"], "did you mean list?"),

@@ -10,6 +10,7 @@ import shutil
 import httpx2
 import pytest
 
+from palestra.config import JobConfig
 from palestra.control.jobs.scheduler import RUN
 from palestra.control.placement.fitting import Node, RunningJob
 from palestra.control.rights.permissions import PERMISSIONS, Action, Role
@@ -125,6 +126,7 @@ async def test_the_list_of_runs_is_that_of_the_running_jobs_that_one_sees(plane,
     await with_run(plane)  # one that waits
     async with client(plane) as http:
         found = (await http.get(RUNS, headers=keys["eve"])).json()
+        assert found["default_model"] == JobConfig().policies["policy"].model
         assert [(run["run"], run["steps"]) for run in found["runs"]] == [(job.job_id, 8)]
         assert found["version"]
 

@@ -26,6 +26,7 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_after, read_group, read_step
 from palestra.dashboard.streams import Streams
+from palestra.doctor import examination
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
 from palestra.http.sse import follow
 from palestra.store.search import EpisodeFilter
@@ -76,6 +77,7 @@ async def test_a_table_that_is_not_there_is_the_matter_of_its_run_alone(pair):
         "UPDATE metric_rows SET data = '{\"train/reward_mean\": []}' WHERE step = 4",
         "INSERT INTO events (at, kind, data) VALUES (1, 'warning', '{\"step\": \"x\"}')",
         "INSERT INTO events (at, kind, data) VALUES (1, 'episode_stale', '[\"train-000000-00\"]')",
+        "DROP TABLE trained_tokens",
         "UPDATE manifests SET versions = '{'",
         "UPDATE manifests SET seed = 'none'",
         *(
@@ -107,6 +109,16 @@ async def test_of_a_run_with_a_damaged_record_the_rest_is_there(pair, script, ca
     said = capsys.readouterr()
     assert "train-000002-02" in said.out
     assert "Traceback" not in said.err
+
+
+async def test_of_a_group_whose_step_is_damaged_the_rest_is_there(pair, capsys):
+    _, bad = pair
+    execute(bad, "UPDATE groups SET step = 'five' WHERE kind = 'train' AND group_index = 1")
+    found = read_group(bad, "train", 1)
+    assert (found.step, [member.line.reward for member in found.members]) == (0, list(REWARDS[1]))
+    assert "the step of the group can't be read" in found.notes[0]
+    assert read_findings(bad, {}).step == 5
+    assert main(["doctor", str(bad.folder)]) in (0, 1)
 
 
 def test_what_is_damaged_is_said(pair, capsys):
@@ -222,6 +234,25 @@ async def test_a_pipe_in_place_of_a_file_is_not_opened(pair, name, error):
         assert bad.config
     assert time.monotonic() - began < 5
     assert describe_run(bad).state == "unreadable"
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["episodes"], ["track", "tensorboard"]])
+@pytest.mark.parametrize("name", ["run.db", "config.toml"])
+async def test_no_command_waits_for_the_other_end_of_a_pipe(pair, name, command, capsys):
+    _, bad = pair
+    (bad.folder / name).unlink()
+    os.mkfifo(bad.folder / name)
+    words = [command[0], str(bad.folder), *command[1:]]
+    assert await asyncio.wait_for(asyncio.to_thread(main, words), 5) == 2
+    assert "run.db" in (said := capsys.readouterr().err) or "config.toml is not a file" in said
+
+
+async def test_the_doctor_does_not_wait_for_a_view_without_an_end(pair, monkeypatch, capsys):
+    _, bad = pair
+    monkeypatch.setattr(examination, "EXAMINE_SECONDS", 0.3)
+    execute(bad, ENDLESS)
+    assert await asyncio.wait_for(asyncio.to_thread(main, ["doctor", str(bad.folder)]), 10) == 2
+    assert "took longer than 0.3 s" in capsys.readouterr().err
 
 
 @pytest.mark.slow

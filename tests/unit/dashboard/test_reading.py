@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
+from palestra.dashboard.conversation import read_conversation
 from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
 from palestra.dashboard.progress import describe_run, read_columns, read_settings
 from palestra.dashboard.runs import runs_of
@@ -19,6 +20,7 @@ from palestra.dashboard.steps import find_episodes, read_events_before, read_gro
 from palestra.disk import RUN_LOCK
 from palestra.errors import InvalidRequest, NotFound, StoreError
 from palestra.renderers import ByteTokenizer
+from palestra.store import calls as store_calls
 from palestra.store.browsing import browse
 from palestra.store.calls import read_trajectory
 from palestra.store.search import EpisodeFilter
@@ -420,6 +422,30 @@ async def test_of_a_reply_with_very_many_tool_calls_the_first_are_sent_and_the_r
         connection.execute("UPDATE chats SET reply = ? WHERE episode_id = 'train-000000-00' AND idx = 1", (reply,))
     found = episode_answer(run, read_reading(run, "train-000000-00")).calls[1].reply
     assert [len(found.tool_calls), found.tool_calls_cut] == [200, 800]
+    again = read_conversation(run, "train-000000-00", 1)
+    assert len(again.messages[-1]["tool_calls"]) == 200
+    assert "800 of its tool calls are left out" in again.notes[0]
+
+
+async def test_of_very_long_metadata_and_tasks_the_values_that_fit_are_sent_and_the_rest_is_counted(tmp_path):
+    run = await record(tmp_path)
+    long = {"termination": "done", "log": "x" * 10**6, "score": 2}
+    with sqlite3.connect(tmp_path / "run.db") as connection:
+        connection.execute("UPDATE episodes SET metadata = ?, task_data = ?", (orjson.dumps(long).decode(),) * 2)
+    found = episode_answer(run, read_reading(run, "train-000000-00"))
+    group = read_group(run, "train", 0)
+    assert found.metadata == found.task == group.task == {"termination": "done", "score": 2}
+    assert found.metadata_cut == found.task_cut == group.task_cut == len(orjson.dumps({"log": long["log"]}))
+    assert len(found.model_dump_json()) < 30_000
+
+
+async def test_the_calls_of_a_group_are_read_once(tmp_path, monkeypatch):
+    run = await record(tmp_path)
+    reads = []
+    real = store_calls.chat_of
+    monkeypatch.setattr(store_calls, "chat_of", lambda row, before: reads.append(row) or real(row, before))
+    assert len(read_group(run, "train", 0).members) == 3
+    assert len(reads) == 6
 
 
 async def test_an_episode_with_tools_of_another_form_is_shown(tmp_path):

@@ -10,6 +10,7 @@ import sqlite3
 import time
 from typing import Any
 
+import httpx2
 import pytest
 from starlette.requests import Request
 
@@ -240,3 +241,20 @@ async def test_searches_that_wait_do_not_hold_up_the_end_of_the_server(runs):
     found = await asyncio.gather(*searches, return_exceptions=True)
     assert time.monotonic() - began < 1.0
     assert [type(one) for one in found] == [type(None)] + [ServerStopping] * 15
+
+
+async def test_a_server_that_ends_says_so_as_the_last_event_of_its_streams(runs):
+    """Then no page sends its key to whoever listens on the port next. A run that is over is no server that ends."""
+    run = Run(name="a", folder=runs[0].folder, live=lambda: None)  # in use
+    access, stopping = OneTimeLink(), asyncio.Event()
+    request = Request({"type": "http", "headers": [(b"authorization", f"Bearer {access.code}".encode())]})
+    headers = {"authorization": f"Bearer {access.exchange(request)}"}
+    transport = httpx2.ASGITransport(create_page_app([run], access, stopping))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://page", timeout=20) as http:
+        once = await http.get("/dashboard/api/events?follow=false", headers=headers)
+        following = asyncio.ensure_future(http.get("/dashboard/api/events", headers=headers))
+        await asyncio.sleep(0.2)
+        stopping.set()
+        last = (await following).text.split("\n\n")[-2]
+    assert last == 'event: ended\ndata: {"kind": "ended"}'
+    assert "event: ended" not in once.text

@@ -51,6 +51,31 @@ def manifest_of(step: int, size: int = 4) -> BatchManifest:
     return BatchManifest(step=step, versions=versions, episode_ids=names, seed=0, config_digest="d")
 
 
+@pytest.mark.parametrize(
+    ("reasons", "code"),
+    [
+        (["KeyError: x", "KeyError: x"], 1),
+        (["KeyError: x", None], 0),  # one was completed
+        (["not_scored: left out", "cancelled: over"], 0),
+        ([], 0),
+    ],
+)
+async def test_a_run_whose_episodes_all_failed_before_the_first_step_exits_with_1(tmp_path, reasons, code, capsys):
+    (tmp_path / "config.toml").write_text(dump_config(config()))
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.groups.register("train", 0, 1, Task(task_id="t", data={}), 4)
+        for place, reason in enumerate(reasons):
+            name = (await store.episodes.claim("w", f"r{place}", None)).episode_id
+            if reason is None:
+                await store.episodes.end(name, 1, {"agent": 1.0}, None, {})
+            else:
+                await store.episodes.abort(name, 1, reason, discard=True)
+    assert main(["doctor", str(tmp_path)]) == code
+    assert "no step is finished yet" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path), "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["failed"] == (len(reasons) if code else 0)
+
+
 async def test_a_healthy_run_has_no_finding_and_exits_with_0(tmp_path, capsys):
     await record(tmp_path)
     assert examine(tmp_path).findings == ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -247,6 +249,46 @@ async def test_what_a_tracker_has_started_ends_with_it(tmp_path, monkeypatch):
     state = Path("/proc", pid.read_text().strip(), "status")
     async with asyncio.timeout(5.0):
         while state.exists() and "zombie" not in state.read_text():  # its new parent may not have taken its end
+            await asyncio.sleep(0.01)
+
+
+FORKS = """
+import subprocess
+
+class Forks:
+    def __init__(self, run):
+        child = subprocess.Popen(["sleep", "600"])
+        (run.folder / "new").write_text(str(child.pid))
+        (run.folder / "new").rename(run.folder / "pid")
+    def begin(self): pass
+    def write(self, step, values, at): pass
+    def flush(self): pass
+    def close(self, completed): pass
+"""
+
+
+async def test_what_a_tracker_has_started_ends_with_a_job_that_is_killed(tmp_path):
+    """A killed job leaves the other end of standard input closed, and says nothing there."""
+    await record(tmp_path)
+    (tmp_path / "path" / "forks-1.dist-info").mkdir(parents=True)
+    (tmp_path / "path" / "forks-1.dist-info" / "METADATA").write_text("Name: forks\nVersion: 1\n")
+    entry = "[palestra.trackers]\nforks = forks:Forks\n"
+    (tmp_path / "path" / "forks-1.dist-info" / "entry_points.txt").write_text(entry)
+    (tmp_path / "path" / "forks.py").write_text(FORKS)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "palestra.tracking.process", str(tmp_path), "forks"),
+        stdin=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
+    )
+    pid = tmp_path / "tracking" / "forks" / "pid"
+    async with asyncio.timeout(30.0):
+        while not pid.exists():
+            await asyncio.sleep(0.05)
+        process.stdin.close()
+        assert await process.wait() == -signal.SIGKILL
+        state = Path("/proc", pid.read_text(), "status")
+        while state.exists() and "zombie" not in state.read_text():
             await asyncio.sleep(0.01)
 
 

@@ -31,7 +31,9 @@ export async function begin(draw, hide) {
   leave = hide;
   reset();
   service.me = await ask("/me");
-  state.version = (await get("").catch(() => ({ version: state.version }))).version;
+  const known = await get("").catch(() => ({ version: state.version, default_model: "" }));
+  state.version = known.version;
+  service.defaultModel = known.default_model;
   places();
   if (may("job.list")) followWhileSeen(() => reshow());
 }

@@ -1,7 +1,7 @@
 // What several views of jobs show: a state, a model, a progress, a time, and the question before a job is cancelled.
 import { badge, h } from "../dom.js";
 import { duration, plural, whole } from "../format.js";
-import { cancel } from "./state.js";
+import { cancel, service } from "./state.js";
 
 const MOST_OF_NAME = 300;   // characters of models
 const KINDS = { queued: "warn", starting: "good", running: "good", completed: "plain", failed: "bad", cancelled: "plain" };
@@ -15,9 +15,9 @@ export function models({ config }, run = undefined) {
   if (run !== undefined && run.models !== undefined && Object.keys(run.models).length > 0) return named(Object.entries(run.models));
   const policies = config.policies;
   if (policies !== null && typeof policies === "object" && !Array.isArray(policies) && Object.keys(policies).length > 0) {
-    return named(Object.entries(policies).map(([name, policy]) => [name, policy?.model ?? config.model ?? "default model"]));
+    return named(Object.entries(policies).map(([name, policy]) => [name, policy?.model ?? config.model ?? service.defaultModel]));
   }
-  return String(config.model ?? "default model").slice(0, MOST_OF_NAME);
+  return String(config.model ?? service.defaultModel).slice(0, MOST_OF_NAME);
 }
 
 const named = (policies) => policies.map(([name, model]) => (policies.length === 1 && name === "policy" ? String(model) : `${name}: ${model}`)).join(", ").slice(0, MOST_OF_NAME);

@@ -8,6 +8,7 @@ export const HOLDING = ["starting", "running"];
 
 export const service = {
   me: null,      // the answer of GET /me
+  defaultModel: "",   // of a policy whose configuration names none
   news: [],      // changes of state since the page was opened, newest first
 };
 
