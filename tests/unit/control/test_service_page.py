@@ -271,8 +271,17 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
         ({"config_toml": "#" * 2**18 + "#"}, "config_toml"),
         ({"config_toml": "seed = nan"}, "seed"),
         ({"config_toml": "name = 2026-01-01"}, "name"),
+        ({"config_toml": "a." * 130_000 + "a = 1"}, "50 parts"),  # would take 70 GB
+        ({"config_toml": "x = {" + "'a' . " * 40_000 + "a = 1}"}, "50 parts"),
+        ({"config_toml": "[" + '"\\"".' * 40_000 + "a]"}, "50 parts"),
+        ({"config_toml": 'name = "' + '\\" ' * 80_000 + '"'}, "a name has"),  # is searched in linear time
+        ({"config_toml": "steps = " + "1" * 5000}, "digits"),
+        ({"config_toml": "kind = 0x" + "1" * 5000}, "64-bit"),
+        ({"config_toml": "x = " + "[" * 300 + "]" * 300}, "config_toml"),
     ],
+    ids=lambda value: str(value)[:40],
 )
+@pytest.mark.timeout(60)
 async def test_a_configuration_in_toml_that_is_no_job_is_refused_in_words(plane, keys, body, said):
     async with client(plane) as http:
         answer = await http.post("/jobs", json=body, headers=keys["ann"])
