@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from palestra.control.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
 from palestra.control.placement.fitting import Node, RunningJob
-from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, place
+from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, over_quota, place
 from palestra.control.placement.queues import WaitingJob
 from palestra.types.bases import BaseKind
 
@@ -63,16 +63,20 @@ def place_all(
         now: Unix seconds.
     """
     asking, known, machines = list(shared), list(bases), list(nodes)
-    choice = choose_bases(asking, known, limits, now)
+    active = list(running)
+    stopped = over_quota((one.job for one in asking), active, policy, now)
+    choice = choose_bases(asking, known, limits, now, stopped)
     starters = {_starter_id(kind): kind for kind in choice.wanted}
     waiting = [*queue, *(one.job for one in asking if one.job.job_id in choice.chosen)]
     waiting += [_starter(name, choice.wanted[kind], limits) for name, kind in starters.items()]
-    held = [*running, *(base.held for base in known)]
+    held = [*active, *(base.held for base in known)]
     decision = place(waiting, held, machines, policy, now)
-    taken = {*choice.chosen.values(), *choice.idle}
-    idle = [base for base in known if base.idle_since is not None and base.base_id not in taken]
+    going = {choice.chosen[start.job_id] for start in decision.starts if start.job_id in choice.chosen}
+    taken = {base_id for job_id, base_id in choice.chosen.items() if job_id not in stopped} | going
+    over = [base_id for base_id in choice.idle if base_id not in going]
+    idle = [base for base in known if base.idle_since is not None and base.base_id not in {*taken, *over}]
     early = _ended_for_room(decision, waiting, held, idle, machines, policy, now)
-    ended = dict.fromkeys(choice.idle, f"it had no job for {limits.idle_seconds:g} s")
+    ended = dict.fromkeys(over, f"it had no job for {limits.idle_seconds:g} s")
     ended |= dict.fromkeys(early, "it has no job, and another one waits for its room")
     return _assembled(decision, choice, starters, ended)
 

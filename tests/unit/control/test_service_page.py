@@ -276,7 +276,7 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
         ({"config_toml": "[" + '"\\"".' * 40_000 + "a]"}, "50 parts"),
         ({"config_toml": 'name = "' + '\\" ' * 80_000 + '"'}, "a name has"),  # is searched in linear time
         ({"config_toml": "".join(f"[a{i}]\n" for i in range(30_000))}, "unknown key 'a0'"),  # all would take a minute
-        ({"config": {f"a{i}": 1 for i in range(100_000)}}, "unknown key 'a0'"),
+        ({"config": {f"a{i}": 1 for i in range(40_000)}}, "unknown key 'a0'"),
         ({"config_toml": "steps = " + "1" * 5000}, "digits"),
         ({"config_toml": "kind = 0x" + "1" * 5000}, "64-bit"),
         ({"config_toml": "x = " + "[" * 300 + "]" * 300}, "config_toml"),
