@@ -16,7 +16,6 @@ from sqlalchemy import Connection
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.dashboard.answers import LiveState
 from palestra.dashboard.token_text import TokenText, token_text
-from palestra.database.sqlite import driver_of
 from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse, newest_event_number
@@ -28,7 +27,6 @@ OLDEST = 4  # version of the tables from which on batches have the versions of t
 DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)
 HELD_SECONDS = 5.0  # between two questions whether a process runs the job: all locks of the machine are read
 QUERY_SECONDS = 10.0  # that the queries of one connection may take
-STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +62,9 @@ class Run:
             StoreError: the store is damaged, or of another version of Palestra.
         """
         path = self.folder / "run.db"
-        # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
-        if path.exists() and not path.is_file():
-            raise StoreError(f"{path} is not a file")
         until = time.monotonic() + QUERY_SECONDS
         try:
-            with self._browse(path, until) as connection:
+            with self._browse(path) as connection:
                 yield connection
         except StoreError as error:
             if time.monotonic() < until:
@@ -77,10 +72,8 @@ class Run:
             raise StoreError(f"reading {path} took longer than {QUERY_SECONDS:g} s, and was ended") from error
 
     @contextlib.contextmanager
-    def _browse(self, path: Path, until: float) -> Iterator[Connection]:
-        with browse(path) as connection:
-            # A table may be a view without an end, so queries of the page end at that time.
-            driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
+    def _browse(self, path: Path) -> Iterator[Connection]:
+        with browse(path, QUERY_SECONDS) as connection:
             version, known = SCHEMA.read_version(connection), SCHEMA.version
             if version == 0:
                 tables = connection.exec_driver_sql("SELECT count(*) FROM main.sqlite_master").scalar_one()

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
-from palestra.database.sqlite import MOST_VALUES, open_engine
+from palestra.database.sqlite import MOST_VALUES, driver_of, open_engine
 from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
@@ -25,6 +25,8 @@ from palestra.store.tables import RECORDS_TRAINED, SCHEMA, chats, episodes, even
 from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
+
+STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,18 +86,25 @@ class EpisodeSummary:
 
 
 @contextmanager
-def browse(path: Path) -> Iterator[Connection]:
+def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
     """Open a read-only connection to a run store. A job that writes to it at the same time is not disturbed.
 
     Args:
         path: of the file, `run.db`.
+        seconds: after which its queries end with an error, because a table may be a view without an end; None: never.
 
     Raises:
         StoreError: the file is not a run store, or of a newer version of Palestra.
     """
+    # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path} is not a file")
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.begin() as connection:
+            if seconds is not None:
+                until = time.monotonic() + seconds
+                driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             if (version := SCHEMA.read_version(connection)) > SCHEMA.version:
                 raise StoreError(
                     f"{path} is of a newer version of Palestra ({version}; this one reads {SCHEMA.version})"
@@ -123,7 +132,7 @@ def newest_event_number(path: Path, seconds: float) -> int | None:
     until = time.monotonic() + seconds
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            connection.set_progress_handler(lambda: time.monotonic() > until, 100_000)
+            connection.set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             (found,) = connection.execute("SELECT max(event_id) FROM events").fetchone()
     except sqlite3.Error:
         return None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import shutil
+import sqlite3
 
 import httpx2
 import pytest
 
+from palestra.control.api import streams
 from palestra.control.jobs.scheduler import RUN
 from palestra.control.placement.fitting import Node, RunningJob
 from palestra.control.rights.permissions import PERMISSIONS, Action, Role
@@ -258,6 +262,31 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
         assert await read("?last=4") == ("6", "6789")
         assert await read("?last=4&offset=8") == ("8", "89")
         assert await read("?last=100") == ("0", "0123456789")
+
+
+@pytest.mark.timeout(30)
+async def test_a_damaged_run_holds_up_no_one(plane, keys, monkeypatch):
+    monkeypatch.setattr(streams, "READ_SECONDS", 0.5)
+    endless, pipe, good = await with_run(plane), await with_run(plane), await with_run(plane)
+    store = plane.scheduler.folder_of(endless) / RUN / "run.db"
+    with contextlib.closing(sqlite3.connect(store)) as connection:
+        connection.execute("ALTER TABLE events RENAME TO former")
+        connection.execute(
+            "CREATE VIEW events AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
+            "SELECT n AS event_id, 0.0 AS at, 'step' AS kind, '{}' AS data FROM more WHERE n < 0"
+        )
+        connection.commit()
+    other = plane.scheduler.folder_of(pipe) / RUN / "run.db"
+    other.unlink()
+    os.mkfifo(other)
+    async with client(plane) as http:
+
+        async def read(job):
+            return (await http.get(f"/jobs/{job}/events?follow=false", headers=keys["ann"])).text
+
+        blocked = [asyncio.ensure_future(read(job)) for job in [endless] * 40 + [pipe]]
+        assert "event: completed" in await read(good)
+        assert all("event: state" in text and "completed" not in text for text in await asyncio.gather(*blocked))
 
 
 @pytest.mark.parametrize(
