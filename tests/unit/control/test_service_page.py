@@ -13,7 +13,7 @@ import sqlite3
 import httpx2
 import pytest
 
-from palestra.control.api import streams
+from palestra.control.api import jobs_api, streams
 from palestra.control.jobs.scheduler import RUN
 from palestra.control.placement.fitting import Node, RunningJob
 from palestra.control.rights.permissions import PERMISSIONS, Action, Role
@@ -262,6 +262,24 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
         assert await read("?last=4") == ("6", "6789")
         assert await read("?last=4&offset=8") == ("8", "89")
         assert await read("?last=100") == ("0", "0123456789")
+
+
+async def test_a_user_has_so_many_streams_and_others_theirs(plane, keys, monkeypatch):
+    monkeypatch.setattr(jobs_api, "MOST_STREAMS", 3)
+    job = await with_run(plane)
+    paths = ["/events", f"/jobs/{job}/events", f"/jobs/{job}/logs?follow=true"]
+    async with client(plane) as http:
+        following = [asyncio.ensure_future(http.get(path, headers=keys["eve"])) for path in paths]
+        await asyncio.sleep(0.3)
+        for path in paths:
+            answer = await http.get(path, headers=keys["eve"])
+            assert (answer.status_code, "3 streams" in answer.json()["error"]["message"]) == (429, True)
+        assert (await http.get("/events?follow=false", headers=keys["ann"])).status_code == 200
+        await plane.store.request_cancel("default", job, "enough")  # two of the streams end
+        await asyncio.wait(following[1:], timeout=5.0)
+        assert (await http.get("/events?follow=false", headers=keys["eve"])).status_code == 200
+        following[0].cancel()
+        await asyncio.gather(*following, return_exceptions=True)
 
 
 @pytest.mark.timeout(30)
