@@ -53,14 +53,17 @@ def explain(error: ValidationError, root: type[Section]) -> str:
         error: the error that pydantic raised.
         root: the section that was checked; the keys in `error` are below it.
     """
-    return explain_all(error, root)[0].text
+    return _mistake(_in_order(error)[0], root).text  # of many thousand, explaining all would take minutes
 
 
 def explain_all(error: ValidationError, root: type[Section]) -> list[Mistake]:
     """Return every mistake that an error has found in a configuration. The arguments are those of `explain`."""
-    # A misspelt key is said before the required one that is missing because of it.
-    ordered = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-    return [_mistake(found, root) for found in ordered]
+    return [_mistake(found, root) for found in _in_order(error)]
+
+
+def _in_order(error: ValidationError) -> list[ErrorDetails]:
+    """Return what pydantic found: a misspelt key comes before the required one that is missing because of it."""
+    return sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
 
 
 def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:

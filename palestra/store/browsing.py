@@ -27,6 +27,8 @@ from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
 
+STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSummary:
@@ -117,13 +119,13 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.begin() as connection:
+            if until < math.inf:
+                driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             if (version := SCHEMA.read_version(connection)) > SCHEMA.version:
                 raise StoreError(
                     f"{path} is of a newer version of Palestra ({version}; this one reads {SCHEMA.version})"
                 )
             _complete_older(connection)
-            if until < math.inf:
-                driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             yield connection
     except PalestraError:
         raise

@@ -24,6 +24,7 @@ class Limits:
         waiting_samples: most sequences of a tenant that are to be sampled, in all its requests without a result.
         checkpoints: most checkpoints of a tenant that have not expired.
         samples: most sequences of one request.
+        sample_bytes: longest result of one request for samples; SQLite takes no value of a gigabyte.
         futures: most results of a tenant that are kept; the oldest are forgotten first.
         future_seconds: how long a result is kept.
         forgotten: most requests of a tenant of which it is known that their results were forgotten.
@@ -47,6 +48,7 @@ class Limits:
     waiting_samples: int = 16_384
     checkpoints: int = 1000
     samples: int = 1024
+    sample_bytes: int = 2**29
     futures: int = 10_000
     future_seconds: float = 24 * 3600.0
     forgotten: int = 100_000

@@ -21,6 +21,7 @@ from palestra.types.calls import SampledTokens, SamplingParams, TokenSequence
 from palestra.waiting import together
 
 MOST_TOP = 100  # most probable tokens that are reported of a position
+_TOKEN_BYTES = 8  # of a token in a result: its id and its logprob
 _UNREAD_TOKENS = 8  # tokens before a stop string's own that may change how its first characters are read
 
 
@@ -73,6 +74,14 @@ def plan_of(asked: Sample, base: Base, limits: Limits, request_id: str) -> Plan:
     for token in (*tokens, *ids):
         if not 0 <= token < base.vocab_size:
             raise InvalidRequest(f"there is no token {token}; the model's are 0 to {base.vocab_size - 1}", "prompt")
+    most = min(params.max_tokens or room, room)
+    size = _TOKEN_BYTES * asked.num_samples * most * (1 + asked.topk_sample_logprobs)
+    if size > limits.sample_bytes:
+        raise InvalidRequest(
+            f"the result could have {size} bytes, and a result has at most {limits.sample_bytes}; lower num_samples, "
+            "max_tokens or topk_sample_logprobs",
+            "num_samples",
+        )
     last = asked.prompt_logprobs_last_n
     if last is not None and (not asked.prompt_logprobs or last >= len(tokens)):
         raise InvalidRequest(
@@ -83,7 +92,7 @@ def plan_of(asked: Sample, base: Base, limits: Limits, request_id: str) -> Plan:
         sampling=tuple(
             SamplingParams(
                 temperature=params.temperature,
-                max_tokens=min(params.max_tokens or room, room),
+                max_tokens=most,
                 seed=seed,
                 top_p=params.top_p,
                 top_k=max(params.top_k, 0),
@@ -163,7 +172,8 @@ async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingP
         sampling: of this reply.
         base: has the tokenizer.
     """
-    ids, logprobs, top = list[int](), list[float](), list[tuple[tuple[int, float], ...]]()
+    ids, logprobs = list[int](), list[float]()
+    top_ids, top_logprobs = bytearray(), bytearray()  # as objects they would take twelve times the memory
     stopped = False
     pieces = engine.generate(EngineRequest(policy=policy, prompt=plan.prompt, sampling=sampling))
     async with contextlib.aclosing(pieces) as reply:  # type: ignore[type-var]  # an async generator, of every engine
@@ -171,7 +181,9 @@ async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingP
             for token, logprob, most in _tokens_of(piece):
                 ids.append(token)
                 logprobs.append(logprob)
-                top.append(most)
+                if most:
+                    top_ids += np.array([probable for probable, _ in most], "<i4").tobytes()
+                    top_logprobs += np.array([each for _, each in most], "<f4").tobytes()
                 stopped = token in sampling.stop_ids or _ends_with(ids, plan.stops, base)
                 if stopped:
                     break
@@ -183,14 +195,14 @@ async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingP
         tokens=np.array(ids, "<i4").tobytes(),
         logprobs=np.array(logprobs, "<f4").tobytes(),
     )
-    if plan.top and ids:
+    if top_ids:
         found.topk_sampled_logprobs.CopyFrom(
             new(
                 "TopkLogprobs",
-                token_ids=np.array([[token for token, _ in most] for most in top], "<i4").tobytes(),
-                logprobs=np.array([[logprob for _, logprob in most] for most in top], "<f4").tobytes(),
-                k=len(top[0]),
-                length=len(top),
+                token_ids=bytes(top_ids),
+                logprobs=bytes(top_logprobs),
+                k=len(top_ids) // (4 * len(ids)),
+                length=len(ids),
             )
         )
     return found

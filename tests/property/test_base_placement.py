@@ -13,6 +13,7 @@ from palestra.control.placement.fitting import Node, RunningJob
 from palestra.control.placement.placement import PlacementPolicy
 from palestra.control.placement.queues import WaitingJob
 from palestra.control.placement.sharing import SERVICE, place_all
+from palestra.control.placement.tenants import Quota
 from palestra.types.bases import BaseKind
 from palestra.types.jobs import PRIORITIES, Resources
 from palestra.types.states import BaseState
@@ -26,7 +27,7 @@ NOW = 100.0
 def asking(draw, number: int) -> WaitingForBase:
     job = WaitingJob(
         job_id=f"job-{number}",
-        tenant=draw(st.sampled_from("tu")),
+        tenant=draw(st.sampled_from("tuv")),
         priority=draw(st.sampled_from(PRIORITIES)),
         submitted_at=float(draw(st.integers(0, 90))),
         needs=Resources(cpus=draw(st.sampled_from([0.25, 1.0, 3.0]))),
@@ -74,7 +75,8 @@ def worlds(draw):
 @given(worlds())
 def test_every_decision_keeps_to_the_rules(world):
     shared, bases, own, nodes = world
-    found = place_all(own, shared, [], bases, nodes, PlacementPolicy(starts_at_once=100), LIMITS, NOW)
+    policy = PlacementPolicy(starts_at_once=100, quotas={"u": Quota(jobs=1), "v": Quota(jobs=0)})
+    found = place_all(own, shared, [], bases, nodes, policy, LIMITS, NOW)
     known = {base.base_id: base for base in bases}
     asked = {one.job.job_id: one for one in shared}
     started = [start.job_id for start in found.starts]
@@ -96,7 +98,7 @@ def test_every_decision_keeps_to_the_rules(world):
         assert base_id not in gets
 
     for kind in found.new_bases:  # only where none that serves or loads would do for some job
-        assert any(one.kind == kind and one.job.job_id in found.waiting for one in shared)
+        assert any(one.kind == kind and one.job.job_id in found.waiting and one.job.tenant != "v" for one in shared)
 
     needs = {one.job.job_id: one.job.needs for one in shared} | {job.job_id: job.needs for job in own}
     for node in nodes:

@@ -16,6 +16,7 @@ from palestra.control.jobs.launcher import LOG_FILE, RUN
 from palestra.control.rights.permissions import Action
 from palestra.errors import InvalidRequest, NotFound
 from palestra.http.app import request_schema
+from palestra.http.open_streams import OpenStreams
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.store.key_files import rotate_keys
 from palestra.types.control_wire import (
@@ -30,6 +31,8 @@ from palestra.types.control_wire import (
 )
 from palestra.types.jobs import JobKind, JobRecord, JobRequest
 from palestra.types.states import JobState
+
+MOST_STREAMS = 256  # of a user: more than the jobs that one may have open
 
 
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -157,7 +160,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     """Add the routes that read what a job reports and writes to the application."""
-    scheduler = plane.scheduler
+    scheduler, opened = plane.scheduler, OpenStreams(MOST_STREAMS)
 
     @app.get("/jobs/{job_id}/server", tags=["jobs"])
     async def server(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.EPISODE_PLAY))]) -> ServerView:
@@ -182,7 +185,8 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         `Last-Event-ID` to continue after the last event that arrived.
         """
         after = streams.number_of(last_event_id)
-        return StreamingResponse(streams.tenant_events(plane, by, after, follow), 200, AS_IT_COMES, MEDIA_TYPE)
+        content = streams.tenant_events(plane, by, after, follow)
+        return opened.answer(content, (by.tenant, by.user), AS_IT_COMES, MEDIA_TYPE)
 
     @app.get("/jobs/{job_id}/logs", tags=["jobs"])
     async def logs(
@@ -203,7 +207,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
             offset = max(offset, await asyncio.to_thread(streams.size_of, path) - last)
         headers = {**AS_IT_COMES, "log-offset": str(offset)}
         content = streams.log(plane, by, job_id, path, offset, follow)
-        return StreamingResponse(content, 200, headers, "text/plain; charset=utf-8")
+        return opened.answer(content, (by.tenant, by.user), headers, "text/plain; charset=utf-8")
 
     @app.get("/jobs/{job_id}/events", tags=["jobs"])
     async def events(
@@ -219,7 +223,8 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         await plane.job(by, job_id, Action.JOB_READ)
         place = streams.Place.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
-        return StreamingResponse(streams.events(plane, by, job_id, run, place, follow), 200, AS_IT_COMES, MEDIA_TYPE)
+        content = streams.events(plane, by, job_id, run, place, follow)
+        return opened.answer(content, (by.tenant, by.user), AS_IT_COMES, MEDIA_TYPE)
 
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
     async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:

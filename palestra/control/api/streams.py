@@ -18,12 +18,14 @@ from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
 from palestra.http.sse import News, encode_event, follow
 from palestra.store.browsing import browse
 from palestra.store.run_log import read_events
+from palestra.threads import in_thread
 from palestra.types.control_wire import TenantChangeView
 from palestra.types.jobs import JobChange, JobRecord
 from palestra.types.records import Event
 
 CHUNK_BYTES = 2**16
 MOST_EVENTS = 500
+READ_SECONDS = 10.0  # that reading the events of a run may take
 LARGEST = 2**53  # the largest number of an event that is accepted; SQLite could not compare with a huge one
 
 
@@ -80,7 +82,10 @@ def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Pla
         if job is None:
             return None
         changes = await plane.store.changes(by.tenant, job_id, place.change)
-        reported = await asyncio.to_thread(_events_after, run, place.event)
+        last = place.event
+        reported = await in_thread(
+            lambda: _events_after(run, last)
+        )  # of its own, which may take long for a damaged run
         chunks = []
         happened: Iterator[JobChange | Event] = heapq.merge(changes, reported, key=lambda one: one.at)
         for one in happened:
@@ -190,9 +195,9 @@ def _events_after(run: Path, last: int) -> list[Event]:
     if not store.exists():
         return []
     try:
-        with browse(store) as connection:
+        with browse(store, READ_SECONDS) as connection:
             return read_events(connection, last, MOST_EVENTS)
-    except StoreError:  # the store is just being created
+    except StoreError:  # the store is just being created, or damaged
         return []
 
 

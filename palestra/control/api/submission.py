@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tomllib
 from collections.abc import Sequence
 from typing import Any
+
+import orjson
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, JobConfig, not_frozen, parse_config
@@ -19,6 +22,12 @@ from palestra.control.rights.permissions import Action
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.types.control_wire import SubmitJob
 from palestra.types.jobs import JobKind, JobRecord, JobRequest, Resources
+
+# For a key of N parts, the parser takes time and memory in proportion to N squared. Quotes are looked for nearby only,
+# so that the search is linear.
+_LONG_KEY = re.compile(
+    r"""(?<![\w"'-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.){0,64}+"|'[^'\n]{0,64}+')[ \t]*+\.[ \t]*+){50}""", re.ASCII
+)
 
 
 async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
@@ -163,19 +172,25 @@ def _written(body: SubmitJob) -> dict[str, Any] | None:
     """Return the configuration in a body; None: there is none.
 
     Raises:
-        ConfigError: the configuration is text that is no TOML.
+        ConfigError: the configuration is text that is no TOML, or that no configuration can be.
         InvalidRequest: it is there as JSON and as TOML.
     """
     if body.config_toml is None:
         return body.config
     if body.config is not None:
         raise InvalidRequest("config and config_toml are the same thing; leave one of them out", "config_toml")
+    if _LONG_KEY.search(body.config_toml):
+        raise ConfigError("config_toml: there is a key of 50 parts or more, or a text that looks like one")
     try:
-        return tomllib.loads(body.config_toml)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config_toml: not valid TOML: {error}") from error
+        found = tomllib.loads(body.config_toml)
+        orjson.dumps(found)  # refuses integers of over 64 bits, of which Python makes no text, and deep nesting
     except RecursionError:
         raise ConfigError("config_toml: its lists or tables are nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, or an integer of too many digits
+        raise ConfigError(f"config_toml: not valid TOML: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"config_toml: no configuration has this: {error}") from error
+    return found
 
 
 def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:

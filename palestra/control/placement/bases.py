@@ -103,7 +103,11 @@ class BaseDecision:
 
 
 def choose_bases(
-    queue: Iterable[WaitingForBase], bases: Iterable[RunningBase], limits: BaseLimits, now: float
+    queue: Iterable[WaitingForBase],
+    bases: Iterable[RunningBase],
+    limits: BaseLimits,
+    now: float,
+    stopped: Mapping[str, str],
 ) -> BaseDecision:
     """Choose a base server for each job of a queue. The order in which base servers are given does not matter.
 
@@ -112,13 +116,15 @@ def choose_bases(
         bases: that have not ended.
         limits: the operator's.
         now: Unix seconds.
+        stopped: reasons by job, of those that their tenants' quotas stop: they get the room that the others leave, and
+            no base server is started or kept for them. Else a tenant could fill the cluster with its queue.
     """
     known = sorted(bases, key=lambda base: base.base_id)
     adapters = {base.base_id: base.adapters for base in known}
     chosen: dict[str, str] = {}
     waiting: dict[str, str] = {}
     wanted: dict[BaseKind, list[WaitingForBase]] = {}
-    for asking in queue:
+    for asking in sorted(queue, key=lambda asking: asking.job.job_id in stopped):
         own = [base for base in known if base.kind == asking.kind and base.state is not BaseState.ENDING]
         fitting = [base for base in own if adapters[base.base_id] + asking.adapters <= limits.adapters]
         serving = [base for base in fitting if base.state is BaseState.SERVING and base.waiting <= limits.waiting]
@@ -127,6 +133,8 @@ def choose_bases(
             base = min(serving, key=lambda base: (-adapters[base.base_id], base.base_id))
             chosen[asking.job.job_id] = base.base_id
             adapters[base.base_id] += asking.adapters
+        elif asking.job.job_id in stopped:
+            waiting[asking.job.job_id] = stopped[asking.job.job_id]
         elif starting:
             waiting[asking.job.job_id] = f"waits for the base server of {asking.kind.model}, which is starting"
             adapters[starting[0].base_id] += asking.adapters
@@ -134,7 +142,7 @@ def choose_bases(
             waiting[asking.job.job_id] = too_many_adapters(asking.adapters, limits)
         else:
             wanted.setdefault(asking.kind, []).append(asking)
-    taken = set(chosen.values())
+    taken = {base_id for job_id, base_id in chosen.items() if job_id not in stopped}
     idle = {base.base_id: base.idle_since for base in known if base.idle_since is not None}
     ends = {name: since + limits.idle_seconds for name, since in idle.items() if name not in taken}
     return BaseDecision(

@@ -134,6 +134,30 @@ def in_turn(
     return [turn.job_id for turn in in_order(_Placement(held, list(nodes), policy, now).lines(queue, held), now)]
 
 
+def over_quota(
+    queue: Iterable[WaitingJob], running: Iterable[RunningJob], policy: PlacementPolicy, now: float
+) -> dict[str, str]:
+    """Return which of some waiting jobs their tenants' quotas stop now, with the reasons, if each other starts.
+
+    Args:
+        queue: the jobs, in any order; they have their turns as in `place`.
+        running: all jobs that hold resources.
+        policy: quotas, and how jobs age.
+        now: seconds on the clock of all other times here.
+    """
+    found: dict[str, str] = {}
+    held = list(running)
+    for turn in in_order(_Placement(held, (), policy, now).lines(queue, held), now):
+        account, needs = turn.line.account, counted(turn.job.needs)
+        reason = account.refusal(needs) or account.obstacle(needs)
+        if reason is None:
+            account.hold(needs, None)
+            turn.line.start(turn.job)
+        else:
+            found[turn.job_id] = reason
+    return found
+
+
 class _Placement:
     """One decision while it is made."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from palestra.control.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
 from palestra.control.placement.fitting import Node, RunningJob
-from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, in_turn, place
+from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, in_turn, over_quota, place
 from palestra.control.placement.queues import WaitingJob
 from palestra.types.bases import BaseKind
 
@@ -67,23 +67,25 @@ def place_all(
     own, jobs, known, machines = list(queue), list(running), list(bases), list(nodes)
     by_id = {one.job.job_id: one for one in shared}
     everything = [*own, *(one.job for one in by_id.values())]
+    stopped = over_quota((one.job for one in by_id.values()), jobs, policy, now)
     order = in_turn(everything, [*jobs, *(base.held for base in known)], machines, policy, now)
     asking = [by_id[job_id] for job_id in order if job_id in by_id]
 
     def decide(without: Collection[str]) -> tuple[BaseDecision, Decision]:
         """Decide as if some base servers were not there."""
         present = [base for base in known if base.base_id not in without]
-        choice = choose_bases(asking, present, limits, now)
+        choice = choose_bases(asking, present, limits, now, stopped)
         waiting = [*own, *(one.job for one in asking if one.job.job_id in choice.chosen)]
         waiting += [_starter(kind, wanting, limits) for kind, wanting in choice.wanted.items()]
         return choice, place(waiting, [*jobs, *(base.held for base in present)], machines, policy, now)
 
     choice, decision = decide(())
     starters = {_starter_id(kind): kind for kind in choice.wanted}
-    taken = {choice.chosen.get(start.job_id) for start in decision.starts}.union(choice.idle)
-    idle = [base for base in known if base.idle_since is not None and base.base_id not in taken]
+    going = {choice.chosen.get(start.job_id) for start in decision.starts}
+    over = [base_id for base_id in choice.idle if base_id not in going]
+    idle = [base for base in known if base.idle_since is not None and base.base_id not in going.union(over)]
     early = _ended_for_room(choice.chosen, decision, idle, lambda ended: decide(ended)[1])
-    ended = dict.fromkeys(choice.idle, f"it had no job for {limits.idle_seconds:g} s")
+    ended = dict.fromkeys(over, f"it had no job for {limits.idle_seconds:g} s")
     ended |= dict.fromkeys(early, "it has no job, and another one waits for its room")
     return _assembled(decision, choice, starters, ended)
 

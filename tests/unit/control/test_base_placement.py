@@ -112,6 +112,35 @@ def test_base_servers_count_against_no_quota_and_jobs_on_them_do():
     assert found.waiting == {"k": "quota of tenant t: 0.25 of 0.25 CPUs"}
 
 
+def test_a_tenant_gets_no_base_server_for_jobs_that_its_quota_stops():
+    paused = PlacementPolicy(quotas={"t": Quota(jobs=0)})
+    found = decide([asks("j", adapters=4)], policy=paused)
+    assert not found.new_bases
+    assert found.waiting == {"j": "quota of tenant t: 0 of 0 jobs"}
+    one = PlacementPolicy(quotas={"t": Quota(jobs=1)})
+    many = [asks(f"j{i}", adapters=4, at=float(i)) for i in range(9)]
+    loading = base("b", state=BaseState.LOADING)
+    assert list(decide(many, policy=one).new_bases) == [TINY]
+    assert not decide(many, [loading], policy=one).new_bases
+    works = runs(asks("k").job, "a")
+    assert not decide(many, [base("b", adapters=4)], running=[works], policy=one).new_bases
+    other = asks("u", tenant="u", at=99.0)
+    assert decide([*many, other], [base("b")], running=[works], policy=one).bases == {"u": "b"}
+
+
+def test_a_base_server_is_not_kept_for_jobs_that_a_quota_stops():
+    paused = PlacementPolicy(quotas={"t": Quota(jobs=0)})
+    assert decide([asks("j")], [base("b", idle=40.0)], policy=paused).ended == {"b": "it had no job for 60 s"}
+    early = decide([asks("j")], [base("b", idle=90.0)], queue=[job("big", tenant="u", cpus=14.0)], policy=paused)
+    assert early.ended == {"b": "it has no job, and another one waits for its room"}
+
+
+def test_a_job_that_starts_before_one_without_a_base_server_keeps_its_own():
+    policy, limits = PlacementPolicy(quotas={"t": Quota(jobs=1)}), replace(LIMITS, resources=Resources(cpus=99.0))
+    found = decide([asks("j", OTHER), asks("k", at=1.0)], [base("b", idle=1.0)], policy=policy, limits=limits)
+    assert (found.bases, found.ended) == ({"k": "b"}, {})
+
+
 def test_a_base_server_without_jobs_ends_after_its_time_unless_a_job_goes_there():
     idle = [base("b1", idle=40.0), base("b2", OTHER, idle=41.0), base("b3", adapters=1)]
     found = decide([], idle)

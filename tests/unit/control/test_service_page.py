@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import shutil
+import sqlite3
 
 import httpx2
 import pytest
 
 from palestra.config import JobConfig
+from palestra.control.api import jobs_api, streams
 from palestra.control.jobs.scheduler import RUN
 from palestra.control.placement.fitting import Node, RunningJob
 from palestra.control.rights.permissions import PERMISSIONS, Action, Role
@@ -264,6 +268,49 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
         assert await read("?last=100") == ("0", "0123456789")
 
 
+async def test_a_user_has_so_many_streams_and_others_theirs(plane, keys, monkeypatch):
+    monkeypatch.setattr(jobs_api, "MOST_STREAMS", 3)
+    job = await with_run(plane)
+    paths = ["/events", f"/jobs/{job}/events", f"/jobs/{job}/logs?follow=true"]
+    async with client(plane) as http:
+        following = [asyncio.ensure_future(http.get(path, headers=keys["eve"])) for path in paths]
+        await asyncio.sleep(0.3)
+        for path in paths:
+            answer = await http.get(path, headers=keys["eve"])
+            assert (answer.status_code, "3 streams" in answer.json()["error"]["message"]) == (429, True)
+        assert (await http.get("/events?follow=false", headers=keys["ann"])).status_code == 200
+        await plane.store.request_cancel("default", job, "enough")  # two of the streams end
+        await asyncio.wait(following[1:], timeout=5.0)
+        assert (await http.get("/events?follow=false", headers=keys["eve"])).status_code == 200
+        following[0].cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+
+
+@pytest.mark.timeout(30)
+async def test_a_damaged_run_holds_up_no_one(plane, keys, monkeypatch):
+    monkeypatch.setattr(streams, "READ_SECONDS", 0.5)
+    endless, pipe, good = await with_run(plane), await with_run(plane), await with_run(plane)
+    store = plane.scheduler.folder_of(endless) / RUN / "run.db"
+    with contextlib.closing(sqlite3.connect(store)) as connection:
+        connection.execute("ALTER TABLE events RENAME TO former")
+        connection.execute(
+            "CREATE VIEW events AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
+            "SELECT n AS event_id, 0.0 AS at, 'step' AS kind, '{}' AS data FROM more WHERE n < 0"
+        )
+        connection.commit()
+    other = plane.scheduler.folder_of(pipe) / RUN / "run.db"
+    other.unlink()
+    os.mkfifo(other)
+    async with client(plane) as http:
+
+        async def read(job):
+            return (await http.get(f"/jobs/{job}/events?follow=false", headers=keys["ann"])).text
+
+        blocked = [asyncio.ensure_future(read(job)) for job in [endless] * 40 + [pipe]]
+        assert "event: completed" in await read(good)
+        assert all("event: state" in text and "completed" not in text for text in await asyncio.gather(*blocked))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "said"),
@@ -276,8 +323,19 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
         ({"config_toml": "#" * 2**18 + "#"}, "config_toml"),
         ({"config_toml": "seed = nan"}, "seed"),
         ({"config_toml": "name = 2026-01-01"}, "name"),
+        ({"config_toml": "a." * 130_000 + "a = 1"}, "50 parts"),  # would take 70 GB
+        ({"config_toml": "x = {" + "'a' . " * 40_000 + "a = 1}"}, "50 parts"),
+        ({"config_toml": "[" + '"\\"".' * 40_000 + "a]"}, "50 parts"),
+        ({"config_toml": 'name = "' + '\\" ' * 80_000 + '"'}, "a name has"),  # is searched in linear time
+        ({"config_toml": "".join(f"[a{i}]\n" for i in range(30_000))}, "unknown key 'a0'"),  # all would take a minute
+        ({"config": {f"a{i}": 1 for i in range(40_000)}}, "unknown key 'a0'"),
+        ({"config_toml": "steps = " + "1" * 5000}, "digits"),
+        ({"config_toml": "kind = 0x" + "1" * 5000}, "64-bit"),
+        ({"config_toml": "x = " + "[" * 300 + "]" * 300}, "config_toml"),
     ],
+    ids=lambda value: str(value)[:40],
 )
+@pytest.mark.timeout(30)
 async def test_a_configuration_in_toml_that_is_no_job_is_refused_in_words(plane, keys, body, said):
     async with client(plane) as http:
         answer = await http.post("/jobs", json=body, headers=keys["ann"])

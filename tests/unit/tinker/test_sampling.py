@@ -262,6 +262,24 @@ def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
             ada.result(model.ask("save_weights_for_sampler", sampling_session_seq_id=2))
 
 
+def test_a_result_that_no_journal_can_keep_is_not_sampled(tmp_path):
+    """A result that SQLite refuses would end the server, again at each start."""
+    with running(tmp_path, Limits(poll_seconds=5.0, sample_bytes=8 * 4 * 10 * 3)) as server:
+        ada = Client(server.url, server.key("ada"))
+        body = {
+            "sampling_session_id": ada.sampler(base_model=TINY),
+            "num_samples": 4,
+            "prompt": {"chunks": [{"tokens": PROMPT}]},
+            "sampling_params": {"max_tokens": 10},
+            "topk_sample_logprobs": 2,
+        }
+        ada.good("asample", body | {"seq_id": 0})
+        wrong = ({"topk_sample_logprobs": 3}, {"num_samples": 5}, {"sampling_params": {"max_tokens": 11}})
+        for change in (*wrong, {"sampling_params": {}}):
+            answer = ada.post("asample", body | {"seq_id": 1} | change)
+            assert (answer.status_code, "bytes" in answer.json()["error"]) == (422, True), answer.text
+
+
 def test_a_tenant_may_have_so_many_sequences_to_be_sampled_and_others_are_not_kept_from_theirs(tmp_path):
     with running(tmp_path, Limits(poll_seconds=5.0, waiting_samples=20)) as server:
         ada, ben = (Client(server.url, server.key(tenant)) for tenant in ("ada", "ben"))

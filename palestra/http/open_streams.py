@@ -1,0 +1,70 @@
+"""Streams, counted by who reads them, so that no reader takes all connections of a server and all of its time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Mapping
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from palestra.errors import TooManyRequests
+
+
+class OpenStreams:
+    """The streams of a server that are open."""
+
+    def __init__(self, most: int) -> None:
+        """Begin without any.
+
+        Args:
+            most: streams of one reader at the same time.
+        """
+        self._most = most
+        self.open: Counter[Hashable] = Counter()  # by reader
+
+    def answer(
+        self, content: AsyncIterator[bytes], reader: Hashable, headers: Mapping[str, str], media_type: str
+    ) -> StreamingResponse:
+        """Return the answer that is a stream.
+
+        Args:
+            content: of the stream.
+            reader: whose streams are counted together.
+            headers: of the answer.
+            media_type: of the content.
+
+        Raises:
+            TooManyRequests: the reader has as many streams as one may have.
+        """
+        if self.open[reader] >= self._most:
+            raise TooManyRequests(
+                f"{self._most} streams of this user are open, and there may not be more; close some",
+                retry_after_seconds=5.0,
+            )
+        return _Counted(self.open, reader, content, headers, media_type)
+
+
+class _Counted(StreamingResponse):
+    """A stream that counts as open until its client has gone, also where the client reads nothing of it."""
+
+    def __init__(
+        self,
+        counts: Counter[Hashable],
+        reader: Hashable,
+        content: AsyncIterator[bytes],
+        headers: Mapping[str, str],
+        media_type: str,
+    ) -> None:
+        super().__init__(content, 200, headers, media_type)
+        self._counts, self._reader = counts, reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream (called by the server)."""
+        self._counts[self._reader] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._counts[self._reader] -= 1
+            if not self._counts[self._reader]:
+                del self._counts[self._reader]
