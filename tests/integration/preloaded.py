@@ -49,7 +49,22 @@ MODULES = (
     "uvicorn",
     "uvloop",
 )
-CHANGEABLE = "PALESTRA_"  # variables that nothing has read while it was imported, but for the fault
+# What Python, its allocator, arithmetic and the clients of the hub read when they are loaded. Other variables are read
+# when they are needed, but for `PALESTRA_FAULT`, which a forked process reads again.
+AT_IMPORT = (
+    "PYTHON",
+    "LD_",
+    "MALLOC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "ONEDNN_",
+    "OPENBLAS_",
+    "TORCH_",
+    "CUDA_",
+    "HF_",
+)
 
 
 class Forked:
@@ -103,7 +118,6 @@ class Nursery:
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """Start it with the variables of the processes to come."""
-        self._variables = unchangeable(variables)
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with its:
             words = [sys.executable, str(HERE), str(its.fileno())]
@@ -111,10 +125,6 @@ class Nursery:
                 words, env=dict(variables), pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
             )
         self._socket, self._asking = ours, threading.Lock()
-
-    def fits(self, variables: Mapping[str, str]) -> bool:
-        """Whether a process with these variables would have imported the same."""
-        return unchangeable(variables) == self._variables
 
     def fork(self, words: Sequence[str], variables: Mapping[str, str], out: IO[bytes], cwd: Path | None) -> Forked:
         """Start a process: the command `palestra`, or Python with the path of a script."""
@@ -132,23 +142,23 @@ class Nursery:
         self._process.wait()
 
 
-_nurseries: list[Nursery] = []
+_nurseries: dict[tuple[tuple[str, str], ...], tuple[Nursery, Nursery]] = {}
 _turns = cycle((0, 1))
 
 
-def start(words: Sequence[str], variables: Mapping[str, str], out: IO[bytes], cwd: Path | None) -> Forked | None:
-    """Fork a process; None: with these variables it has to be started the usual way."""
-    if not _nurseries:
-        _nurseries.extend((Nursery(variables), Nursery(variables)))
-        for nursery in _nurseries:
+def start(words: Sequence[str], variables: Mapping[str, str], out: IO[bytes], cwd: Path | None) -> Forked:
+    """Fork a process from one that has imported everything under such variables."""
+    key = tuple(sorted(read_at_import(variables).items()))
+    if key not in _nurseries:
+        _nurseries[key] = (Nursery(variables), Nursery(variables))
+        for nursery in _nurseries[key]:
             atexit.register(nursery.close)
-    nursery = _nurseries[next(_turns)]
-    return nursery.fork(words, variables, out, cwd) if nursery.fits(variables) else None
+    return _nurseries[key][next(_turns)].fork(words, variables, out, cwd)
 
 
-def unchangeable(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that an import may have read; pytest's own name of the present test is not one."""
-    return {name: value for name, value in variables.items() if not name.startswith((CHANGEABLE, "PYTEST_"))}
+def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables on which it depends what an import does."""
+    return {name: value for name, value in variables.items() if name.startswith(AT_IMPORT)}
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -106,8 +106,10 @@ class Process:
         with log.open("wb") as out:
             words = [str(word) for word in command]
             variables = environment(fault, key) | dict(settings or {})
-            forked = None if fresh else preloaded.start(words, variables, out, cwd)
-            popen = forked or subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
+            if fresh:
+                popen: Started = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
+            else:
+                popen = preloaded.start(words, variables, out, cwd)
         return cls(popen, log)
 
     @property
