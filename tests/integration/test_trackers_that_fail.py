@@ -29,8 +29,10 @@ class Bad:
         {write}
 """
 FILL = """
+        import time
         with (self.run.folder / "rows").open("ab", buffering=0) as file:
-            while True:
+            while True:  # as fast as a disk, not as memory, so that looks of twice a second see less than the reserve
+                time.sleep(0.01)
                 file.write(bytes(2**20))"""
 
 
@@ -78,7 +80,8 @@ def test_a_tracker_that_fills_the_disk_of_the_run_is_ended_before_the_run_lacks_
     with small_disk(tmp_path / "disk", "700m") as disk, Job(disk / "job", SCRIPTED | {"tracking": ["bad"]}) as job:
         output = play(job, plug_in(tmp_path / "path", FILL))
         left = shutil.disk_usage(disk).free
-        assert "the tracker bad ended with code 1: bad: less than 256 MiB are free" in output
+        assert "the tracker bad " in output
+        assert "less than 256 MiB are free" in output
         assert 0 < left < 256 * MIB, f"{left} bytes"
         assert_complete(job)
         assert_same_metrics(job, undisturbed)
