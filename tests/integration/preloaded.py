@@ -146,14 +146,20 @@ _nurseries: dict[tuple[tuple[str, str], ...], tuple[Nursery, Nursery]] = {}
 _turns = cycle((0, 1))
 
 
-def start(words: Sequence[str], variables: Mapping[str, str], out: IO[bytes], cwd: Path | None) -> Forked:
-    """Fork a process from one that has imported everything under such variables."""
+def start(words: Sequence[str], variables: Mapping[str, str], out: IO[bytes], cwd: Path | None) -> Forked | None:
+    """Fork a process from one that has imported everything under such variables.
+
+    None: there is none, because imports start threads on this machine; it has said so on standard error.
+    """
     key = tuple(sorted(read_at_import(variables).items()))
     if key not in _nurseries:
         _nurseries[key] = (Nursery(variables), Nursery(variables))
         for nursery in _nurseries[key]:
             atexit.register(nursery.close)
-    return _nurseries[key][next(_turns)].fork(words, variables, out, cwd)
+    try:
+        return _nurseries[key][next(_turns)].fork(words, variables, out, cwd)
+    except (EOFError, ConnectionError):
+        return None
 
 
 def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:

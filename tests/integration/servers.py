@@ -106,10 +106,9 @@ class Process:
         with log.open("wb") as out:
             words = [str(word) for word in command]
             variables = environment(fault, key) | dict(settings or {})
-            if fresh:
-                popen: Started = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
-            else:
-                popen = preloaded.start(words, variables, out, cwd)
+            popen: Started | None = None if fresh else preloaded.start(words, variables, out, cwd)
+            if popen is None:
+                popen = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
         return cls(popen, log)
 
     @property
