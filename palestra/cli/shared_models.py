@@ -46,7 +46,7 @@ def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, h
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="samples and weights are the same bit by bit, whatever others do; for jobs with deterministic = true",
+        help="same bits of samples and weights with any other work beside them; for jobs with deterministic = true",
     )
     parser.add_argument(
         "--slots",

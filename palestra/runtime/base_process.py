@@ -13,10 +13,10 @@ from palestra.backend.admissions import FILE, Admissions
 from palestra.backend.server import BackendServer
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.control.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending, ending_of, write_ended
-from palestra.errors import PalestraError, ServerFailed, StoreError
+from palestra.errors import StoreError
 from palestra.models.catalog import exact_model
 from palestra.runtime.base import BaseOptions, LoadedBase
-from palestra.runtime.model_server import open_log
+from palestra.runtime.model_server import open_log, start_failure
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.shared_models import shared_models
 from palestra.threads import in_thread
@@ -59,14 +59,9 @@ class BaseProcess:
             if self._address is None:
                 await self._serving
         except Exception as error:
-            known = isinstance(error, PalestraError)
-            said = str(error) if known else f"{type(error).__name__}: {error}"
-            self._say(f"failed: {said}\n" if known else traceback.format_exc())
-            if ending_of(error) is Ending.LOST:
-                raise ServerFailed(said) from error
-            if known:
+            if (failure := start_failure(error, self._say)) is error:
                 raise
-            raise PalestraError(said) from error
+            raise failure from error
         assert self._address is not None
         return self._address
 

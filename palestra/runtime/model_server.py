@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,14 +48,9 @@ class ModelServer:
         try:
             return await self._start(config, Path(folder), host, weights or {})
         except Exception as error:
-            known = isinstance(error, PalestraError)
-            said = str(error) if known else f"{type(error).__name__}: {error}"
-            self._say(f"failed: {said}\n" if known else traceback.format_exc())
-            if ending_of(error) is Ending.LOST:
-                raise ServerFailed(said) from error
-            if known:
+            if (failure := start_failure(error, self._say)) is error:
                 raise
-            raise PalestraError(said) from error
+            raise failure from error
 
     async def _start(self, config: dict[str, Any], where: Path, host: str, weights: Mapping[str, str]) -> str:
         self._folder, self._log = where, open_log(where)
@@ -115,6 +110,24 @@ class ModelServer:
     def _say(self, text: str) -> None:
         if self._log is not None:
             self._log.write(text)
+
+
+def start_failure(error: Exception, say: Callable[[str], None]) -> PalestraError:
+    """Log why a server could not be started, and return the error that says whether another start may help.
+
+    Args:
+        error: why.
+        say: writes to the server's log.
+
+    Returns:
+        A `ServerFailed` if another start may help; else `error` itself if it is one of ours.
+    """
+    known = isinstance(error, PalestraError)
+    said = str(error) if known else f"{type(error).__name__}: {error}"
+    say(f"failed: {said}\n" if known else traceback.format_exc())
+    if ending_of(error) is Ending.LOST:
+        return ServerFailed(said)
+    return error if isinstance(error, PalestraError) else PalestraError(said)
 
 
 def open_log(folder: Path) -> IO[str]:

@@ -14,7 +14,7 @@ class BaseKind(NamedTuple):
 
     Attributes:
         model: the base, as the jobs name it.
-        deterministic: whether its samples and weights are the same bit by bit, whatever is computed beside them.
+        deterministic: whether its samples and weights have the same bits with any other work beside them.
     """
 
     model: str

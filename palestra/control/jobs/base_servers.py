@@ -133,7 +133,7 @@ class BaseServers:
             quotas: by tenant, with their weights.
 
         Raises:
-            NodeLost: the base server has ended meanwhile; the job is placed anew.
+            NodeLost: the base server has ended meanwhile; the job is queued and placed again.
             StoreError: a file can't be written.
         """
         base = self._bases.get(base_id)
