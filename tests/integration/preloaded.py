@@ -130,11 +130,17 @@ class Nursery:
         """Start a process: the command `palestra`, or Python with the path of a script."""
         status, its_end = os.pipe()
         order = json.dumps({"words": list(words), "variables": dict(variables), "cwd": str(cwd or Path.cwd())}).encode()
-        with self._asking:
-            socket.send_fds(self._socket, [NUMBER.pack(len(order))], [out.fileno(), its_end])
+        try:
+            with self._asking:
+                socket.send_fds(self._socket, [NUMBER.pack(len(order))], [out.fileno(), its_end])
+                self._socket.sendall(order)
+                (pid,) = NUMBER.unpack(_exactly(self._socket, NUMBER.size))
+        except (EOFError, ConnectionError):
+            os.close(status)
+            raise
+        finally:
             os.close(its_end)
-            self._socket.sendall(order)
-            return Forked(list(words), *NUMBER.unpack(_exactly(self._socket, NUMBER.size)), status)
+        return Forked(list(words), pid, status)
 
     def close(self) -> None:
         """End it; what it has forked goes on."""
