@@ -121,7 +121,8 @@ class Feed:
             over, seen = self._stopping.is_set() or not self.run.in_use(), self.run.seen
             if self._failed or seen != self._seen:
                 newest = await self._reader.read(self.run, self.run.newest_event)
-                if newest is None or newest != self._newest or self.run.begun != self._begun:
+                known = self._start is not None and newest == self._newest and self.run.begun == self._begun
+                if not known:
                     await self._read_new()
                 self._seen = seen
             if time.monotonic() >= self._line_due or (over and not self._over):
