@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import safetensors.torch
 import torch
@@ -30,6 +30,9 @@ from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer
 from palestra.models.adapters import Adapter, merge
 from palestra.models.catalog import model_folder, quiet_transformers
 from palestra.models.exact_logits import sharpened
+
+if TYPE_CHECKING:
+    from palestra.models.packed import PackedLayers
 
 _NAME = "palestra_flat"
 _TRIAL_TOKENS = 12
@@ -143,9 +146,11 @@ class CausalLM:
         max_positions: longest sequence that the model was made for, in tokens.
         layers, key_heads, head_dim: what the size of a key-value cache depends on.
         adapter: matrices of low rank beside its layers; None: it has none.
+        packed: its matrices in another layout, for sampling alone, see `pack`; None: it has plain ones.
     """
 
     adapter: Adapter | None = None
+    packed: PackedLayers | None = None
     _owner: CausalLM | None = None  # whose weights these are; None: its own
 
     def __init__(self, model: Any) -> None:
@@ -191,10 +196,10 @@ class CausalLM:
             ModelError: the results differ, or the model can't be called this way.
         """
         device = self.device
-        ids = torch.arange(_TRIAL_TOKENS, device=device) * 7919 % self.vocab_size
+        ids = self._trial_ids()
         try:
             with torch.inference_mode():
-                flat = self.logits(self.hidden(ids, torch.arange(len(ids), device=device), trial)).float()
+                flat = self.trial_logits(trial)
                 self.config._attn_implementation = "sdpa"
                 with self._autocast(device):
                     own = self.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
@@ -209,6 +214,20 @@ class CausalLM:
             raise ModelError(
                 f"{self.config.model_type} models are not supported: their own forward pass differs by {difference:.0%}"
             )
+
+    def _trial_ids(self) -> Tensor:
+        """Return the token ids of a trial, [T]."""
+        return torch.arange(_TRIAL_TOKENS, device=self.device) * 7919 % self.vocab_size
+
+    def trial_logits(self, attention: AttentionBackend | None = None) -> Tensor:
+        """Return the logits of a few tokens that are always the same, float32 [T, V].
+
+        Args:
+            attention: that of the pass; None: plain causal attention.
+        """
+        ids = self._trial_ids()
+        with torch.inference_mode():
+            return self.logits(self.hidden(ids, torch.arange(len(ids), device=self.device), attention or _Trial()))
 
     @property
     def token_bytes(self) -> int:
@@ -317,7 +336,7 @@ class CausalLM:
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
-            out: Tensor = head(hidden).float()
+            out: Tensor = (head(hidden) if self.packed is None else self.packed.head.product(hidden, 0)).float()
         if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear):
             out = sharpened(out, hidden, head, self.compute_dtype)
         config = self.config
@@ -338,6 +357,28 @@ class CausalLM:
         if self.adapter is not None:
             return self.adapter.named_parameters()
         return self.named_parameters() if self._owner is None else []
+
+    def own_shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of the weights that may change by their names, packed or not."""
+        plain = {name: weight.shape for name, weight in self.own_parameters()}
+        return plain if self.packed is None else plain | self.packed.shapes()
+
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that may change with their names; what is packed is unpacked, layer by layer."""
+        yield from self.own_parameters()
+        if self.packed is not None:
+            yield from self.packed.weights()
+
+    def take_weights(self, given: Mapping[str, Tensor]) -> None:
+        """Copy new weights into the model, and pack those that are packed.
+
+        Args:
+            given: tensors of all the names and shapes of `own_shapes`.
+        """
+        for name, parameter in self.own_parameters():
+            parameter.copy_(given[name])
+        if self.packed is not None:
+            self.packed.take(given)
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write what may change, configuration and tokenizer for Hugging Face's libraries, loadable without Palestra.

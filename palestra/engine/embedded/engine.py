@@ -21,6 +21,7 @@ from palestra.engine.embedded.request import DONE, Request
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
+from palestra.models.packed import pack
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 
@@ -51,8 +52,8 @@ class EmbeddedEngine:
         self._policies, self._config, self._deterministic = dict(policies), config, deterministic
         if deterministic:
             set_threads(config.threads)
-            for policy in policies.values():
-                check_determinism(policy.model, config.max_batch)
+        for policy in policies.values():
+            self._prepare(policy.model)
         total = kv_bytes(next(iter(policies.values())).model, config)
         self._core = EngineCore(self._policies, version, config, deterministic, total)
         self._commands = CommandQueue()
@@ -149,7 +150,7 @@ class EmbeddedEngine:
         def add() -> None:
             if is_new := name not in self._policies:
                 self._add(name, replace(known, model=known.model.copied()), version)
-            weights = LocalWeights(known.model.own_parameters()) if source is None else source
+            weights = LocalWeights(list(known.model.own_weights())) if source is None else source
             try:
                 self._core.policies[name].load_weights(version, weights)
             except BaseException:
@@ -177,8 +178,7 @@ class EmbeddedEngine:
         def add() -> None:
             if name in self._policies:
                 raise ModelError(f"this engine has a policy {name!r} already")
-            if self._deterministic:
-                check_determinism(policy.model, self._config.max_batch)
+            self._prepare(policy.model)
             self._add(name, policy, version)
 
         await self._on_thread(add)
@@ -264,6 +264,12 @@ class EmbeddedEngine:
         self._commands.close(why, failed=problem is not None)
         self._core.fail_all(EngineFailure(why))
         self._core.flush()
+
+    def _prepare(self, model: CausalLM) -> None:
+        """Pack a model that is to be sampled from, and raise ModelError where it can't be deterministic and must be."""
+        pack(model)
+        if self._deterministic:
+            check_determinism(model, self._config.max_batch)
 
     def _add(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
         self._core.add(name, policy, version)

@@ -253,6 +253,8 @@ def _products(
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
             yield name, weight.shape[1], partial(_multiplied, weight)
+    for packed in model.packed or ():
+        yield " and ".join(packed.names), packed.width, packed.whole_product
     for name, layer in model.adapter.layers.items() if model.adapter is not None else ():
         added = torch.randn((rows, len(layer.lora_B.weight)), generator=draw).to(layer.weight)
         matrix = torch.randn(layer.lora_B.weight.shape, generator=draw).to(layer.lora_B.weight)

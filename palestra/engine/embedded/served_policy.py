@@ -72,15 +72,14 @@ class ServedPolicy:
         Raises:
             ModelError: a weight is missing, unknown, or has another shape.
         """
-        own = dict(self.model.own_parameters())
+        own = self.model.own_shapes()
         given = dict(source.tensors())
         for name, tensor in given.items():
-            if name not in own or own[name].shape != tensor.shape:
+            if own.get(name) != tensor.shape:
                 raise ModelError(f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}")
         if missing := own.keys() - given.keys():
             raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
+        self.model.take_weights(given)
         self.version = version
         self.runner.refresh(self)
         self.prefixes.clear()
