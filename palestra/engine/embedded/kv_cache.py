@@ -145,14 +145,16 @@ class DecodeAttention:
             stop = start + rows
             mask = self._masks.get((number, window))
             if mask is None:
-                mask = before >= 0 if window is None else (before >= 0) & (before < window)
+                seen = before >= 0 if window is None else (before >= 0) & (before < window)
+                # Added to the scores: of a mask of booleans, each layer would make this one.
+                mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
                 self._masks[number, window] = mask
             keys, values = bucket.storage[layer, 0, :rows], bucket.storage[layer, 1, :rows]
             keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
             values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
             grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
-            seen = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-            pieces.append(seen.reshape(rows, heads, dim))
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+            pieces.append(out.reshape(rows, heads, dim))
             start = stop
         if start < query.shape[2]:
             pieces.append(query.new_zeros((query.shape[2] - start, heads, dim)))
