@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -166,59 +165,3 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
         tree.add(row, shared)
         batches[-1].samples.append((sample, offset, tree.paths[-1]))
     return batches
-
-
-class TreeAttention:
-    """Attention within each tree of a micro-batch, an `AttentionBackend`.
-
-    Tokens of different trees do not see each other.
-    """
-
-    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
-        self._trees, self._device = trees, device
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-
-    def _mask(self, number: int, window: int | None) -> Tensor | None:
-        """Return which nodes of a tree see each other, bool [n, n]; None: plainly causal.
-
-        Masks are kept for the next layer.
-        """
-        if (number, window) not in self._masks:
-            tree = self._trees[number]
-            mask = tree.mask()
-            if window is not None and max(tree.positions) >= window:
-                places = torch.tensor(tree.positions)
-                near = places.unsqueeze(1) - places < window
-                mask = near & (near.new_ones(near.shape).tril() if mask is None else mask)
-            self._masks[number, window] = None if mask is None else mask.to(self._device)
-        return self._masks[number, window]
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
-        """Return the attention of each node to itself and its ancestors, [N, H, D]; see `AttentionBackend`.
-
-        Args:
-            layer: not used, because nothing is kept between layers but masks.
-            query: [1, H, N, D].
-            key: [1, K, N, D].
-            value: [1, K, N, D].
-            scale: factor of the scores.
-            window: how many tokens a token sees, itself included; None: all ancestors.
-        """
-        pieces, start = [], 0
-        for number, tree in enumerate(self._trees):
-            length, mask = len(tree), self._mask(number, window)
-            part = slice(start, start + length)
-            seen = F.scaled_dot_product_attention(
-                query[:, :, part],
-                key[:, :, part],
-                value[:, :, part],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=True,
-            )
-            pieces.append(seen[0].transpose(0, 1))
-            start += length
-        return torch.cat(pieces)

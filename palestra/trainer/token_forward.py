@@ -13,7 +13,8 @@ from palestra.config import TrainerConfig
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import unpack_bits
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
-from palestra.trainer.packing import MicroBatch, Tree, TreeAttention
+from palestra.trainer.packing import MicroBatch, Tree
+from palestra.trainer.tree_attention import TreeAttention
 
 # Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
 LOGIT_CHUNK = {"cpu": 256, "cuda": 8192}

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from palestra.tokens import TokenRun
-from palestra.trainer.packing import Tree, TreeAttention, pack
+from palestra.trainer.packing import Tree, pack
+from palestra.trainer.tree_attention import TreeAttention
 from palestra.types.calls import MediaSpan
 from unit.building import make_sample
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from palestra.models.causal_lm import CausalLM
-from palestra.trainer.packing import TreeAttention, pack
+from palestra.trainer.packing import pack
+from palestra.trainer.tree_attention import TreeAttention
 from unit.building import make_sample
 from unit.models.test_causal_lm import two_of
 

@@ -1,0 +1,279 @@
+"""Attention within the trees of a micro-batch, without a mask of all nodes squared.
+
+A node sees itself and its ancestors. On a CPU the chains of a tree are therefore computed branch by branch: those that
+begin behind the same node have the same ancestors, and are one call over these and themselves. What the siblings and
+cousins of a chain would have been masked for is not computed at all, and memory grows with the nodes alone: keys are
+gathered for one branch at a time, in the backward pass again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from palestra.trainer.packing import Tree
+
+_CALL = 4096  # scores that take about as long as what a call takes besides: fewer are not worth a call of their own
+_BLOCK = 512  # most nodes of a chain in one call: the later ones are masked for the earlier ones
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Nodes whose attention is computed in one call.
+
+    Attributes:
+        nodes: int64 [M].
+        before: int64 [P], the ancestors that all of them see.
+        own: bool [M, M], which of themselves they see; None: they are one chain, and `own` is causal.
+    """
+
+    nodes: NDArray[np.int64]
+    before: NDArray[np.int64]
+    own: Tensor | None
+
+    def seen(self, positions: NDArray[np.int64], window: int | None) -> Tensor | None:
+        """Return which of `before` and `nodes` each node sees, bool [M, P + M]; None: plainly causal, nothing before.
+
+        Args:
+            positions: of all nodes of the tree in their rows.
+            window: how many tokens a token sees, itself included; None: all ancestors.
+        """
+        count = len(self.nodes)
+        if window is not None and int(positions[self.nodes].max()) < window:
+            window = None
+        if self.own is None and not len(self.before) and window is None:
+            return None
+        own = torch.ones((count, count), dtype=torch.bool).tril() if self.own is None else self.own
+        seen = torch.cat((torch.ones((count, len(self.before)), dtype=torch.bool), own), dim=1)
+        if window is not None:
+            places = torch.from_numpy(positions[np.concatenate((self.before, self.nodes))])
+            seen &= places[len(self.before) :].unsqueeze(1) - places < window
+        return seen
+
+
+def branches(tree: Tree) -> list[Branch]:
+    """Divide the nodes of a tree into branches, such that few scores are computed that nobody needs, in few calls."""
+    if len(tree) ** 2 <= _CALL or len(tree.runs) == 1:
+        return [Branch(np.arange(len(tree)), np.empty(0, np.int64), tree.mask())]
+    behind: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for first, last, parent in tree.runs:
+        behind[parent].append((first, last))
+    found = []
+    for parent, chains in behind.items():
+        before = _ancestors(tree, parent)
+        for family in _families(chains):
+            if len(family) > 1:
+                nodes = np.concatenate([np.arange(*chain) for chain in family])
+                lengths = [last - first for first, last in family]
+                own = torch.block_diag(*(torch.ones((n, n)).tril() for n in lengths)).bool()  # type: ignore[no-untyped-call]
+                found.append(Branch(nodes, before, own))
+            else:
+                found += _blocks(*family[0], before)
+    return found
+
+
+def _families(chains: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the chains behind one node in groups: two are one call where that computes few scores for nothing."""
+    family: list[tuple[int, int]] = []
+    count = 0
+    for first, last in chains:
+        if family and 2 * count * (last - first) > _CALL:
+            yield family
+            family, count = [], 0
+        family.append((first, last))
+        count += last - first
+    yield family
+
+
+def _blocks(first: int, last: int, before: NDArray[np.int64]) -> Iterator[Branch]:
+    """Yield the branches of one chain: itself if nothing is before it, otherwise pieces of it."""
+    size = _BLOCK if len(before) else last - first
+    for start in range(first, last, size):
+        above = np.concatenate((before, np.arange(first, start)))
+        yield Branch(np.arange(start, min(start + size, last)), above, None)
+
+
+def _ancestors(tree: Tree, node: int) -> NDArray[np.int64]:
+    """Return a node and its ancestors, the root first, [P]; none for -1."""
+    firsts = [first for first, _, _ in tree.runs]
+    parts = []
+    while node >= 0:
+        first, _, parent = tree.runs[int(np.searchsorted(firsts, node, side="right")) - 1]
+        parts.append(np.arange(first, node + 1))
+        node = parent
+    return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int64)
+
+
+class TreeAttention:
+    """Attention within each tree of a micro-batch, an `AttentionBackend`.
+
+    Tokens of different trees do not see each other.
+    """
+
+    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
+        self._trees, self._device = trees, device
+        self._calls: dict[int | None, list[_Call]] = {}
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Return the attention of each node to itself and its ancestors, [N, H, D]; see `AttentionBackend`.
+
+        Args:
+            layer: not used, because nothing is kept between layers but masks.
+            query: [1, H, N, D].
+            key: [1, K, N, D].
+            value: [1, K, N, D].
+            scale: factor of the scores.
+            window: how many tokens a token sees, itself included; None: all ancestors.
+        """
+        if self._device.type == "cpu":
+            if window not in self._calls:
+                self._calls[window] = list(self._calls_of(window))
+            out: Tensor = _BranchAttention.apply(query, key, value, self._calls[window], scale)  # type: ignore[no-untyped-call]
+            return out
+        return self._dense(query, key, value, scale, window)
+
+    def _calls_of(self, window: int | None) -> Iterator[_Call]:
+        """Yield the calls of all trees, with places in the flat batch."""
+        start = 0
+        for tree in self._trees:
+            positions = np.asarray(tree.positions)
+            for branch in branches(tree):
+                nodes, before = (torch.from_numpy(part + start) for part in (branch.nodes, branch.before))
+                yield _Call(nodes, torch.cat((before, nodes)), branch.seen(positions, window))
+            start += len(tree)
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the same with a mask over all nodes of a tree: on a GPU, where few calls matter more."""
+        pieces, start = [], 0
+        for number, tree in enumerate(self._trees):
+            length, mask = len(tree), self._mask(number, window)
+            part = slice(start, start + length)
+            seen = F.scaled_dot_product_attention(
+                query[:, :, part],
+                key[:, :, part],
+                value[:, :, part],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            pieces.append(seen[0].transpose(0, 1))
+            start += length
+        return torch.cat(pieces)
+
+    def _mask(self, number: int, window: int | None) -> Tensor | None:
+        """Return which nodes of a tree see each other, bool [n, n]; None: plainly causal.
+
+        Masks are kept for the next layer.
+        """
+        if (number, window) not in self._masks:
+            tree = self._trees[number]
+            mask = tree.mask()
+            if window is not None and max(tree.positions) >= window:
+                places = torch.tensor(tree.positions)
+                near = places.unsqueeze(1) - places < window
+                mask = near & (near.new_ones(near.shape).tril() if mask is None else mask)
+            self._masks[number, window] = None if mask is None else mask.to(self._device)
+        return self._masks[number, window]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A branch's places in the flat batch: its nodes [M], what they may see [S], and which do, bool [M, S] or None."""
+
+    nodes: Tensor
+    keys: Tensor
+    seen: Tensor | None
+
+    def gathered(self, key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the call, [1, K, S, D] each; for a causal call of each query head."""
+        pair = key.index_select(2, self.keys), value.index_select(2, self.keys)
+        if self.seen is not None:
+            return pair
+        first, second = (part.repeat_interleave(heads // key.shape[1], dim=1) for part in pair)
+        return first, second
+
+    def options(self, query: Tensor, repeats: int) -> dict[str, Any]:
+        """Return the arguments that say who sees whom, for queries that lie `repeats` times below one another."""
+        if self.seen is None:
+            return {"is_causal": True}
+        added = torch.zeros(self.seen.shape, dtype=query.dtype).masked_fill_(~self.seen, -torch.inf)
+        return {"is_causal": False, "attn_mask": added.repeat(repeats, 1)}
+
+    def rows(self, given: Tensor, heads: int) -> Tensor:
+        """Return the rows [N, H, D] of the call's nodes as queries: of `heads` heads, each with those of its group."""
+        count, width = len(self.nodes), given.shape[-1]
+        picked = given.index_select(0, self.nodes).transpose(0, 1)
+        return picked.reshape(1, heads, -1, width) if self.seen is not None else picked.reshape(1, -1, count, width)
+
+
+class _BranchAttention(torch.autograd.Function):
+    """The calls of all branches, one after another, by the kernels of torch's attention on a CPU.
+
+    The query heads that read the same keys lie below one another as queries of one head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[_Call], scale: float) -> Tensor:
+        """Return [N, H, D] for queries [1, H, N, D] and keys and values [1, K, N, D]."""
+        flat = query[0].transpose(0, 1)
+        (count, heads, width), groups = flat.shape, key.shape[1]
+        out, sums = (
+            torch.empty_like(flat, memory_format=torch.contiguous_format),
+            query.new_empty((heads, count), dtype=torch.float32),
+        )
+        for call in calls:
+            keys, values = call.gathered(key, value, heads)
+            made, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                call.rows(flat, groups), keys, values, scale=scale, **call.options(query, heads // groups)
+            )
+            out[call.nodes] = made.reshape(heads, -1, width).transpose(0, 1)
+            sums[:, call.nodes] = total.reshape(heads, -1)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.calls, ctx.scale = calls, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values; those of keys are summed in float32."""
+        query, key, value, out, sums = ctx.saved_tensors
+        flat = query[0].transpose(0, 1)
+        (_, heads, width), groups = flat.shape, key.shape[1]
+        of_queries = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        of_keys, of_values = (torch.zeros(key.shape[1:], dtype=torch.float32) for _ in range(2))
+        for call in ctx.calls:
+            keys, values = call.gathered(key, value, heads)
+            rows = call.rows(flat, groups)
+            total = sums[:, call.nodes].reshape(rows.shape[:3])
+            made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                call.rows(grad, groups),
+                rows,
+                keys,
+                values,
+                call.rows(out, groups),
+                total,
+                0.0,
+                scale=ctx.scale,
+                **call.options(query, heads // groups),
+            )
+            of_queries[call.nodes] = made[0].reshape(heads, -1, width).transpose(0, 1)
+            for whole, part in zip((of_keys, of_values), made[1:], strict=True):
+                summed = part[0].float().view(groups, -1, *part.shape[2:]).sum(dim=1)
+                whole.index_add_(1, call.keys, summed)
+        return (
+            of_queries.transpose(0, 1).unsqueeze(0),
+            *(g.to(key.dtype).unsqueeze(0) for g in (of_keys, of_values)),
+            None,
+            None,
+        )

@@ -1,0 +1,95 @@
+"""Attention by branches is attention with a mask of all nodes, in values and in gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.trainer import tree_attention
+from palestra.trainer.tree_attention import TreeAttention, branches
+from property.test_packing import tree_of
+
+# Ids of two values make rows that fork often, after long common beginnings as well.
+rows = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=6)
+bounds = st.tuples(st.sampled_from([0, 8, 100, 4096]), st.sampled_from([1, 3, 512]))
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def with_bounds(call: int, block: int) -> pytest.MonkeyPatch:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tree_attention, "_CALL", call)
+    patch.setattr(tree_attention, "_BLOCK", block)
+    return patch
+
+
+@given(rows, bounds)
+def test_every_node_is_in_one_branch_and_sees_its_ancestors(lists, given_bounds):
+    tree = tree_of(lists)
+    mask = tree.mask()
+    expected = np.tril(np.ones((len(tree), len(tree)), bool)) if mask is None else mask.numpy()
+    patch = with_bounds(*given_bounds)
+    try:
+        found = branches(tree)
+    finally:
+        patch.undo()
+    seen = np.zeros_like(expected)
+    for branch in found:
+        part = branch.seen(np.asarray(tree.positions), None)
+        keys = np.concatenate((branch.before, branch.nodes))
+        own = np.tril(np.ones((len(branch.nodes),) * 2, bool)) if part is None else part.numpy()
+        assert not seen[branch.nodes].any()
+        seen[np.ix_(branch.nodes, keys)] = own
+    assert sorted(node for branch in found for node in branch.nodes.tolist()) == list(range(len(tree)))
+    assert (seen == expected).all()
+
+
+@given(rows, rows, bounds, st.sampled_from([1, 3]), st.sampled_from([None, 1, 4]), st.integers(0, 2**31))
+def test_values_and_gradients_are_those_of_one_mask(one, two, given_bounds, repeats, window, seed):
+    trees = [tree_of(one), tree_of(two)]
+    nodes, width, groups = sum(map(len, trees)), 8, 2
+    draw = torch.Generator().manual_seed(seed)
+    query = torch.randn((1, groups * repeats, nodes, width), generator=draw, requires_grad=True)
+    key, value = (torch.randn((1, groups, nodes, width), generator=draw, requires_grad=True) for _ in range(2))
+    upstream = torch.randn((nodes, groups * repeats, width), generator=draw)
+
+    seen, start = torch.zeros((nodes, nodes), dtype=torch.bool), 0
+    for tree in trees:
+        part = slice(start, start + len(tree))
+        mask = tree.mask()
+        seen[part, part] = torch.ones((len(tree), len(tree))).tril().bool() if mask is None else mask
+        start += len(tree)
+    places = torch.tensor([place for tree in trees for place in tree.positions])
+    if window is not None:
+        seen &= places.unsqueeze(1) - places < window
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True)
+    wanted = torch.autograd.grad(expected[0].transpose(0, 1), (query, key, value), upstream)
+
+    patch = with_bounds(*given_bounds)
+    try:
+        found = TreeAttention(trees, torch.device("cpu"))(0, query, key, value, 0.3, window)
+    finally:
+        patch.undo()
+    assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-5)
+    for gradient, right in zip(torch.autograd.grad(found, (query, key, value), upstream), wanted, strict=True):
+        assert torch.allclose(gradient, right, atol=1e-5)
+
+
+def test_a_gpu_gets_the_same_from_a_mask():
+    """What is computed elsewhere than on a CPU, tried on one: there is no other here."""
+    trees = [tree_of([[1, 2, 3], [1, 2, 4]]), tree_of([[5, 6]])]
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn((1, 4, 6, 8), generator=draw)
+    key, value = (torch.randn((1, 2, 6, 8), generator=draw) for _ in range(2))
+    attend = TreeAttention(trees, torch.device("cpu"))
+    assert torch.allclose(attend._dense(query, key, value, 0.3, 2), attend(0, query, key, value, 0.3, 2), atol=1e-6)
