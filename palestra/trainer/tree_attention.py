@@ -229,10 +229,8 @@ class _BranchAttention(torch.autograd.Function):
         """Return [N, H, D] for queries [1, H, N, D] and keys and values [1, K, N, D]."""
         flat = query[0].transpose(0, 1)
         (count, heads, width), groups = flat.shape, key.shape[1]
-        out, sums = (
-            torch.empty_like(flat, memory_format=torch.contiguous_format),
-            query.new_empty((heads, count), dtype=torch.float32),
-        )
+        out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        sums = query.new_empty((heads, count), dtype=_exact(query))
         for call in calls:
             keys, values = call.gathered(key, value, heads)
             made, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -251,7 +249,7 @@ class _BranchAttention(torch.autograd.Function):
         flat = query[0].transpose(0, 1)
         (_, heads, width), groups = flat.shape, key.shape[1]
         of_queries = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        of_keys, of_values = (torch.zeros(key.shape[1:], dtype=torch.float32) for _ in range(2))
+        of_keys, of_values = (torch.zeros(key.shape[1:], dtype=_exact(key)) for _ in range(2))
         for call in ctx.calls:
             keys, values = call.gathered(key, value, heads)
             rows = call.rows(flat, groups)
@@ -269,11 +267,12 @@ class _BranchAttention(torch.autograd.Function):
             )
             of_queries[call.nodes] = made[0].reshape(heads, -1, width).transpose(0, 1)
             for whole, part in zip((of_keys, of_values), made[1:], strict=True):
-                summed = part[0].float().view(groups, -1, *part.shape[2:]).sum(dim=1)
-                whole.index_add_(1, call.keys, summed)
-        return (
-            of_queries.transpose(0, 1).unsqueeze(0),
-            *(g.to(key.dtype).unsqueeze(0) for g in (of_keys, of_values)),
-            None,
-            None,
-        )
+                heads_of_group = part[0].to(whole.dtype).view(groups, -1, *part.shape[2:])
+                whole.index_add_(1, call.keys, heads_of_group.sum(dim=1))
+        of_inputs = of_queries.transpose(0, 1), of_keys.to(key.dtype), of_values.to(value.dtype)
+        return *(gradient.unsqueeze(0) for gradient in of_inputs), None, None
+
+
+def _exact(given: Tensor) -> torch.dtype:
+    """Return the precision of sums: at least float32."""
+    return torch.promote_types(given.dtype, torch.float32)
