@@ -39,7 +39,7 @@ ENTRIES = (
     "TorchPolicy.optim_step",
     "Learner._publish",
 )
-GOAL_FUNCTIONS, GOAL_FILES = 120, 48  # docs/architecture.md says why it is not 35 files
+GOAL_FUNCTIONS, GOAL_FILES = 120, 49  # docs/architecture.md says why it is not 35 files
 seen: dict[CodeType, None] = {}
 calling = threading.Event()
 

@@ -364,7 +364,7 @@ class CausalLM:
         return plain if self.packed is None else plain | self.packed.shapes()
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that may change with their names; what is packed is unpacked, layer by layer."""
+        """Yield the weights that may change with their names, [n, d] or [d]; packed ones are unpacked, layer by layer."""
         yield from self.own_parameters()
         if self.packed is not None:
             yield from self.packed.weights()
@@ -373,7 +373,7 @@ class CausalLM:
         """Copy new weights into the model, and pack those that are packed.
 
         Args:
-            given: tensors of all the names and shapes of `own_shapes`.
+            given: tensors [n, d] or [d], of all the names and shapes of `own_shapes`.
         """
         for name, parameter in self.own_parameters():
             parameter.copy_(given[name])

@@ -149,7 +149,7 @@ class PackedLayers:
         """Pack new weights; those of the head, and all biases, are taken from the layers, which have them already.
 
         Args:
-            given: at least what `shapes` names.
+            given: at least what `shapes` names, [out, in] each.
         """
         for matrix in self._matrices:
             matrix.pack([given[f"{name}.weight"] for name in matrix.names])

@@ -94,7 +94,7 @@ def _families(chains: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
 
 
 def _blocks(first: int, last: int, before: NDArray[np.int64]) -> Iterator[Branch]:
-    """Yield the branches of one chain: itself if nothing is before it, otherwise pieces of it."""
+    """Yield the branches of a chain behind the nodes `before` [P]: itself if there are none, otherwise pieces."""
     size = _BLOCK if len(before) else last - first
     for start in range(first, last, size):
         above = np.concatenate((before, np.arange(first, start)))
@@ -154,7 +154,7 @@ class TreeAttention:
             start += len(tree)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the same with a mask over all nodes of a tree: on a GPU, where few calls matter more."""
+        """Return the same, [N, H, D], with a mask over all nodes of a tree: on a GPU, where few calls matter more."""
         pieces, start = [], 0
         for number, tree in enumerate(self._trees):
             length, mask = len(tree), self._mask(number, window)
@@ -205,7 +205,7 @@ class _Call:
         return first, second
 
     def options(self, query: Tensor, repeats: int) -> dict[str, Any]:
-        """Return the arguments that say who sees whom, for queries that lie `repeats` times below one another."""
+        """Return the arguments that say who sees whom, for queries [repeats * M]: all nodes, once for each head."""
         if self.seen is None:
             return {"is_causal": True}
         added = torch.zeros(self.seen.shape, dtype=query.dtype).masked_fill_(~self.seen, -torch.inf)
@@ -244,7 +244,7 @@ class _BranchAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, keys and values; those of keys are summed in float32."""
+        """Return the gradients of queries [1, H, N, D], keys and values [1, K, N, D], which are summed in float32."""
         query, key, value, out, sums = ctx.saved_tensors
         flat = query[0].transpose(0, 1)
         (_, heads, width), groups = flat.shape, key.shape[1]
@@ -274,5 +274,5 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def _exact(given: Tensor) -> torch.dtype:
-    """Return the precision of sums: at least float32."""
+    """Return the precision of sums of numbers of any shape: at least float32."""
     return torch.promote_types(given.dtype, torch.float32)

@@ -243,7 +243,7 @@ def check_determinism(model: CausalLM, max_batch: int) -> None:
 def _products(
     model: CausalLM, rows: int, draw: torch.Generator
 ) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """Yield each product of a model's layers: its name, the width of its input, and a function of rows.
+    """Yield each product of a model's layers: its name, the width of its input, and a function of rows [N, width].
 
     Args:
         model: whose weights are multiplied.
@@ -267,5 +267,5 @@ def _multiplied(weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def _added(out: Tensor, matrix: Tensor, low: Tensor) -> Tensor:
-    """Return the sum that a layer with an adapter computes, see `LoraLinear.add_product`."""
+    """Return the sum [N, out] that a layer with an adapter computes, see `LoraLinear.add_product`."""
     return torch.addmm(out[: len(low)], low, matrix.t())
