@@ -364,7 +364,7 @@ class CausalLM:
         return plain if self.packed is None else plain | self.packed.shapes()
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that may change with their names, [n, d] or [d]; packed ones are unpacked, layer by layer."""
+        """Yield the weights that may change with their names, [n, d] or [d]; packed ones are unpacked one by one."""
         yield from self.own_parameters()
         if self.packed is not None:
             yield from self.packed.weights()
