@@ -228,9 +228,12 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
         return await reader.read(found, lambda: read_settings(found))
 
     @api.get("/{run}/findings")
-    async def findings(run: str) -> FindingsAnswer:
-        """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try."""
-        return await reader.findings(reader.run(run))
+    async def findings(run: str, step: Annotated[int, Query(ge=0, le=2**53)] = 0) -> FindingsAnswer:
+        """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try.
+
+        The answer may be some seconds old. With `step`, it is not older than the end of that step.
+        """
+        return await reader.findings(reader.run(run), step)
 
     @api.get("/{run}/calls")
     async def calls(run: str) -> SlowCallsAnswer:

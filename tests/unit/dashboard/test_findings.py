@@ -12,6 +12,7 @@ from palestra.dashboard.runs import Run
 from palestra.doctor.examination import examine
 from palestra.doctor.rules import RULES
 from palestra.errors import StoreError
+from unit.building import FakeClock, open_store
 from unit.doctor.test_examination import STEPS, record
 
 
@@ -47,6 +48,19 @@ async def test_many_pages_ask_for_them_once(tmp_path, monkeypatch):
     assert len({id(answer) for answer in answers}) == 1
     assert await reader.findings(run) is answers[0]
     assert read == ["r"]
+
+
+async def test_an_answer_of_an_earlier_step_than_the_wanted_one_is_not_used(tmp_path):
+    await record(tmp_path)
+    run = Run(name="r", folder=tmp_path)
+    reader = Reader([run], asyncio.Event())
+    newest = (await reader.findings(run)).step
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.log.put_metrics(newest + 1, {"step": newest + 1.0, "train/episodes": 1.0})
+    assert (await reader.findings(run, newest)).step == newest, "this answer is good enough"
+    found = await asyncio.gather(*(reader.findings(run, newest + 1) for _ in range(5)))
+    assert {one.step for one in found} == {newest + 1}
+    assert len({id(one) for one in found}) == 1
 
 
 async def test_a_damaged_run_says_so_to_each_and_again(tmp_path):
