@@ -13,6 +13,7 @@ from palestra.doctor.examination import examine
 from palestra.doctor.rules import RULES
 from palestra.errors import StoreError
 from unit.building import FakeClock, open_store
+from unit.doctor.curves import run_of
 from unit.doctor.test_examination import STEPS, record
 
 
@@ -54,12 +55,13 @@ async def test_an_answer_of_an_earlier_step_than_the_wanted_one_is_not_used(tmp_
     await record(tmp_path)
     run = Run(name="r", folder=tmp_path)
     reader = Reader([run], asyncio.Event())
-    newest = (await reader.findings(run)).step
+    assert (await reader.findings(run)).step == STEPS
+    (*_, row) = run_of(STEPS + 1, lambda step: {})
     with open_store(tmp_path, FakeClock()) as store:
-        await store.log.put_metrics(newest + 1, {"step": newest + 1.0, "train/episodes": 1.0})
-    assert (await reader.findings(run, newest)).step == newest, "this answer is good enough"
-    found = await asyncio.gather(*(reader.findings(run, newest + 1) for _ in range(5)))
-    assert {one.step for one in found} == {newest + 1}
+        await store.log.put_metrics(STEPS + 1, row)
+    assert (await reader.findings(run, STEPS)).step == STEPS, "this answer is good enough"
+    found = await asyncio.gather(*(reader.findings(run, STEPS + 1) for _ in range(5)))
+    assert {one.step for one in found} == {STEPS + 1}
     assert len({id(one) for one in found}) == 1
 
 
