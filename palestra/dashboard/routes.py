@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query
@@ -112,7 +112,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
     """
     reader = Reader(runs, stopping)
 
-    def private(request: Request, response: Response) -> None:
+    async def private(request: Request, response: Response) -> None:  # FastAPI calls others in threads
         access.check(request)
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"
@@ -154,7 +154,7 @@ def _add_stream(
     reader: Reader,
     access: PageAccess,
     stopping: asyncio.Event,
-    private: Callable[[Request, Response], None],
+    private: Callable[[Request, Response], Awaitable[None]],
 ) -> None:
     """Add the route of the stream, one for all runs of a page: browsers allow few connections to a server."""
 
