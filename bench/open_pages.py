@@ -1,16 +1,17 @@
 """What ten open pages cost a job: processor time of the server, and the time of a step of a job that serves itself.
 
-    python bench/open_pages.py                       # processor time, of a run in which steps are written
-    python bench/open_pages.py --model tiny-random   # time of a step of a real job
+    python bench/open_pages.py                       # processor time of a server of nothing but the page
+    python bench/open_pages.py --model tiny-random   # time and processor time of a step of a real job
 
 The pages are a process of their own, of low priority, because the people who look have machines of their own. Each
-holds a stream of events, as every view of the page does; two have the findings open, and ask for them after each step
-until they are of that step. Nothing else is asked while a page stays open.
+holds a stream of events, as every view of the page does; two have the findings open, and ask for them after each step.
+Nothing else is asked while a page stays open.
 
-Processor time is that of a server of nothing but the page, beside a process that writes steps as a job does: 64
-episodes, a row of 45 metrics and an event every `STEP_SECONDS`. Stretches with and without pages alternate in both
-measurements, so that what else the machine does falls on both alike. Steps of a job that take less than a second, as
-those of the fake engine, are too short for this: a stretch is over before the process of the pages has begun.
+The server of nothing but the page runs beside a process that writes steps as a job does: 64 episodes, a row of 45
+metrics and an event every `STEP_SECONDS`. In both measurements the pages are open and closed in turns of `STRETCH`
+steps, and each turn with pages is compared with the mean of the two turns around it, so that whatever else the machine
+does, and any drift, falls on both alike. The first step of a turn, in which the pages are opened or closed, counts for
+neither. The intervals hold 95 % of the means of samples that are drawn with replacement from these comparisons.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import math
 import multiprocessing
 import os
+import random
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-
-import psutil
+from typing import NamedTuple
 
 from palestra.config import dump_config, parse_config
 from palestra.disk import RUN_LOCK
@@ -42,31 +45,48 @@ PAGES, WITH_FINDINGS, STRETCH = 10, 2, 4
 STEP_SECONDS = 4.0  # about what a step of SmolLM2-135M takes on two cores
 EPISODES, GROUP, METRICS = 64, 8, 45
 ASK_SECONDS, MOST_QUESTIONS = 1.0, 6  # see findings.js
+SAMPLES = 2000  # of which an interval is made
 
 
 class Pages:
-    """Ten pages that are open while the block is, in a process of their own."""
+    """Ten pages, in a process of their own, which is there before the first of them is opened."""
 
     def __init__(self, port: int, key: str, run: str) -> None:
-        self._process = multiprocessing.get_context("spawn").Process(target=_look, args=(port, key, run), daemon=True)
-
-    def __enter__(self) -> Pages:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_look, args=(port, key, run, theirs), daemon=True)
         self._process.start()
-        return self
+        self._ours.recv()
 
-    def __exit__(self, *_: object) -> None:
+    def turn(self, on: bool) -> None:
+        """Open or close all of them."""
+        self._ours.send(on)
+
+    def end(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.join()
 
 
-def _look(port: int, key: str, run: str) -> None:
+def _look(port: int, key: str, run: str, commands: Connection) -> None:
     os.nice(19)
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(_page(port, key, run, number < WITH_FINDINGS) for number in range(PAGES)))
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # the job is over
+            await asyncio.gather(*(_page(port, key, run, number < WITH_FINDINGS) for number in range(PAGES)))
 
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # the job is over
-        asyncio.run(all_of_them())
+    async def obey() -> None:
+        pages: asyncio.Task[None] | None = None
+        commands.send("ready")
+        while True:
+            on = await asyncio.get_running_loop().run_in_executor(None, commands.recv)
+            if pages is not None:
+                pages.cancel()
+                await asyncio.wait({pages})
+            pages = asyncio.create_task(all_of_them()) if on else None
+
+    with contextlib.suppress(EOFError):
+        asyncio.run(obey())
 
 
 async def _page(port: int, key: str, run: str, findings: bool) -> None:
@@ -75,7 +95,7 @@ async def _page(port: int, key: str, run: str, findings: bool) -> None:
     async def ask() -> None:
         for turn in range(MOST_QUESTIONS):
             await asyncio.sleep(ASK_SECONDS * 2**turn)
-            lines = [line async for line in _lines(port, key, f"/runs/{run}/findings")]
+            lines = [line async for line in _lines(port, key, f"/runs/{run}/findings?step={newest}")]
             if json.loads(lines[-1])["step"] >= newest:
                 return
 
@@ -97,30 +117,79 @@ async def _lines(port: int, key: str, path: str) -> AsyncIterator[bytes]:
         writer.close()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has taken, with that of threads that have ended, to the nanosecond.
+
+    `/proc/PID/stat` counts in hundredths of a second, by looking which process runs at that moment.
+    """
+    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) returns on Linux
+
+
+class Turn(NamedTuple):
+    """Some steps with the pages open, or closed.
+
+    Attributes:
+        cpu: processor time of the server for each step, in seconds.
+        wall: time of each step, in seconds.
+    """
+
+    cpu: list[float]
+    wall: list[float]
+
+
+def between(turns: Sequence[Turn], field: str) -> list[tuple[float, float]]:
+    """Return the mean of each turn with pages, beside the mean of the two turns without that are around it.
+
+    Args:
+        turns: without pages and with them, one after the other; without at both ends.
+        field: of a turn, whose values are compared.
+    """
+    means = [statistics.fmean(getattr(turn, field)) for turn in turns]
+    return [(means[at], (means[at - 1] + means[at + 1]) / 2) for at in range(1, len(means) - 1, 2)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of some values, and the bounds of its 95 % interval, from samples of them."""
+    drawn = random.Random(0)
+    means = sorted(statistics.fmean(drawn.choices(values, k=len(values))) for _ in range(SAMPLES))
+    return statistics.fmean(values), means[SAMPLES // 40], means[-SAMPLES // 40]
+
+
+def say_ratio(name: str, pairs: Sequence[tuple[float, float]]) -> None:
+    """Print how much larger a number is with pages than without."""
+    mean, low, high = (math.expm1(value) for value in interval([math.log(on / off) for on, off in pairs]))
+    on, off = (statistics.fmean(side) for side in zip(*pairs, strict=True))
+    print(
+        f"  {name}: {off * 1000:.1f} ms without pages, {on * 1000:.1f} ms with {PAGES}: "
+        f"{mean:+.2%} ({low:+.2%} to {high:+.2%})"
+    )
+
+
 def measure_server(stretches: int) -> None:
     """Print the processor time that the server takes for its pages."""
     with tempfile.TemporaryDirectory() as name, running(Path(name) / "pages") as store:
         process, port, key = serve(store.folder)
-        server, per_step = psutil.Process(process.pid), dict[bool, list[float]]({False: [], True: []})
-        step = 0
-        for stretch in range(2 * stretches):
-            watched = stretch % 2 == 1
-            with Pages(port, key, "pages") if watched else contextlib.nullcontext():
-                for turn in range(STRETCH + 1):
-                    before, until = sum(server.cpu_times()[:2]), time.monotonic() + STEP_SECONDS
-                    step += 1
-                    store.step(step, until)
-                    if turn:  # not the step in which the pages were opened
-                        per_step[watched].append(sum(server.cpu_times()[:2]) - before)
+        pages, step = Pages(port, key, "pages"), 0
+        turns = list[Turn]()
+        for number in range(2 * stretches + 1):
+            pages.turn(number % 2 == 1)
+            turns.append(Turn([], []))
+            for place in range(STRETCH + 1):
+                before, until = cpu_seconds(process.pid), time.monotonic() + STEP_SECONDS
+                step += 1
+                store.step(step, until)
+                if place:
+                    turns[-1].cpu.append(cpu_seconds(process.pid) - before)
+        pages.end()
         process.terminate()
         process.wait()
-    # The kernel counts in hundredths of a second, so that means say more than medians.
-    alone, watched_ = (statistics.fmean(per_step[key]) for key in (False, True))
-    more = watched_ - alone
+    pairs = between(turns, "cpu")
+    mean, low, high = interval([on - off for on, off in pairs])
+    on, off = (statistics.fmean(side) for side in zip(*pairs, strict=True))
     print(
-        f"server: {alone * 1000:.1f} ms of processor time a step of {STEP_SECONDS:g} s without pages "
-        f"({len(per_step[False])} steps), {watched_ * 1000:.1f} ms with {PAGES} ({len(per_step[True])} steps): "
-        f"{more * 1000 / PAGES:.2f} ms a page and step, {more / STEP_SECONDS:.2%} of a core for all"
+        f"server: {off * 1000:.1f} ms of processor time a step of {STEP_SECONDS:g} s without pages, "
+        f"{on * 1000:.1f} ms with {PAGES} ({len(pairs)} turns of {STRETCH} steps): {mean * 1000 / PAGES:.2f} ms a page "
+        f"and step, {mean / STEP_SECONDS:.2%} of a core for all ({low / STEP_SECONDS:.2%} to {high / STEP_SECONDS:.2%})"
     )
 
 
@@ -192,7 +261,7 @@ def viewer_key(port: int, given: str) -> str:
 
 
 def measure_job(model: str, steps: int) -> None:
-    """Run a job that plays and trains by itself, and print the medians of its steps with and without pages."""
+    """Run a job that plays and trains by itself, and print what its steps take with and without pages."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [sys.executable, "-m", "palestra.cli.main", "run", str(job(folder, model, steps))]
@@ -205,36 +274,36 @@ def measure_job(model: str, steps: int) -> None:
             assert process.poll() is None, (folder / "log").read_text()
             found = re.search(r"http://[\w.]+:(\d+)", (folder / "log").read_text())
             port = 0 if found is None else int(found[1])
-        with_pages = set[int]()
-        with contextlib.ExitStack() as stack:
-            pages = None
-            while process.poll() is None:
-                done = len(rows.read_text().splitlines()) if rows.exists() else 0
-                wanted = (done // STRETCH) % 2 == 1
-                if wanted and pages is None:
-                    pages = stack.enter_context(Pages(port, viewer_key(port, key.read_text().strip()), "pages"))
-                elif not wanted and pages is not None:
-                    stack.close()
-                    pages = None
-                if pages is not None:
-                    with_pages.add(done + 1)
-                time.sleep(0.05)
-        assert process.returncode == 0, (folder / "log").read_text()
-        read = [json.loads(line) for line in rows.read_text().splitlines()]
-    taken = {int(row["step"]): row["time/step_seconds"] for row in read if row["step"] > STRETCH}
-    edges = {step for step in taken if (step in with_pages) != (step - 1 in with_pages)}  # pages opened in its middle
-    on = [seconds for step, seconds in taken.items() if step in with_pages and step not in edges]
-    off = [seconds for step, seconds in taken.items() if step not in with_pages and step not in edges]
-    before, during = statistics.median(off), statistics.median(on)
-    print(
-        f"{model}: a step takes {before * 1000:.1f} ms without pages ({len(off)} steps, {_spread(off)}), "
-        f"{during * 1000:.1f} ms with {PAGES} ({len(on)} steps, {_spread(on)}): {during / before - 1:+.1%}"
-    )
+        pages = Pages(port, viewer_key(port, key.read_text().strip()), "pages")
+        spent = _watch_steps(process, rows, pages)
+        pages.end()
+        assert process.wait() == 0, (folder / "log").read_text()
+        read = {int(row["step"]): row["time/step_seconds"] for row in map(json.loads, rows.read_text().splitlines())}
+    turns = list[Turn]()
+    for first in range(STRETCH + 1, steps - STRETCH + 1, STRETCH):  # the first turn is not used: everything is new then
+        counted = range(first + 1, first + STRETCH)
+        turns.append(Turn([spent[step] for step in counted], [read[step] for step in counted]))
+    turns = turns[: (len(turns) - 1) // 2 * 2 + 1]
+    print(f"{model}: {len(turns) // 2} turns of {STRETCH - 1} steps with pages, between as many without and one more")
+    say_ratio("time of a step", between(turns, "wall"))
+    say_ratio("processor time of a step", between(turns, "cpu"))
 
 
-def _spread(values: list[float]) -> str:
-    quarters = statistics.quantiles(values, n=4)
-    return f"quartiles {quarters[0] * 1000:.0f} and {quarters[2] * 1000:.0f}"
+def _watch_steps(process: subprocess.Popen[bytes], rows: Path, pages: Pages) -> dict[int, float]:
+    """Open and close the pages in turns until a job has ended; return the processor time of each step, in seconds."""
+    spent, done, before = dict[int, float](), 0, 0.0
+    while process.poll() is None:
+        finished = rows.read_bytes().count(b"\n") if rows.exists() else 0
+        if finished > done:
+            with contextlib.suppress(OSError):  # it ends
+                now = cpu_seconds(process.pid)
+                spent |= {step: (now - before) / (finished - done) for step in range(done + 1, finished + 1)}
+                before = now
+            if finished // STRETCH > done // STRETCH:
+                pages.turn((finished // STRETCH) % 2 == 0)
+            done = finished
+        time.sleep(0.01)
+    return spent
 
 
 def job(folder: Path, model: str, steps: int) -> Path:
@@ -259,7 +328,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="of a real job; without it, the server alone")
     parser.add_argument("--steps", type=int, default=40, help="of the job")
-    parser.add_argument("--stretches", type=int, default=3, help="of steps with pages, and as many without")
+    parser.add_argument("--stretches", type=int, default=3, help="turns with pages")
     arguments = parser.parse_args()
     if arguments.model is None:
         measure_server(arguments.stretches)

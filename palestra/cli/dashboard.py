@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
     import asyncio
 
-    from palestra.dashboard.server import serve_page
+    from palestra.runtime.folder_page import serve_folders
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -65,7 +65,7 @@ async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
         if sys.stdin is not None and sys.stdin.isatty():
             threading.Thread(target=_renew, args=(url, access), daemon=True).start()
 
-    await serve_page(runs, arguments.host, arguments.port, ready, stop)
+    await serve_folders(runs, arguments.host, arguments.port, ready, stop)
 
 
 def _open(link: str) -> None:

@@ -17,11 +17,12 @@ from palestra.client.control import ControlClient
 from palestra.dashboard.answers import EpisodesAnswer, MetricsAnswer, RunsAnswer, SlowCallsAnswer
 from palestra.errors import PalestraError
 from palestra.terminal import one_line
-from palestra.types.control_wire import BaseView, ClusterView, JobView, ServerView
+from palestra.types.control_wire import BaseView, ClusterView, JobView, NodeView, ServerView
 from palestra.types.progress import duration
 
 JOBS = 30  # the newest
 NEWEST = 8  # episodes
+GIB = 2**30
 READ_SECONDS = 5.0  # what a job's own server may take for an answer
 
 
@@ -51,18 +52,29 @@ def service_view(control: ControlClient, width: int, now: float) -> RenderableTy
 
 def _machines(cluster: ClusterView) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("machine", "state", "cpus held", "gpus held", "jobs"):
+    for name in ("machine", "state", "cpus held", "gpus held", "gpus busy", "gpu memory", "jobs"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("machine", "state") else "right")
     for node in cluster.nodes:
         state = "gone" if not node.alive else "draining" if node.draining or cluster.draining else "up"
         cpus, gpus = node.cpus - node.free_cpus, node.gpus - node.free_gpus
-        held = (f"{cpus:g}/{node.cpus:g}", f"{gpus:g}/{node.gpus}", str(node.jobs))
+        held = (f"{cpus:g}/{node.cpus:g}", f"{gpus:g}/{node.gpus}", *_gpu_figures(node), str(node.jobs))
         table.add_row(Text(one_line(node.node_id)), state, *held)
     most, mine = cluster.quota, cluster.in_use
     amounts = (("jobs", mine.jobs, most.jobs), ("cpus", mine.cpus, most.cpus), ("gpus", mine.gpus, most.gpus))
     quota = ", ".join(f"{name} {held:g}{'' if limit is None else f' of {limit:g}'}" for name, held, limit in amounts)
     waiting = Text(f"your tenant holds: {quota}; {cluster.queued} jobs of all tenants wait")
     return Group(table, *([Text(), _bases(cluster.bases)] if cluster.bases else []), waiting)
+
+
+def _gpu_figures(node: NodeView) -> tuple[str, str]:
+    """Return how busy the cards of a machine are, and their memory, one after the other; a dash: it is not known."""
+    busy = ["-" if card.utilisation is None else f"{card.utilisation:.0%}" for card in node.gpu_use]
+    memory = [
+        f"{'-' if (used := card.memory_used_bytes) is None else f'{used / GIB:.0f}'}/{card.memory_bytes / GIB:.0f} GiB"
+        for card in node.gpu_use
+        if card.memory_bytes is not None
+    ]
+    return " ".join(busy) or "-", " ".join(memory) or "-"
 
 
 def _bases(bases: Sequence[BaseView]) -> RenderableType:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from palestra.config import PolicyConfig
+from palestra.types.gpus import GpuUse
 
 
 class Answer(BaseModel):
@@ -37,6 +38,8 @@ class LiveState(Answer):
         description="That it can answer as, too, after `POST /v1/checkpoints/{name}`; of each policy the newest first.",
     )
     policies: list[str] = Field([], description="That its engine answers as; past versions by names such as white@5.")
+    gpus: list[GpuUse] = Field([], description="Graphics cards that the job may use; none of a job that uses none.")
+    gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 
 class Warned(Answer):

@@ -6,6 +6,7 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -107,14 +108,33 @@ def serve_command(run: Run, config: JobConfig) -> str:
         run: of the page.
         config: of the run.
     """
+    settings = serving_settings(run.folder, config)
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return shlex.join(["palestra", "run", str(run.folder / SAVED_CONFIG), *words]) if settings else ""
+
+
+def serving_settings(folder: Path, config: JobConfig) -> dict[str, str]:
+    """Return what a run's configuration has to be changed in, to serve what the run has trained; nothing: no model.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+    """
     trained = config.trained_policies if config.kind == "training" else ()
     if not trained:
-        return ""
-    models = {name: run.folder if len(trained) == 1 else run.folder / "checkpoints" / name for name in trained}
-    settings = {"kind": "inference", "run_dir": f"{run.folder}-served", "server.port": "0"}
-    settings |= {f"policies.{name}.model": str(model) for name, model in models.items()}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return shlex.join(["palestra", "run", str(run.folder / SAVED_CONFIG), *words])
+        return {}
+    models = {name: folder if len(trained) == 1 else folder / "checkpoints" / name for name in trained}
+    settings = {"kind": "inference", "run_dir": f"{folder}-served", "server.port": "0"}
+    return settings | {model_key(name): str(model) for name, model in models.items()}
+
+
+def model_key(policy: str) -> str:
+    """Return the key of a policy's model in the configuration of a job.
+
+    Args:
+        policy: by name; one with a dot stands in quotes.
+    """
+    return f'policies."{policy}".model' if "." in policy else f"policies.{policy}.model"
 
 
 def newest_value(rows: Sequence[Mapping[str, float]], name: str) -> float | None:

@@ -208,12 +208,20 @@ class Reader:
         except PalestraError as error:
             return unreadable(run, str(error))
 
-    async def findings(self, run: Run) -> FindingsAnswer:
+    async def findings(self, run: Run, step: int = 0) -> FindingsAnswer:
         """Return what the doctor's rules find in a run; the answer may be a little old.
+
+        Args:
+            run: that is read.
+            step: the run is read again if a known answer is of an earlier step than this.
 
         Raises:
             StoreUnreachable, StoreError: see `read`.
         """
+        found = await self._findings.get(run.name, lambda: self._find(run))
+        if found.step >= step:
+            return found
+        self._findings.pop(run.name, None)
         return await self._findings.get(run.name, lambda: self._find(run))
 
     async def _find(self, run: Run) -> FindingsAnswer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -40,7 +39,7 @@ from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
-from palestra.http import sse
+from palestra.http.sse import encode_event
 from palestra.store.search import EpisodeFilter
 from palestra.types.records import EpisodeKind
 from palestra.types.states import EpisodeState
@@ -113,7 +112,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
     """
     reader = Reader(runs, stopping)
 
-    def private(request: Request, response: Response) -> None:
+    async def private(request: Request, response: Response) -> None:  # FastAPI calls others in threads
         access.check(request)
         response.headers["cache-control"] = "no-store"
         response.headers["x-content-type-options"] = "nosniff"
@@ -155,10 +154,9 @@ def _add_stream(
     reader: Reader,
     access: PageAccess,
     stopping: asyncio.Event,
-    private: Callable[[Request, Response], None],
+    private: Callable[[Request, Response], Awaitable[None]],
 ) -> None:
     """Add the route of the stream, one for all runs of a page: browsers allow few connections to a server."""
-    pause = pause_until(stopping)
 
     @app.get(f"{PAGE}/api/events", dependencies=[Depends(private)], tags=["page"])
     async def events(
@@ -180,30 +178,15 @@ def _add_stream(
         async def check() -> None:
             access.check(request)
 
-        look = streams.look(positions, check)
+        stream = streams.stream(positions, check)
 
         async def content() -> AsyncIterator[bytes]:
-            async for chunk in sse.follow(look, follow, pause):
+            async for chunk in stream.follow(follow):
                 yield chunk
             if stopping.is_set():
-                yield sse.encode_event(b'{"kind": "ended"}', "ended")
+                yield encode_event(b'{"kind": "ended"}', "ended")
 
-        return streams.answer(content(), positions)
-
-
-def pause_until(stopping: asyncio.Event) -> Callable[[float], Awaitable[None]]:
-    """Return a function that waits for some seconds, and no longer than until the server ends.
-
-    Args:
-        stopping: is set when the server ends.
-    """
-
-    async def pause(seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):  # in place of `wait_for`, which makes a task each time
-                await stopping.wait()
-
-    return pause
+        return streams.answer(stream, content())
 
 
 def read_positions(after: Sequence[str]) -> dict[str, int]:
@@ -245,9 +228,12 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
         return await reader.read(found, lambda: read_settings(found))
 
     @api.get("/{run}/findings")
-    async def findings(run: str) -> FindingsAnswer:
-        """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try."""
-        return await reader.findings(reader.run(run))
+    async def findings(run: str, step: Annotated[int, Query(ge=0, le=2**53)] = 0) -> FindingsAnswer:
+        """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try.
+
+        The answer may be some seconds old. With `step`, it is not older than the end of that step.
+        """
+        return await reader.findings(reader.run(run), step)
 
     @api.get("/{run}/calls")
     async def calls(run: str) -> SlowCallsAnswer:

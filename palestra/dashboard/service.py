@@ -6,7 +6,7 @@ Everything else that the page of a service shows comes from the routes of the co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, FastAPI, Query
@@ -17,11 +17,10 @@ from palestra import __version__
 from palestra.dashboard.answers import RunsAnswer
 from palestra.dashboard.files import PAGE, add_files
 from palestra.dashboard.reader import Reader
-from palestra.dashboard.routes import SESSION, ViewerKey, add_run_routes, pause_until, read_positions
+from palestra.dashboard.routes import SESSION, ViewerKey, add_run_routes, read_positions
 from palestra.dashboard.runs import Run
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
-from palestra.http import sse
 from palestra.http.guard import bearer
 
 MOST_RUNS = 1000  # that are known at the same time; each keeps a few kilobytes
@@ -117,7 +116,7 @@ def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> 
 
 def _add_stream(app: FastAPI, jobs: JobAccess, reader: Reader, stopping: asyncio.Event) -> None:
     """Add the route of the stream of what jobs report."""
-    streams, pause = Streams(reader, stopping), pause_until(stopping)
+    streams = Streams(reader, stopping)
 
     @app.get(f"{PAGE}/api/events", tags=["page"], dependencies=[Depends(jobs.listing)])
     async def events(
@@ -138,5 +137,5 @@ def _add_stream(app: FastAPI, jobs: JobAccess, reader: Reader, stopping: asyncio
         async def check() -> None:
             await jobs.check(request, positions)
 
-        look: Callable[[], Awaitable[sse.News | None]] = streams.look(positions, check)
-        return streams.answer(sse.follow(look, follow, pause), positions, await jobs.tenant(request))
+        stream = streams.stream(positions, check)
+        return streams.answer(stream, stream.follow(follow), await jobs.tenant(request))

@@ -16,7 +16,9 @@ WRITER_CACHE, READER_CACHE = 4096, 2048
 MOST_VALUES = 500  # bound values of one statement, which SQLite limits
 
 
-def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Engine:
+def open_engine(
+    path: Path, synchronous: str, read_only: bool = False, pool: type[sa.Pool] = sa.pool.StaticPool
+) -> sa.Engine:
     """Return an engine with one connection to a SQLite file in WAL mode. It connects when it is first used.
 
     With `synchronous=NORMAL` a commit survives the death of the process (kill -9), because it is in the operating
@@ -27,12 +29,13 @@ def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Eng
         synchronous: `NORMAL` or `FULL`; a read-only connection does not use it.
         read_only: whether the connection may not write. Its transactions begin with BEGIN, the others with BEGIN
             IMMEDIATE, so that a write never fails because another process wrote since the transaction's first read.
+        pool: of connections, where it is to be another number than one.
     """
     target = path.absolute().as_uri() + ("?mode=ro" if read_only else "?mode=rwc")  # any character may be in a path
     engine = sa.create_engine(
         "sqlite+pysqlite://",
         creator=lambda: sqlite3.connect(target, uri=True, check_same_thread=False),
-        poolclass=sa.pool.StaticPool,
+        poolclass=pool,
     )
 
     @sa.event.listens_for(engine, "connect")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Mapping
+from contextlib import AbstractContextManager
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -14,17 +16,23 @@ from palestra.errors import TooManyRequests
 class OpenStreams:
     """The streams of a server that are open."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, refusal: str) -> None:
         """Begin without any.
 
         Args:
             most: streams of one reader at the same time.
+            refusal: what a reader is told who has as many; without the number.
         """
-        self._most = most
+        self._most, self._refusal = most, refusal
         self.open: Counter[Hashable] = Counter()  # by reader
 
     def answer(
-        self, content: AsyncIterator[bytes], reader: Hashable, headers: Mapping[str, str], media_type: str
+        self,
+        content: AsyncIterator[bytes],
+        reader: Hashable,
+        headers: Mapping[str, str],
+        media_type: str,
+        during: AbstractContextManager[object] | None = None,
     ) -> StreamingResponse:
         """Return the answer that is a stream.
 
@@ -33,16 +41,14 @@ class OpenStreams:
             reader: whose streams are counted together.
             headers: of the answer.
             media_type: of the content.
+            during: is entered while the stream is open; None: nothing is.
 
         Raises:
             TooManyRequests: the reader has as many streams as one may have.
         """
         if self.open[reader] >= self._most:
-            raise TooManyRequests(
-                f"{self._most} streams of this user are open, and there may not be more; close some",
-                retry_after_seconds=5.0,
-            )
-        return _Counted(self.open, reader, content, headers, media_type)
+            raise TooManyRequests(f"{self._most} {self._refusal}", retry_after_seconds=5.0)
+        return _Counted(self.open, reader, content, headers, media_type, during or contextlib.nullcontext())
 
 
 class _Counted(StreamingResponse):
@@ -55,15 +61,17 @@ class _Counted(StreamingResponse):
         content: AsyncIterator[bytes],
         headers: Mapping[str, str],
         media_type: str,
+        during: AbstractContextManager[object],
     ) -> None:
         super().__init__(content, 200, headers, media_type)
-        self._counts, self._reader = counts, reader
+        self._counts, self._reader, self._during = counts, reader, during
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream (called by the server)."""
         self._counts[self._reader] += 1
         try:
-            await super().__call__(scope, receive, send)
+            with self._during:
+                await super().__call__(scope, receive, send)
         finally:
             self._counts[self._reader] -= 1
             if not self._counts[self._reader]:

@@ -17,6 +17,7 @@ from palestra.http.connections import Connections
 from palestra.http.protocol import CountedWebSocket, LimitedProtocol, refusal
 from palestra.waiting import cancelled
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BACKLOG = 4096
 NO_DESCRIPTOR_SECONDS = 0.05  # pause before the next attempt to accept a connection if no descriptor was free
 

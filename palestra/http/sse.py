@@ -44,6 +44,7 @@ async def follow(
     wait: bool,
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     keepalive: bool = True,
+    every: float = POLL_SECONDS,
 ) -> AsyncIterator[bytes]:
     """Yield what `look` finds, until what is followed has ended.
 
@@ -52,6 +53,7 @@ async def follow(
         wait: whether to wait for future events; False: end when there is nothing more to send now.
         pause: returns after so many seconds, or earlier if looking again makes sense.
         keepalive: whether to send a comment if nothing happens for `KEEPALIVE_SECONDS`.
+        every: the longest pause between two looks, in seconds.
     """
     quiet = 0.0
     while (news := await look()) is not None:
@@ -62,8 +64,8 @@ async def follow(
             continue
         if news.over or not wait:
             return
-        await pause(POLL_SECONDS)
-        quiet += POLL_SECONDS
+        await pause(every)
+        quiet += every
         if keepalive and quiet >= KEEPALIVE_SECONDS:
             quiet = 0.0
             yield _KEEPALIVE

@@ -3,10 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from palestra.config import JobConfig
 from palestra.learner.reporting import checkpoints_of
-from palestra.trainer.checkpoint import newest_path
+from palestra.trainer.checkpoint import found, newest_path, step_of
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint of a run.
+
+    Attributes:
+        policy: whose weights it has.
+        step: after which they were saved.
+        folder: that has them; it may be damaged, or removed meanwhile.
+    """
+
+    policy: str
+    step: int
+    folder: Path
+
+
+def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, Checkpoint]:
+    """Return the checkpoints of a run by names such as `policy@step-20`, of each policy the newest first.
+
+    Args:
+        config: the job.
+        run_dir: its folder.
+    """
+    return {
+        f"{policy}@step-{step_of(path)}": Checkpoint(policy, step_of(path), path)
+        for policy in config.trained_policies
+        for path in reversed(found(checkpoints_of(run_dir, policy, config)))
+    }
 
 
 def newest_checkpoints(config: JobConfig, run_dir: Path | None = None) -> dict[str, Path]:

@@ -28,6 +28,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.runtime.environments import environment_of
+from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import Parts, build_parts
 from palestra.runtime.renewal import Renewal
@@ -269,6 +270,7 @@ async def local_job(
                 keys=keys,
                 progress=progress,
                 started_at=time.time(),
+                gpus=await in_thread(lambda: gpus_of_job(config)),
             )
             pool, lock = _runners(config, plane.sessions, progress, play)
 

@@ -59,7 +59,7 @@ class _JobAccess:
 
 
 def _live(plane: DataPlane, checkpoints: TalkCheckpoints) -> LiveState:
-    progress, sessions = plane.progress, plane.sessions
+    progress, sessions, gpus = plane.progress, plane.sessions, plane.gpus()
     collected, loads = progress.collected, sessions.context.policies.engine_loads
     return LiveState(
         state=progress.state.value,
@@ -78,6 +78,8 @@ def _live(plane: DataPlane, checkpoints: TalkCheckpoints) -> LiveState:
         kv_bytes=sum(load.kv_bytes for load in loads),
         checkpoints=checkpoints.names,
         policies=list(plane.sessions.context.policies.names),
+        gpus=list(gpus.cards),
+        gpu_problem=gpus.problem,
     )
 
 

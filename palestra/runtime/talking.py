@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -12,8 +11,8 @@ from starlette.requests import Request
 
 from palestra.config import JobConfig
 from palestra.errors import Forbidden, NotFound
-from palestra.learner.reporting import checkpoints_of
 from palestra.models.saved_weights import SavedWeights
+from palestra.runtime.checkpoints import all_checkpoints
 from palestra.server import DataPlane
 from palestra.session.policies import PolicySet
 from palestra.threads import in_thread
@@ -44,18 +43,7 @@ class TalkCheckpoints:
     @property
     def names(self) -> list[str]:
         """Return the names of the checkpoints that there are, such as `policy@step-20`, the newest of each first."""
-        return list(self._found())
-
-    def _found(self) -> Mapping[str, tuple[str, int]]:
-        """Return policy and step of each checkpoint by its name."""
-        return {
-            f"{policy}@step-{checkpoint.step_of(path)}": (policy, checkpoint.step_of(path))
-            for policy in self._config.trained_policies
-            for path in reversed(checkpoint.found(self._folder_of(policy)))
-        }
-
-    def _folder_of(self, policy: str) -> Path:
-        return checkpoints_of(self._folder, policy, self._config)
+        return list(all_checkpoints(self._config, self._folder))
 
     async def load(self, name: str) -> None:
         """Let the engine answer as a checkpoint, in place of the one that was loaded before.
@@ -68,10 +56,10 @@ class TalkCheckpoints:
         async with self._lock:
             if name == self._loaded:
                 return
-            if (known := self._found().get(name)) is None:
-                raise NotFound(f"there is no checkpoint {name!r}; there are {', '.join(self._found()) or 'none yet'}")
-            policy, step = known
-            found = await in_thread(lambda: checkpoint.good(self._folder_of(policy), step))
+            if (known := all_checkpoints(self._config, self._folder).get(name)) is None:
+                raise NotFound(f"there is no checkpoint {name!r}; there are {', '.join(self.names) or 'none yet'}")
+            policy, step, path = known
+            found = await in_thread(lambda: checkpoint.good(path.parent, step))
             if found is None:
                 raise NotFound(f"the checkpoint {name!r} was removed; checkpoint.keep says how many stay")
             engine = self._policies.runtimes[policy].engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palestra.config import JobConfig
@@ -13,6 +14,7 @@ from palestra.server.workers import WorkerRegistry
 from palestra.session import SeatBook, Sessions
 from palestra.store import RunStore
 from palestra.threads import WorkPool
+from palestra.types.gpus import GpuReading
 from palestra.types.progress import JobProgress
 
 
@@ -26,6 +28,7 @@ class DataPlane:
     keys: KeyRing
     progress: JobProgress
     started_at: float  # Unix seconds
+    gpus: Callable[[], GpuReading] = GpuReading  # what the job's graphics cards do; may block for a second
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     workers: WorkerRegistry = field(init=False)
     connections: Connections = field(default_factory=Connections)

@@ -23,6 +23,8 @@ from palestra.http.guard import bearer
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event
 from palestra.server.state import DataPlane
 from palestra.store.leases import Holder
+from palestra.threads import in_thread
+from palestra.types.gpus import GpuReading
 from palestra.types.progress import Counts
 from palestra.types.records import Event
 from palestra.types.wire import EpisodeHolder, HealthWarningBody, JobStatus
@@ -65,6 +67,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         """Return the job's progress: its state, phase and step, episodes, workers and newest metrics."""
         plane.keys.require_job(request)
         progress, counts = plane.progress, await plane.store.episodes.counts()
+        gpus = await in_thread(plane.gpus)
         return JobStatus(
             job=progress.job,
             kind=plane.config.kind,
@@ -92,6 +95,8 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             last_metrics=progress.last_metrics,
             seconds_left=progress.seconds_left,
             run_dir=progress.run_dir,
+            gpus=list(gpus.cards),
+            gpu_problem=gpus.problem,
         )
 
     @app.get("/events", tags=["status"])
@@ -109,7 +114,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         """Return the job's status and newest metrics in Prometheus' text format."""
         plane.keys.require_job(request)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(plane, await plane.store.episodes.counts()))
+        registry.register(_Collector(plane, await plane.store.episodes.counts(), await in_thread(plane.gpus)))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
@@ -177,11 +182,35 @@ def _of_engines(plane: DataPlane) -> list[Metric]:
     return [requests, tokens, used, total, versions]
 
 
+def _of_gpus(gpus: GpuReading) -> list[Metric]:
+    """Return metrics of the graphics cards that the job may use; a figure that a card has not is left out."""
+    share = GaugeMetricFamily(
+        "palestra_gpu_utilisation",
+        "Part of the driver's last sample in which a graphics card computed something, 0 to 1.",
+        labels=["gpu"],
+    )
+    memory = GaugeMetricFamily("palestra_gpu_memory_bytes", "Memory of the cards.", labels=["gpu", "what"])
+    watts = GaugeMetricFamily("palestra_gpu_power_watts", "Power that the cards draw.", labels=["gpu"])
+    celsius = GaugeMetricFamily("palestra_gpu_temperature_celsius", "Temperature of the cards.", labels=["gpu"])
+    for card in gpus.cards:
+        name = str(card.index)
+        for metric, labels, value in (
+            (share, [name], card.utilisation),
+            (memory, [name, "used"], card.memory_used_bytes),
+            (memory, [name, "all"], card.memory_bytes),
+            (watts, [name], card.power_watts),
+            (celsius, [name], card.temperature_celsius),
+        ):
+            if value is not None:
+                metric.add_metric(labels, value)
+    return [share, memory, watts, celsius] if gpus.cards else []
+
+
 class _Collector(Collector):
     """Counters and gauges for Prometheus, read at the time of the request."""
 
-    def __init__(self, plane: DataPlane, counts: Counts) -> None:
-        self._plane, self._counts = plane, counts
+    def __init__(self, plane: DataPlane, counts: Counts, gpus: GpuReading) -> None:
+        self._plane, self._counts, self._gpus = plane, counts, gpus
 
     def collect(self) -> list[Metric]:
         """Return the metrics, as prometheus_client asks for them."""
@@ -218,4 +247,5 @@ class _Collector(Collector):
             ),
             GaugeMetricFamily("palestra_calls_in_flight", "Model calls in flight.", value=plane.sessions.in_flight),
             *_of_engines(plane),
+            *_of_gpus(self._gpus),
         ]

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Engine, NullPool, func, select
 
 from palestra.database.sqlite import MOST_VALUES, driver_of, open_engine
 from palestra.errors import NotFound, PalestraError, StoreError
@@ -116,9 +117,8 @@ def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
 @contextmanager
 def _connected(path: Path, until: float) -> Iterator[Connection]:
     """Open a connection, whose queries end at a time of the monotonic clock."""
-    engine = open_engine(path, "FULL", read_only=True)
     try:
-        with engine.begin() as connection:
+        with _engine(path.absolute()).begin() as connection:
             if until < math.inf:
                 driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             if (version := SCHEMA.read_version(connection)) > SCHEMA.version:
@@ -131,8 +131,16 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
         raise
     except Exception as error:
         raise store_error(path, error) from error
-    finally:
-        engine.dispose()
+
+
+@lru_cache(maxsize=64)
+def _engine(path: Path) -> Engine:
+    """Return the engine for a file, which opens a connection for each use, and keeps none.
+
+    The engine itself is kept, because it remembers how its statements are compiled, which takes longer than SQLite's
+    answers to most of them.
+    """
+    return open_engine(path, "FULL", read_only=True, pool=NullPool)
 
 
 def newest_event_number(path: Path, seconds: float) -> int | None:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from palestra.config import JobKind
 from palestra.errors import Forbidden
+from palestra.types.gpus import GpuUse
 from palestra.types.wire import Body, JsonObject, Name
 
 # Upper bounds keep numbers within what SQLite, PostgreSQL and JavaScript clients can hold exactly.
@@ -184,6 +185,8 @@ class NodeView(Body):
     free_gpus: float
     free_memory_gib: float
     jobs: int
+    gpu_use: list[GpuUse] = Field([], description="What its graphics cards do, where their driver says it.")
+    gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or it has no card.")
 
 
 class QuotaBody(Body):

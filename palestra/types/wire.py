@@ -13,6 +13,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from palestra.config import REWARD_NAME
+from palestra.types.gpus import GpuUse
 from palestra.types.messages import MAX_NAMED, ChatMessage
 
 
@@ -281,6 +282,8 @@ class JobStatus(Body):
     last_metrics: dict[str, float]
     seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
     run_dir: str
+    gpus: list[GpuUse] = Field([], description="Graphics cards that this job may use; none of a job that uses none.")
+    gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 
 class ErrorBody(Body):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from servers import KEY, SCRIPTED, Job, until
 
@@ -574,15 +575,51 @@ def test_a_policy_is_talked_to_from_a_message_of_an_episode_and_nothing_is_recor
         assert job.query("SELECT count(*) AS n FROM chats")[0]["n"] == before
 
 
-def test_a_folder_says_which_command_serves_what_it_has_trained(finished, dashboard, open_page):
-    link, _ = dashboard(finished.run_dir)
+def test_a_checkpoint_of_a_folder_is_loaded_and_talked_to_from_a_message_of_an_episode(finished, dashboard, open_page):
+    link, process = dashboard(finished.run_dir)
     page = open_page(link)
     visit(page, f"#/run/run/episode/{finished.manifests()[2][0]}")
     page.locator(".message.assistant .talkfrom").first.click()
-    page.wait_for_selector(".talk")
+    page.wait_for_selector(".talk .local")
+    assert page.locator(".composer").count() == 0
+    steps = [int(path.name.removeprefix("step-")) for path in reversed(finished.checkpoints())]
+    assert page.locator("select[name=checkpoint] option").all_inner_texts() == [f"policy@step-{step}" for step in steps]
+    files = {path: path.stat().st_mtime_ns for path in finished.run_dir.rglob("*") if path.is_file()}
+    page.click(".local button:text-is('Load this checkpoint')")
+    page.wait_for_selector(".local [role=status]:has-text('loading')")
+    page.wait_for_selector(".composer textarea")
+    assert "answers, from a process of its own" in page.locator(".local [role=status]").inner_text()
+    assert page.locator(".talk .message").count() == 2
+    page.fill(".composer textarea", "and now?")
+    page.keyboard.press("Control+Enter")
+    until(lambda: page.locator(".talk .message.assistant button").count() == 4, "the end of the reply")
+    assert page.locator(".talk .message").count() == 4
+    assert [said.inner_text() for said in page.locator(".talk [role=alert]").all()] == ["", ""]
+    assert {path: path.stat().st_mtime_ns for path in finished.run_dir.rglob("*") if path.is_file()} == files
+    (child,) = psutil.Process(process.popen.pid).children()
+    page.click(".local button:text-is('End it')")
+    page.wait_for_selector(".talk summary:has-text('A command that serves')")
+    psutil.wait_procs([child], timeout=20)
+    assert not child.is_running()
+    assert page.locator(".composer").count() == 0
+    assert page.locator(".talk .message").count() == 4, "what was said stays"
+
+
+def test_a_folder_without_checkpoints_says_why_none_is_loaded_and_which_command_serves(
+    finished, dashboard, open_page, tmp_path
+):
+    folder = tmp_path / "run"
+    shutil.copytree(finished.run_dir, folder)
+    shutil.rmtree(folder / "checkpoints")
+    link, _ = dashboard(folder)
+    page = open_page(link)
+    visit(page, f"#/run/run/episode/{finished.manifests()[2][0]}")
+    page.locator(".message.assistant .talkfrom").first.click()
+    page.wait_for_selector(".talk .local")
     said = page.locator(".talk").inner_text()
+    assert "No checkpoint can be loaded from this page: this run has no checkpoint yet." in said
     assert "No engine runs here" in said
-    assert f"--set policies.policy.model={finished.run_dir}" in said
+    assert f"--set policies.policy.model={folder}" in said
     page.click(".talk summary:has-text('body of a request')")
     body = json.loads(page.locator(".talk details pre").inner_text())
     assert [message["role"] for message in body["messages"]] == ["user", "assistant"]

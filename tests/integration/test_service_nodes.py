@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from nodes import Nodes, closed, cluster
 from service import GAMES, Service, metrics_of, until
+from unit.runtime import scripted_nvml
 
 pytestmark = pytest.mark.service
 SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}, "steps": 12}
@@ -17,8 +19,11 @@ SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory) -> Iterator[Nodes]:
     with cluster(tmp_path_factory.mktemp("nodes")) as nodes:
-        nodes.add(cpus=3, gpus=1)
-        nodes.add(cpus=3, gpus=1)
+        folder = tmp_path_factory.mktemp("library")
+        shutil.copy(scripted_nvml.__file__, folder / "pynvml.py")
+        scripted = {"PYTHONPATH": str(folder), "PALESTRA_TEST_CARDS": "1"}
+        for _ in range(2):
+            nodes.add(cpus=3, gpus=1, settings=scripted)
         yield nodes
 
 
@@ -31,6 +36,15 @@ def service(nodes, tmp_path_factory) -> Iterator[Service]:
 def weights_of(service: Service, job_id: str) -> str:
     checkpoints: Path = service.state / "jobs" / job_id / "run" / "checkpoints"
     return (max(checkpoints.glob("step-*")) / "weights.txt").read_text()
+
+
+def test_each_machine_says_what_its_graphics_cards_do(service):
+    control = service.client()
+    until(lambda: all(node["gpu_use"] for node in control.request("GET", "/cluster")["nodes"]), "they were asked", 60)
+    for node in control.request("GET", "/cluster")["nodes"]:
+        (card,) = node["gpu_use"]
+        assert (card["name"], card["utilisation"], card["memory_bytes"]) == ("Scripted 0", 0.25, 80 * 2**30)
+        assert (node["gpu_problem"], node["free_cpus"], node["free_gpus"]) == ("", 3.0, 1.0)
 
 
 def test_the_jobs_of_a_machine_that_is_lost_go_on_at_another_and_end_as_if_nothing_had_happened(nodes, service):

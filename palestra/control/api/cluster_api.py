@@ -14,6 +14,7 @@ from palestra.control.rights.permissions import Action
 from palestra.control.store.decisions import is_draining
 from palestra.http.app import request_schema
 from palestra.types.control_wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
+from palestra.types.gpus import GpuReading
 
 
 def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -30,9 +31,10 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Return the machines and what is free, but not whose jobs run there, and the quota of the caller's tenant."""
         held = list(scheduler.running.values())
         bases = scheduler.bases.running()
-        nodes = []
+        nodes, gpus = [], await scheduler.gpu_use()
         for node in scheduler.nodes:
             jobs = [job for job in held if job.node_id == node.node_id]
+            cards = gpus.get(node.node_id, GpuReading())
             here = jobs + [base.held for base in bases if base.held.node_id == node.node_id]
             nodes.append(
                 NodeView(
@@ -46,6 +48,8 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
                     free_gpus=node.gpus - sum(job.needs.gpus for job in here),
                     free_memory_gib=node.memory_gib - sum(job.needs.memory_gib for job in here),
                     jobs=len(jobs),
+                    gpu_use=list(cards.cards),
+                    gpu_problem=cards.problem,
                 )
             )
         queued = len(await plane.store.queue())

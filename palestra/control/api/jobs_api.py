@@ -33,6 +33,7 @@ from palestra.types.jobs import JobKind, JobRecord, JobRequest
 from palestra.types.states import JobState
 
 MOST_STREAMS = 256  # of a user: more than the jobs that one may have open
+REFUSED = "streams of this user are open, and there may not be more; close some"
 
 
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -160,7 +161,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     """Add the routes that read what a job reports and writes to the application."""
-    scheduler, opened = plane.scheduler, OpenStreams(MOST_STREAMS)
+    scheduler, opened = plane.scheduler, OpenStreams(MOST_STREAMS, REFUSED)
 
     @app.get("/jobs/{job_id}/server", tags=["jobs"])
     async def server(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.EPISODE_PLAY))]) -> ServerView:

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from palestra.control.jobs.deadlines import limit_is_over
 from palestra.control.placement.fitting import Node
 from palestra.errors import PalestraError
+from palestra.types.gpus import GpuReading
 from palestra.types.jobs import JobRecord, Resources
 from palestra.types.states import JobState
 
@@ -180,6 +181,14 @@ class Launcher(Protocol):
 
         Raises:
             ServerFailed: the cluster does not answer.
+        """
+        ...
+
+    async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
+        """Return what the graphics cards of machines do, by the machine's id; soon, also where one does not answer.
+
+        Args:
+            nodes: of the cluster; of those without cards, or that are not alive, nothing is returned.
         """
         ...
 

@@ -47,6 +47,7 @@ from palestra.errors import (
     PalestraError,
     StoreUnreachable,
 )
+from palestra.types.gpus import GpuReading
 from palestra.types.jobs import LIVE_STATES, JobRecord, Resources
 from palestra.types.states import JobState
 from palestra.waiting import race
@@ -154,6 +155,10 @@ class JobScheduler:
             await self.cancel(None, job_id, reason)
             self._deadlines.remove(job_id)
         return again_at
+
+    async def gpu_use(self) -> Mapping[str, GpuReading]:
+        """Return what the graphics cards of the machines do, by the machine's id."""
+        return await self._launcher.gpu_use(self.nodes)
 
     def folder_of(self, job_id: str) -> Path:
         """Return the folder of a job, which contains its run and its log."""

@@ -35,6 +35,10 @@ export async function get(path, query = {}, signal = undefined) {
   return (await request(`runs${path}${text ? `?${text}` : ""}`, signal)).json();
 }
 
+export async function post(path, body) {
+  return (await send(`/dashboard/api/runs${path}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
+}
+
 // An address below a run; every part is encoded.
 export function at(run, ...parts) {
   return `/${[run, ...parts].map((part) => encodeURIComponent(part)).join("/")}`;

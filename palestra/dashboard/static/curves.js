@@ -1,6 +1,6 @@
 // The first view: the runs with how far they are, and their curves.
 import { badge, empty, h, replace } from "./dom.js";
-import { byPolicy, bytes, duration, metric, namesOf, number, percent, plural, whole, words } from "./format.js";
+import { byPolicy, bytes, duration, gpu, metric, namesOf, number, percent, plural, whole, words } from "./format.js";
 import { Chart, colourOf } from "./chart.js";
 import { loadMetrics, onChange, state } from "./state.js";
 
@@ -74,7 +74,8 @@ function health(run) {
   const store = `store ${bytes(run.store_bytes)}${run.disk_free_bytes === null ? "" : `, ${bytes(run.disk_free_bytes)} free`}`;
   if (live === null) return store;
   const kept = live.kv_bytes > 0 ? `, ${bytes(live.kv_bytes_used)} of ${bytes(live.kv_bytes)} keys and values` : "";
-  return `engine ${whole(live.requests_running)} running, ${whole(live.requests_waiting)} waiting${kept}; ${plural(live.workers, "worker")}; ${store}`;
+  const gpus = live.gpu_problem ? [`no figures of the GPUs (${live.gpu_problem})`] : live.gpus.map(gpu);
+  return `engine ${whole(live.requests_running)} running, ${whole(live.requests_waiting)} waiting${kept}; ${[plural(live.workers, "worker"), ...gpus, store].join("; ")}`;
 }
 
 // The reward of the only policy that is trained, or of each of several.

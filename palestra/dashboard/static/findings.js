@@ -6,13 +6,13 @@ import { href } from "./curves.js";
 import { runHead } from "./run.js";
 import { onChange, state } from "./state.js";
 
-const PAUSE = 1000, TURNS = 6;  // milliseconds before the first question after a step, twice as long before each further one; the most of them
+const PAUSE = 1000, TURNS = 6;  // milliseconds before the question after a step, twice as long before each further attempt; the most of them
 
 export async function findingsView({ run }) {
   const place = h("div", { class: "findings", "aria-live": "polite" });
   let said = "";   // what is drawn; news that change nothing leave it alone, and with it the focus
-  async function load() {
-    const found = await get(at(run, "findings"));
+  async function load(step = 0) {
+    const found = await get(at(run, "findings"), { step });
     const text = JSON.stringify(found);
     if (text === said) return found.step;
     said = text;
@@ -20,14 +20,14 @@ export async function findingsView({ run }) {
     return found.step;
   }
   await load();
-  // The answer may be a little old, so it is asked for until it is of the newest step.
+  // One question after a step, of whatever steps came during the pause; more only where the server could not answer.
   let newest = 0, asking = false;
   async function reload() {
     if (asking) return;
     asking = true;
     for (let turn = 0; turn < TURNS; turn++) {
       await new Promise((resolve) => setTimeout(resolve, PAUSE * 2 ** turn));
-      try { if (await load() >= newest) break; } catch { /* the stream says that the connection is lost */ }
+      try { if (await load(newest) >= newest) break; } catch { /* the stream says that the connection is lost */ }
     }
     asking = false;
   }

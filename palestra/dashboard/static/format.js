@@ -95,3 +95,10 @@ export function pretty(value) {
   const line = json(value);
   return line.length <= 90 ? line : json(value, 2).slice(0, 20000);
 }
+
+// What a graphics card does, as far as its driver says it.
+export function gpu(card) {
+  const memory = card.memory_bytes === null ? null : `${card.memory_used_bytes === null ? "?" : bytes(card.memory_used_bytes)} of ${bytes(card.memory_bytes)}`;
+  const parts = [card.utilisation === null ? null : `${percent(card.utilisation)} busy`, memory, card.power_watts === null ? null : `${whole(card.power_watts)} W`, card.temperature_celsius === null ? null : `${whole(card.temperature_celsius)} °C`];
+  return `GPU ${card.index}: ${card.problem || parts.filter((part) => part !== null).join(", ") || "no figures"}`;
+}

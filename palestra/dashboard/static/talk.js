@@ -5,13 +5,17 @@ import { plural } from "./format.js";
 import { at, events, get, Refused } from "./api.js";
 import { href } from "./curves.js";
 import { runHead } from "./run.js";
-import { allowTalk, forgetTalk, talkHeader } from "./session.js";
+import { localModel } from "./local_model.js";
+import { allowTalk, forgetTalk, header, isService, talkHeader } from "./session.js";
 import { state } from "./state.js";
 
 const ROLES = ["user", "system", "tool", "assistant"];
 
 export async function talkView({ run, query }) {
-  const line = state.runs.get(run), policies = line.live === null ? [] : line.live.policies;
+  const line = state.runs.get(run);
+  // The page of runs in folders serves a checkpoint itself, where it can; that of a service does not.
+  const local = line.live === null && line.serve !== "" && !isService() ? await localModel(run, (now) => answersAs(now)) : null;
+  let policies = line.live === null ? [] : line.live.policies;
   const saved = line.live === null ? [] : line.live.checkpoints;
   const from = query.get("episode"), call = query.get("call");
   const forked = from === null ? null : await get(at(run, "episodes", from, "calls", call));
@@ -21,7 +25,8 @@ export async function talkView({ run, query }) {
   let stopping = null;   // of the call that is in flight
 
   const setting = (label, input) => h("label", {}, label, " ", input);
-  const policy = h("select", { name: "policy" }, policies.map((name) => h("option", { value: name, selected: forked !== null && forked.policy === name }, name)),
+  const choices = () => policies.map((name) => h("option", { value: name, selected: forked !== null && forked.policy === name }, name));
+  const policy = h("select", { name: "policy" }, choices(),
     saved.length === 0 ? null : h("optgroup", { label: "checkpoints" }, saved.filter((name) => !policies.includes(name)).map((name) => h("option", { value: name }, name))));
   const temperature = h("input", { type: "number", name: "temperature", min: 0, max: 2, step: "any", value: forked === null ? 1 : forked.temperature });
   const longest = h("input", { type: "number", name: "max_tokens", min: 1, step: 1, value: forked === null ? 256 : forked.max_tokens });
@@ -58,13 +63,14 @@ export async function talkView({ run, query }) {
     render();
     try {
       if (saved.includes(asked.model)) await asking(`checkpoints/${encodeURIComponent(asked.model)}`, {}, stopping.signal);
-      for await (const piece of calling(asked, stopping.signal)) { take(reply, piece); list.lastChild.replaceWith(said(reply, messages.length - 1)); }
+      for await (const piece of calling(asked, stopping.signal, local === null ? "/v1" : local.route)) { take(reply, piece); list.lastChild.replaceWith(said(reply, messages.length - 1)); }
     } catch (error) {
       if (error.name === "AbortError") reply.note = "stopped";
       else {
         if (reply.content === "" && !reply.tool_calls && !reply.reasoning_content) messages.pop();
         problem.textContent = error.message;
-        if (error.status === 401 || error.status === 403) { forgetTalk(); showForm(); }
+        if (local !== null) local.look();
+        else if (error.status === 401 || error.status === 403) { forgetTalk(); showForm(); }
       }
     }
     stopping = null;
@@ -81,15 +87,24 @@ export async function talkView({ run, query }) {
 
   const place = h("div");
   function showForm() { replace(place, keyForm(() => replace(place, composer))); }
-  if (policies.length === 0) replace(place, noEngine(line, forked === null ? null : asJson(messages)));
+  // The policies of the checkpoint that is loaded; none while there is none.
+  function answersAs(now) {
+    policies = now;
+    replace(policy, choices());
+    const conversation = forked === null ? null : asJson(messages);
+    replace(place, now.length > 0 ? composer : local.able ? otherwise(line, conversation) : noEngine(line, conversation));
+    if (stopping === null) render();
+  }
+  if (local !== null) answersAs(local.policies());
+  else if (policies.length === 0) replace(place, noEngine(line, forked === null ? null : asJson(messages)));
   else if (talkHeader() === null) showForm();
   else replace(place, composer);
   render();
   const head = forked === null ? null : h("p", {}, "Goes on from ", h("a", { href: href(run, "episode", from) }, from), `, call ${call}, ${plural(messages.length, "message")}.`, forked.tools.length > 0 ? ` ${plural(forked.tools.length, "tool")} offered.` : "");
   return {
     title: `Talk to ${line.title}`, crumbs: [[line.title, href(run, "steps")]],
-    node: h("div", { class: "view talk" }, runHead(run, "talk"), head, forked === null ? null : forked.notes.map((note) => h("p", { class: "note" }, note)), forked !== null || policies.length > 0 ? list : null, problem, place),
-    dispose: () => stopping?.abort(),
+    node: h("div", { class: "view talk" }, runHead(run, "talk"), local === null ? null : local.node, head, forked === null ? null : forked.notes.map((note) => h("p", { class: "note" }, note)), forked !== null || policies.length > 0 || (local !== null && local.able) ? list : null, problem, place),
+    dispose: () => { stopping?.abort(); local?.dispose(); },
   };
 }
 
@@ -97,8 +112,17 @@ const asJson = (messages) => JSON.stringify({ messages }, null, 2);
 
 function noEngine(line, conversation) {
   if (line.serve === "") return empty("No engine runs here, and this run has trained no model.");
-  return h("div", {}, h("p", { class: "note" }, "No engine runs here. This command serves the newest checkpoint; its own page, below the address that it prints, has this view:"), h("pre", { class: "box" }, copyable(line.serve)),
-    conversation === null ? null : h("details", {}, h("summary", {}, "The conversation as the body of a request to it"), box(conversation)));
+  return h("div", {}, h("p", { class: "note" }, "No engine runs here. This command serves the newest checkpoint; its own page, below the address that it prints, has this view:"), ...command(line, conversation));
+}
+
+// The command, where the page can do without.
+function otherwise(line, conversation) {
+  return h("details", {}, h("summary", {}, "A command that serves the newest checkpoint, for longer than this page is there"), ...command(line, conversation));
+}
+
+function command(line, conversation) {
+  return [h("pre", { class: "box" }, copyable(line.serve)),
+    conversation === null ? null : h("details", {}, h("summary", {}, "The conversation as the body of a request to it"), box(conversation))];
 }
 
 function keyForm(done) {
@@ -111,16 +135,16 @@ function keyForm(done) {
     h("label", { for: "talk-key" }, "Key of the job"), input, h("p", {}, h("button", { class: "primary" }, "Allow")), problem);
 }
 
-async function asking(route, body, signal) {
-  const answer = await fetch(`/v1/${route}`, { method: "POST", headers: { ...talkHeader(), "content-type": "application/json" }, body: JSON.stringify(body), cache: "no-store", signal });
+async function asking(route, body, signal, base = "/v1") {
+  const answer = await fetch(`${base}/${route}`, { method: "POST", headers: { ...(base === "/v1" ? talkHeader() : header()), "content-type": "application/json" }, body: JSON.stringify(body), cache: "no-store", signal });
   if (answer.ok) return answer;
   let said = `the server answered ${answer.status}`;
   try { said = (await answer.json()).error.message; } catch { /* a proxy's answer */ }
   throw new Refused(answer.status, said);
 }
 
-async function* calling(body, signal) {
-  const answer = await asking("chat/completions", body, signal);
+async function* calling(body, signal, base) {
+  const answer = await asking("chat/completions", body, signal, base);
   for await (const piece of events(answer.body)) {
     if (piece.error) throw new Refused(500, piece.error.message);
     if (piece.choices.length > 0) yield piece.choices[0];

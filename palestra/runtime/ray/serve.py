@@ -21,12 +21,10 @@ from palestra.control.rights.keys import NewKey
 from palestra.control.rights.limits import RequestRates
 from palestra.control.store.control_store import ControlStore
 from palestra.errors import ConfigError
-from palestra.http.server import listen, served, url_of
+from palestra.http.server import LOOPBACK, listen, served, url_of
 from palestra.runtime.ray.cluster import LocalRay, connect, stop_local
 from palestra.runtime.service_page import create_service_app
 from palestra.waiting import race
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

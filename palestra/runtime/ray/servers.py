@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ from palestra.runtime.local import tune_gc
 from palestra.runtime.model_server import ModelServer
 from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.cluster import NAMESPACE, disconnect
+from palestra.runtime.ray.gpu_watch import GpuWatch
 from palestra.runtime.ray.job_environment import limit_environment
 from palestra.runtime.shared_base import KEY, KEY_FILE
 from palestra.types.bases import BaseLoad
+from palestra.types.gpus import GpuReading
 from palestra.waiting import race
 
 log = logging.getLogger("palestra.runtime")
@@ -71,6 +73,7 @@ class RayServers:
             pass_env: variables of the operator that jobs get beside those of `job_environment`.
         """
         self._host, self._pass_env = host, tuple(pass_env)
+        self._gpus = GpuWatch()
         self._killed: dict[str, str] = {}  # jobs that did not stop when asked, and why they were killed
 
     async def nodes(self) -> list[Node]:
@@ -92,6 +95,10 @@ class RayServers:
                 )
             )
         return found
+
+    async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
+        """Return what the cards of the nodes do. See `Launcher.gpu_use`."""
+        return await self._gpus.read(nodes)
 
     async def start(self, order: ServerOrder | BaseOrder) -> Listening:
         """Start a server on the node of `order`, and return its address when it listens. See `Launcher.start`."""
@@ -192,6 +199,7 @@ class RayServers:
 
     async def close(self) -> None:
         """Leave the cluster; model servers keep running. See `Launcher.close`."""
+        await self._gpus.close()
         await asyncio.to_thread(disconnect)
 
     async def _clear(self, job_id: str) -> None:

@@ -16,9 +16,17 @@ from palestra.errors import NotFound
 from palestra.http.server import listen, served, url_of
 from palestra.terminal import TerminalConsole
 from palestra.types.control_wire import ClusterView, InUse, JobView, NodeView, QuotaBody, ResourcesBody, ServerView
+from palestra.types.gpus import GpuUse
 from unit.dashboard.recorded import record
 
 NODE = {"alive": True, "draining": False, "memory_gib": 8.0, "free_gpus": 0.0, "free_memory_gib": 8.0}
+
+
+CARDS = [
+    GpuUse(index=0, utilisation=0.37, memory_used_bytes=12 * 2**30, memory_bytes=80 * 2**30),
+    GpuUse(index=1, memory_bytes=80 * 2**30),  # cut up by MIG
+    GpuUse(index=2, problem="lost"),
+]
 
 
 def job(number: int, state: str, reason: str, name: str = "addition") -> JobView:
@@ -62,7 +70,7 @@ class Service:
 
     def request(self, method: str, path: str, answer: object) -> ClusterView:
         assert (method, path) == ("GET", "/cluster")
-        nodes = [NodeView(node_id="n1", cpus=8.0, gpus=2, free_cpus=2.5, jobs=3, **NODE)]
+        nodes = [NodeView(node_id="n1", cpus=8.0, gpus=2, free_cpus=2.5, jobs=3, gpu_use=CARDS, **NODE)]
         held = InUse(jobs=2, cpus=4.0, gpus=1.0, memory_gib=3.0)
         return ClusterView(nodes=nodes, draining=False, queued=4, live=3, quota=QuotaBody(jobs=5), in_use=held)
 
@@ -77,7 +85,15 @@ def test_each_job_has_its_state_and_why_it_waits(capsys):
     text = drawn(Service(jobs, NotFound("no server")), capsys)
     for part in ("job-3", "queued", "waits for 4 cpus: 2.5 are free", "90 s ago", "out of memory"):
         assert part in text
-    for part in ("5.5/8", "2/2", "jobs 2 of 5", "cpus 4,", "4 jobs of all tenants wait"):
+    for part in (
+        "37% - -",
+        "12/80 GiB -/80 GiB",
+        "5.5/8",
+        "2/2",
+        "jobs 2 of 5",
+        "cpus 4,",
+        "4 jobs of all tenants wait",
+    ):
         assert part in text
     assert "\x1b" not in text
     assert "\x07" not in text

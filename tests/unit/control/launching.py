@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.control.jobs.launcher import BaseOrder, Ended, Ending, Listening, ServerOrder
 from palestra.control.placement.fitting import Node
+from palestra.types.gpus import GpuReading
 from unit.waiting import until
 
 
@@ -31,10 +32,14 @@ class FakeLauncher:
         self.quick, self.error = quick, None
         self.servers: dict[str, Server] = {}
         self.started: list[str] = []
+        self.cards: dict[str, GpuReading] = {}  # by machine
         self.given: dict[str, tuple[int, ...]] = {}  # devices, by job
 
     async def nodes(self) -> list[Node]:
         return list(self.machines)
+
+    async def gpu_use(self, nodes: Sequence[Node]) -> dict[str, GpuReading]:
+        return self.cards
 
     async def start(self, order: ServerOrder | BaseOrder) -> Listening:
         server = self.servers[order.job_id] = Server(order)

@@ -11,7 +11,7 @@ import pytest
 
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.dashboard.streams import Streams
+from palestra.dashboard.streams import Stream, Streams
 from unit.building import FakeClock, open_store
 from unit.dashboard.recorded import allowed, record
 
@@ -44,11 +44,25 @@ async def add_events(run: Run, count: int) -> None:
             await store.log.add_event("note", {"number": number})
 
 
-def events(chunks) -> list[dict]:
-    """Return what a stream has sent, but for how far the run is."""
-    lines = [line for chunk in chunks for line in chunk.decode().splitlines()]
-    found = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-    return [one for one in found if "title" not in one]
+async def news(stream: Stream, count: int) -> list[dict]:
+    """Return what an open stream sends, but for how far the run is, until it has sent so much."""
+    found: list[dict] = []
+    async with asyncio.timeout(20):
+        while len(found) < count:
+            looked = await stream.look()
+            lines = b"".join(looked.chunks).decode().splitlines()
+            sent = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+            found += [one for one in sent if "title" not in one]
+            if not looked.chunks:
+                await stream.pause(1.0)
+    return found
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Let feeds look at their runs without long pauses."""
+    monkeypatch.setattr("palestra.dashboard.feeds.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("palestra.dashboard.feeds.FAILED_SECONDS", 0.01)
 
 
 async def test_an_episode_is_that_of_the_run_that_has_the_folder_now(run):
@@ -72,32 +86,35 @@ async def test_an_episode_that_was_read_during_its_step_is_read_again_after_it(r
     assert await reader.reading("recorded", "train-000002-02") is again, "nothing of a finished step changes"
 
 
-async def test_a_stream_says_that_another_run_has_the_folder_and_sends_nothing_of_the_old_one(run, monkeypatch):
-    monkeypatch.setattr("palestra.dashboard.streams.LOOK_SECONDS", 0.0)
+async def test_a_stream_says_that_another_run_has_the_folder_and_sends_nothing_of_the_old_one(run, at_once):
     await add_events(run, 20)
     streams = Streams(Reader([run], asyncio.Event()), asyncio.Event())
-    look = streams.look({"recorded": 0}, allowed)
-    assert len(events((await look()).chunks)) == 22
-    await replace(run, 5.0)
-    await add_events(run, 30)  # more than the old one had
-    assert events((await look()).chunks) == [{"run": "recorded", "kind": "replaced"}]
-    assert (await look()).over
-    found = events((await streams.look({"recorded": 3}, allowed)()).chunks)
+    stream = streams.stream({"recorded": 0}, allowed)
+    with stream.open():
+        assert len(await news(stream, 22)) == 22
+        await replace(run, 5.0)
+        await add_events(run, 30)  # more than the old one had
+        assert await news(stream, 1) == [{"run": "recorded", "kind": "replaced"}]
+        assert (await stream.look()).over
+    again = streams.stream({"recorded": 3}, allowed)
+    with again.open():
+        found = await news(again, 29)
     assert [one["event_id"] for one in found] == [*range(4, 33)]
     assert all(one["kind"] == "note" for one in found)
 
 
 async def test_a_stream_that_asks_for_what_comes_after_the_end_of_another_run_is_told_so(run):
-    streams = Streams(Reader([run], asyncio.Event()), asyncio.Event())
-    assert events((await streams.look({"recorded": 500}, allowed)()).chunks)[0]["kind"] == "replaced"
+    stream = Streams(Reader([run], asyncio.Event()), asyncio.Event()).stream({"recorded": 500}, allowed)
+    with stream.open():
+        assert (await news(stream, 1))[0]["kind"] == "replaced"
 
 
-async def test_a_resumed_run_is_not_taken_for_another_one(run, monkeypatch):
-    monkeypatch.setattr("palestra.dashboard.streams.LOOK_SECONDS", 0.0)
-    look = Streams(Reader([run], asyncio.Event()), asyncio.Event()).look({"recorded": 0}, allowed)
-    assert [one["event_id"] for one in events((await look()).chunks)] == [1, 2]
-    config = run.folder / "config.toml"
-    config.with_suffix(".new").write_text(config.read_text())
-    config.with_suffix(".new").replace(config)
-    await add_events(run, 3)
-    assert [one["event_id"] for one in events((await look()).chunks)] == [3, 4, 5]
+async def test_a_resumed_run_is_not_taken_for_another_one(run, at_once):
+    stream = Streams(Reader([run], asyncio.Event()), asyncio.Event()).stream({"recorded": 0}, allowed)
+    with stream.open():
+        assert [one["event_id"] for one in await news(stream, 2)] == [1, 2]
+        config = run.folder / "config.toml"
+        config.with_suffix(".new").write_text(config.read_text())
+        config.with_suffix(".new").replace(config)
+        await add_events(run, 3)
+        assert [one["event_id"] for one in await news(stream, 3)] == [3, 4, 5]

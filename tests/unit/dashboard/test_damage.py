@@ -28,7 +28,6 @@ from palestra.dashboard.steps import find_episodes, read_events_after, read_grou
 from palestra.dashboard.streams import Streams
 from palestra.doctor import examination
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
-from palestra.http.sse import follow
 from palestra.store.search import EpisodeFilter
 from unit.dashboard.recorded import REWARDS, allowed, record
 
@@ -177,8 +176,9 @@ async def test_damaged_events_do_not_end_the_stream(pair):
     good, bad = pair
     newest = len(read_events_after(good, 0, 500))
     execute(bad, "UPDATE events SET data = '[]' WHERE event_id = 1; UPDATE events SET at = 'x', kind = 'a' || char(10)")
-    look = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).look({"bad": 0, "good": 0}, allowed)
-    chunks = b"".join([chunk async for chunk in follow(look, True)]).decode()
+    stream = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).stream({"bad": 0, "good": 0}, allowed)
+    with stream.open():
+        chunks = b"".join([chunk async for chunk in stream.follow()]).decode()
     events = [json.loads(line[6:]) for line in chunks.splitlines() if line.startswith("data: ")]
     numbered = [event["event_id"] for event in events if "event_id" in event]
     assert numbered == [*range(1, newest + 1)] * 2

@@ -12,6 +12,8 @@ from palestra.dashboard.runs import Run
 from palestra.doctor.examination import examine
 from palestra.doctor.rules import RULES
 from palestra.errors import StoreError
+from unit.building import FakeClock, open_store
+from unit.doctor.curves import run_of
 from unit.doctor.test_examination import STEPS, record
 
 
@@ -47,6 +49,20 @@ async def test_many_pages_ask_for_them_once(tmp_path, monkeypatch):
     assert len({id(answer) for answer in answers}) == 1
     assert await reader.findings(run) is answers[0]
     assert read == ["r"]
+
+
+async def test_an_answer_of_an_earlier_step_than_the_wanted_one_is_not_used(tmp_path):
+    await record(tmp_path)
+    run = Run(name="r", folder=tmp_path)
+    reader = Reader([run], asyncio.Event())
+    assert (await reader.findings(run)).step == STEPS
+    (*_, row) = run_of(STEPS + 1, lambda step: {})
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.log.put_metrics(STEPS + 1, row)
+    assert (await reader.findings(run, STEPS)).step == STEPS, "this answer is good enough"
+    found = await asyncio.gather(*(reader.findings(run, STEPS + 1) for _ in range(5)))
+    assert {one.step for one in found} == {STEPS + 1}
+    assert len({id(one) for one in found}) == 1
 
 
 async def test_a_damaged_run_says_so_to_each_and_again(tmp_path):

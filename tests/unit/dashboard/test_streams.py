@@ -8,22 +8,22 @@ import json
 import shutil
 import sqlite3
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 import pytest
 from starlette.requests import Request
 
-from palestra.dashboard import streams as module
+from palestra.dashboard import feeds
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.answers import LiveState, RunAnswer
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.server import create_page_app
-from palestra.dashboard.streams import Streams
-from palestra.errors import ServerStopping
-from palestra.http.sse import follow
+from palestra.dashboard.streams import MOST_STREAMS, Streams
+from palestra.errors import ServerStopping, Unauthorized
 from unit.dashboard.recorded import allowed, record
 
 
@@ -51,9 +51,20 @@ def opened(runs: list[Run]) -> tuple[Streams, asyncio.Event]:
 
 
 async def read(streams: Streams, after: dict[str, int], wait: bool = False) -> list[tuple[str, int]]:
-    chunks = [chunk async for chunk in follow(streams.look(after, allowed), wait)]
-    events = [json.loads(chunk.partition(b"data: ")[2]) for chunk in chunks if not chunk.startswith(b"event: run\n")]
-    return [(event["run"], event["event_id"]) for event in events]
+    return [(one["run"], one["event_id"]) for kind, one in await sent(streams, after, wait) if kind != "run"]
+
+
+async def all_of(chunks: AsyncIterator[bytes]) -> list[bytes]:
+    return [chunk async for chunk in chunks]
+
+
+async def sent(streams: Streams, after: dict[str, int], wait: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Return the types of all that a stream sends, and its data."""
+    stream = streams.stream(after, allowed)
+    with stream.open():
+        text = b"".join(await all_of(stream.follow(wait))).decode()
+    lines = [one.split("\n") for one in text.split("\n\n") if one.startswith("event: ")]
+    return [(event.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for event, data in lines]
 
 
 async def test_one_stream_has_the_events_of_all_runs_and_ends_with_the_last(runs):
@@ -73,7 +84,7 @@ async def test_what_is_in_the_store_when_a_stream_begins_is_sent_without_a_pause
 
 
 async def test_a_stream_that_is_far_behind_gets_all_in_order(runs, monkeypatch):
-    monkeypatch.setattr(module, "EVENTS", 3)
+    monkeypatch.setattr(feeds, "EVENTS", 3)
     streams, _ = opened(runs)
     newest = len(await read(streams, {"a": 0}))
     add_events(runs[0], *range(20))
@@ -88,14 +99,14 @@ async def test_many_streams_read_a_run_no_more_often_than_one(runs, monkeypatch)
     streams, stopping = opened([run])
     newest = len(await read(streams, {"a": 0}))
     looks = 0
-    encoded = module._encoded
+    encoded = feeds._encoded
 
     def counted(*arguments):
         nonlocal looks
         looks += 1
         return encoded(*arguments)
 
-    monkeypatch.setattr(module, "_encoded", counted)
+    monkeypatch.setattr(feeds, "_encoded", counted)
     following = [asyncio.create_task(read(streams, {"a": newest}, wait=True)) for _ in range(20)]
     for number in range(3):
         await asyncio.sleep(0.6)
@@ -107,10 +118,34 @@ async def test_many_streams_read_a_run_no_more_often_than_one(runs, monkeypatch)
     assert looks <= 5
 
 
+async def test_a_stream_without_news_sleeps_and_a_void_key_gets_none_of_the_next(runs, monkeypatch):
+    monkeypatch.setattr(feeds, "LOOK_SECONDS", 0.02)
+    run = Run(name="a", folder=runs[0].folder, live=lambda: None)  # in use
+    streams, _ = opened([run])
+    checks, void = 0, False
+
+    async def check() -> None:
+        nonlocal checks
+        checks += 1
+        if void:
+            raise Unauthorized("revoked")
+
+    stream = streams.stream({"a": run.newest_event()}, check)
+    with stream.open():
+        following = asyncio.create_task(all_of(stream.follow()))
+        await asyncio.sleep(0.5)
+        assert checks == 2, "the first look, and one that finds nothing"
+        void = True
+        add_events(run, 7)
+        chunks = await asyncio.wait_for(following, 10)
+    assert checks == 3
+    assert b"event: step" not in b"".join(chunks)
+
+
 @pytest.mark.slow
 async def test_how_far_a_run_is_comes_by_the_stream_when_it_changes_and_is_read_once_for_all(runs, monkeypatch):
-    monkeypatch.setattr(module, "LINE_SECONDS", 0.3)
-    monkeypatch.setattr(module, "LINE_SHARE", 1.0)
+    monkeypatch.setattr(feeds, "LINE_SECONDS", 0.3)
+    monkeypatch.setattr(feeds, "LINE_SHARE", 1.0)
     readings = 0
 
     def counted(run: Run) -> RunAnswer:
@@ -118,14 +153,14 @@ async def test_how_far_a_run_is_comes_by_the_stream_when_it_changes_and_is_read_
         readings += 1
         return describe_run(run)
 
-    monkeypatch.setattr(module, "describe_run", counted)
+    monkeypatch.setattr(feeds, "describe_run", counted)
     state = LiveState(state="running", phase="playing", step=5)
     run = Run(name="a", folder=runs[0].folder, live=lambda: state)
     streams, stopping = opened([run])
 
     async def lines() -> list[RunAnswer]:
-        chunks = [chunk async for chunk in follow(streams.look({"a": runs[0].newest_event()}, allowed), True)]
-        return [RunAnswer.model_validate_json(chunk.partition(b"data: ")[2]) for chunk in chunks]
+        newest = runs[0].newest_event()
+        return [RunAnswer.model_validate(one) for _, one in await sent(streams, {"a": newest}, True)]
 
     following = [asyncio.create_task(lines()) for _ in range(8)]
     await asyncio.sleep(1.7)
@@ -139,7 +174,7 @@ async def test_how_far_a_run_is_comes_by_the_stream_when_it_changes_and_is_read_
 
 @pytest.mark.slow
 async def test_a_run_that_is_slow_to_read_is_read_seldom(runs, monkeypatch):
-    monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(feeds, "LINE_SECONDS", 0.0)
     readings: list[float] = []
 
     def slow(run: Run) -> RunAnswer:
@@ -147,12 +182,12 @@ async def test_a_run_that_is_slow_to_read_is_read_seldom(runs, monkeypatch):
         time.sleep(0.05)
         return describe_run(run)
 
-    monkeypatch.setattr(module, "describe_run", slow)
+    monkeypatch.setattr(feeds, "describe_run", slow)
     run = Run(name="a", folder=runs[0].folder, live=lambda: None)  # in use
     streams, stopping = opened([run])
     following = asyncio.create_task(read(streams, {"a": run.newest_event()}, wait=True))
     await asyncio.sleep(2.5)
-    assert len(readings) == 1, "50 ms are half a percent of 10 s"
+    assert len(readings) == 1, "50 ms are a fifth of a percent of 25 s"
     stopping.set()
     await following
     assert len(readings) == 2, "and once at the end"
@@ -203,7 +238,7 @@ async def test_a_server_has_so_many_streams_and_no_more(runs):
         return sent
 
     opened: list[asyncio.Task[None]] = []
-    for _ in range(module.MOST_STREAMS):
+    for _ in range(MOST_STREAMS):
         assert (await open_one())[0]["status"] == 200
     refused = await open_one()
     await asyncio.wait_for(opened[-1], 20)

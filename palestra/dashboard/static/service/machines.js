@@ -1,7 +1,7 @@
-// The machines, what jobs hold of them, and the quota of the tenant. All of it is what is allocated: how busy a processor
-// is, the control plane does not measure.
+// The machines, what jobs hold of them, what their graphics cards do, and the quota of the tenant. How busy the other
+// processors are, the control plane does not measure.
 import { badge, empty, h, replace, scrolled } from "../dom.js";
-import { plural, whole } from "../format.js";
+import { gpu, plural, whole } from "../format.js";
 import { href } from "../curves.js";
 import { onChange } from "../state.js";
 import { amount, jobBadge, resources, staleLine } from "./parts.js";
@@ -15,13 +15,22 @@ export async function machinesView() {
   let drawn = "";
   async function load() {
     const [cluster, page] = await Promise.all([ask("/cluster"), may("job.list") ? ask("/jobs", { state: HOLDING, limit: MOST_JOBS }) : { jobs: [] }]);
-    const now = JSON.stringify([cluster, page.jobs.map((job) => [job.job_id, job.state, job.node])]);
+    for (const node of cluster.nodes) say(node);
+    const now = JSON.stringify([{ ...cluster, nodes: cluster.nodes.map(({ gpu_use: use, gpu_problem: problem, ...node }) => node) }, page.jobs.map((job) => [job.job_id, job.state, job.node])]);
     if (now === drawn) return;
     drawn = now;
     replace(content, quotas(cluster), h("h2", {}, "Machines"),
-      h("p", { class: "muted" }, `${plural(cluster.live, "job")} of all tenants ${cluster.live === 1 ? "holds" : "hold"} something, ${whole(cluster.queued)} ${cluster.queued === 1 ? "waits" : "wait"}. Shown is what is allocated to jobs.`),
+      h("p", { class: "muted" }, `${plural(cluster.live, "job")} of all tenants ${cluster.live === 1 ? "holds" : "hold"} something, ${whole(cluster.queued)} ${cluster.queued === 1 ? "waits" : "wait"}. Shown is what is allocated to jobs, and what the graphics cards do.`),
       cluster.draining ? h("p", { class: "note" }, "The cluster is draining: nothing starts.") : null,
-      cluster.nodes.length === 0 ? empty("No machine is known.") : h("div", { class: "cards" }, cluster.nodes.map((node) => machine(node, page.jobs.filter((job) => job.node === node.node_id)))));
+      cluster.nodes.length === 0 ? empty("No machine is known.") : h("div", { class: "cards" }, cluster.nodes.map((node) => machine(node, page.jobs.filter((job) => job.node === node.node_id), figures.get(node.node_id)))));
+  }
+  // Figures change all the time, so they are put in place, and the rest is left alone, and with it the focus.
+  const figures = new Map();
+  function say({ node_id: name, gpu_use: use, gpu_problem: problem }) {
+    if (!figures.has(name)) figures.set(name, h("ul", { class: "gpus", "aria-label": "What the graphics cards do" }));
+    const list = figures.get(name), lines = problem ? [problem] : use.map(gpu);
+    list.hidden = lines.length === 0;
+    replace(list, lines.map((line, place) => h("li", { title: use[place]?.name || null, class: problem ? "muted" : "" }, line)));
   }
   place.append(h("div", { class: "head" }, h("h1", {}, "Machines and quotas")), stale.node, content);
   await load();
@@ -43,12 +52,13 @@ function bar(label, value, most) {
   return most > 0 ? h("progress", { max: most, value: Math.min(value, most), "aria-label": label }) : null;
 }
 
-function machine(node, mine) {
+function machine(node, mine, figures) {
   const others = node.jobs - mine.length;
   const parts = [["CPUs", node.cpus - node.free_cpus, node.cpus, ""], ["GPUs", node.gpus - node.free_gpus, node.gpus, ""], ["memory", node.memory_gib - node.free_memory_gib, node.memory_gib, " GiB"]];
   return h("article", { class: "card machine", "data-node": node.node_id },
     h("div", { class: "card-head" }, h("h2", { class: "path" }, node.node_id), badge(node.alive ? "alive" : "not alive", node.alive ? "good" : "bad"), node.draining ? badge("draining", "warn") : null),
     h("dl", { class: "held" }, parts.map(([name, held, all, unit]) => [h("dt", {}, name), h("dd", {}, h("span", {}, h("b", {}, amount(held)), ` of ${amount(all)}${unit} held`), bar(`${name} held`, held, all))])),
+    figures,
     mine.length === 0 ? null : h("ul", { class: "holders" }, mine.map((job) => h("li", {}, jobBadge(job), " ", h("a", { href: href(job.job_id, "job") }, job.name), ` of ${job.user}: ${resources(job.resources)}`))),
     others > 0 ? h("p", { class: "muted" }, `${plural(others, "job")} that this key does not see`) : null,
     node.jobs === 0 ? h("p", { class: "muted" }, "No job runs here.") : null);

@@ -1,0 +1,116 @@
+"""`python -m palestra.runtime.checkpoint_process RUN CHECKPOINT FOLDER`: serves a checkpoint for `palestra dashboard`.
+
+Standard output has JSON, a line each: `{"phase": …}` while the model is loaded, `{"url": …, "key": …, "policies": …}`
+when it answers, or `{"failed": …}`. The dashboard holds the other end of standard input, so that this process ends with
+the dashboard, also where the dashboard is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.dashboard.progress import model_key, serving_settings
+from palestra.errors import NotFound, PalestraError
+from palestra.extras import missing_extra
+from palestra.runtime.checkpoints import all_checkpoints
+from palestra.trainer.checkpoint import good
+
+END_SECONDS = 10.0  # what the serving may take to end
+
+
+def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
+    """Serve a checkpoint until standard input ends, and return the exit code.
+
+    Args:
+        run: the run's folder.
+        name: of the checkpoint, such as `policy@step-20`.
+        folder: in which nothing is yet; nothing that is served is recorded, but a server needs one for its keys.
+        out: gets the lines.
+    """
+
+    def tell(**what: Any) -> None:
+        out.write(f"{json.dumps(what)}\n")
+        out.flush()
+
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    with contextlib.suppress(OSError):
+        os.nice(10)  # a job that trains on this machine comes first,
+        Path("/proc/self/oom_score_adj").write_text("1000")  # also where memory is short
+    try:
+        config = config_for(run, name, folder)
+        tell(phase="loading the libraries")
+        from palestra.models.device import tune_malloc
+        from palestra.runtime.local import run_on_uvloop, serve
+        from palestra.runtime.starting_points import with_checkpoints
+
+        if config.engine.kind == "embedded":
+            tune_malloc()
+            import torch  # noqa: F401 - takes seconds, in which the phase is not that of the model
+        tell(phase=f"loading {name}")
+        run_on_uvloop(
+            serve(
+                with_checkpoints(config),
+                lambda kind, data: None,
+                lambda job: tell(
+                    url=job.url,
+                    key=job.plane.keys.talk_key,
+                    policies=list(job.plane.sessions.context.policies.names),
+                ),
+            )
+        )
+    except PalestraError as error:
+        tell(failed=str(error))
+        return 1
+    except ModuleNotFoundError as error:
+        tell(failed=missing_extra(error) or str(error))
+        return 1
+    return 0
+
+
+def config_for(run: Path, name: str, folder: Path) -> JobConfig:
+    """Return the job that serves a checkpoint; of other policies that the run has trained, the newest one.
+
+    Args:
+        run: the run's folder.
+        name: of the checkpoint.
+        folder: for the files of the server.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+        CheckpointError: it is damaged.
+    """
+    saved = load_config(run / SAVED_CONFIG)
+    if (place := all_checkpoints(saved, run).get(name)) is None:
+        raise NotFound(f"{run} has no checkpoint {name!r}, or not any more")
+    if good(place.folder.parent, place.step) is None:
+        raise NotFound(f"the checkpoint {name!r} was removed a moment ago")
+    settings = serving_settings(run, saved) | {
+        "run_dir": str(folder),
+        "server.host": "127.0.0.1",
+        model_key(place.policy): str(place.folder),
+    }
+    return load_config(run / SAVED_CONFIG, settings)
+
+
+def _end_with_input() -> None:
+    """Wait for the end of standard input, and end this process."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print would disturb what is told
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), lines))

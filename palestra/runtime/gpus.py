@@ -1,0 +1,196 @@
+"""What the graphics cards of this machine do, by NVML, the library of NVIDIA's driver.
+
+A machine without the library, the driver or a card has no figures, and that is no error. Calls of a driver can hang, so
+`GpuMeter` makes them in a thread that nothing else waits for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from palestra.config import EmbeddedEngineConfig, JobConfig
+from palestra.types.gpus import GpuReading, GpuUse
+
+log = logging.getLogger("palestra.runtime")
+T = TypeVar("T")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+EVERY_SECONDS = 2.0  # between two readings
+WAIT_SECONDS = 1.0  # what an answer waits for a reading
+BEGIN_SECONDS = 60.0  # between two attempts to begin with the library
+MISSING = "the package nvidia-ml-py is not installed"
+
+
+class GpuReader:
+    """Reads the cards of this machine. Not for several threads at the same time."""
+
+    def __init__(
+        self,
+        visible: str | None,
+        library: Callable[[], Any] = lambda: importlib.import_module("pynvml"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            visible: the cards that are read, as `CUDA_VISIBLE_DEVICES` has them, numbers being those of the driver (and
+                of CUDA with `CUDA_DEVICE_ORDER=PCI_BUS_ID`, or with cards of one kind); None: all.
+            library: imports NVML.
+            clock: monotonic seconds.
+        """
+        self._visible, self._library, self._clock = visible, library, clock
+        self._nvml: Any = None  # once it has begun
+        self._problem, self._begin_at = "", 0.0
+
+    def read(self) -> GpuReading:
+        """Return what the cards do now, or why nothing is known of them."""
+        for _ in range(2):  # a driver that was loaded again has forgotten those who had begun
+            if not self._begun():
+                return GpuReading((), self._problem)
+            try:
+                return GpuReading(tuple(self._cards()))
+            except self._nvml.NVMLError as error:
+                if error.value != self._nvml.NVML_ERROR_UNINITIALIZED:
+                    return GpuReading((), f"NVML: {error}")
+                self._nvml = None
+        return GpuReading((), "NVML forgets that it was begun with")
+
+    def _begun(self) -> bool:
+        """Return whether the library has begun; it is tried again a minute after it could not."""
+        if self._nvml is not None:
+            return True
+        if self._clock() < self._begin_at:
+            return False
+        self._begin_at = self._clock() + BEGIN_SECONDS
+        try:
+            nvml = self._library()
+        except ImportError:
+            self._problem = MISSING
+            return False
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:  # no library of the driver, or no driver
+            self._problem = f"NVML: {error}"
+            return False
+        self._nvml, self._begin_at = nvml, 0.0
+        return True
+
+    def _cards(self) -> Iterator[GpuUse]:
+        nvml = self._nvml
+        names = range(nvml.nvmlDeviceGetCount()) if self._visible is None else _names(self._visible)
+        for place, name in enumerate(names):
+            index = name if isinstance(name, int) else place
+            try:
+                if isinstance(name, int):
+                    handle = nvml.nvmlDeviceGetHandleByIndex(name)
+                else:
+                    handle = nvml.nvmlDeviceGetHandleByUUID(name)
+                yield self._card(index, handle)
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_UNINITIALIZED:
+                    raise
+                yield GpuUse(index=index, problem=f"NVML: {error}")
+
+    def _card(self, index: int, handle: Any) -> GpuUse:
+        """Return the figures of a card; those that it has not are None.
+
+        Raises:
+            NVMLError: the card can't be read, because it is lost, for instance.
+        """
+        nvml = self._nvml
+        name = self._figure(lambda: nvml.nvmlDeviceGetName(handle))
+        memory = self._figure(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        use = self._figure(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        power = self._figure(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        celsius = self._figure(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        return GpuUse(
+            index=index,
+            name=(name.decode() if isinstance(name, bytes) else name) or "",  # bytes: of early versions
+            utilisation=None if use is None else use.gpu / 100,  # NVML has per cent
+            memory_used_bytes=None if memory is None else memory.used,
+            memory_bytes=None if memory is None else memory.total,
+            power_watts=None if power is None else power / 1000,  # NVML has milliwatts
+            temperature_celsius=None if celsius is None else float(celsius),
+        )
+
+    def _figure(self, ask: Callable[[], T]) -> T | None:
+        """Return a figure of a card; None: this kind of card has none, or not for this user."""
+        try:
+            return ask()
+        except self._nvml.NVMLError as error:
+            if error.value not in (self._nvml.NVML_ERROR_NOT_SUPPORTED, self._nvml.NVML_ERROR_NO_PERMISSION):
+                raise
+            return None
+
+
+def _names(visible: str) -> Iterator[int | str]:
+    """Yield the cards of `CUDA_VISIBLE_DEVICES`: numbers, or ids such as GPU-… and MIG-…"""
+    for name in (part.strip() for part in visible.split(",")):
+        if name.isdecimal():
+            yield int(name)
+        elif name in ("", "-1", "NoDevFiles"):  # CUDA looks at no further one
+            return
+        else:
+            yield name
+
+
+class GpuMeter:
+    """What the cards do, as it was read at most two seconds ago."""
+
+    def __init__(self, read: Callable[[], GpuReading], clock: Callable[[], float] = time.monotonic) -> None:
+        """Read nothing yet.
+
+        Args:
+            read: asks the driver, and may hang.
+            clock: monotonic seconds.
+        """
+        self._read, self._clock = read, clock
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self._known, self._said = GpuReading(), False
+        self._began: float | None = None  # time of the reading that goes on
+        self._due = 0.0
+
+    def now(self) -> GpuReading:
+        """Return what is known now; waits for a reading, `WAIT_SECONDS` at most. Any thread may call it."""
+        with self._lock:
+            if self._began is None and self._clock() >= self._due:
+                self._began, self._done = self._clock(), threading.Event()
+                threading.Thread(target=self._look, name="palestra-gpus", daemon=True).start()
+            began, done = self._began, self._done
+        if began is None or done.wait(max(began + WAIT_SECONDS - self._clock(), 0.0)):
+            return self._known
+        return GpuReading((), f"the driver of the cards has not answered for {self._clock() - began:.0f} s")
+
+    def _look(self) -> None:
+        try:
+            known = self._read()
+        except Exception as error:  # noqa: BLE001 - figures are for people to look at: without them a job goes on
+            known = GpuReading((), f"the cards can't be read: {type(error).__name__}: {error}")
+        if known.problem and not self._said:
+            self._said = True
+            log.warning("there are no figures of the graphics cards: %s", known.problem)
+        with self._lock:
+            self._known, self._began, self._due = known, None, self._clock() + EVERY_SECONDS
+            self._done.set()
+
+
+def gpus_of_job(config: JobConfig) -> Callable[[], GpuReading]:
+    """Return a function that says what the cards do that this process may use; nothing where the job uses none of them.
+
+    Args:
+        config: the job, whose models are loaded in this process, unless it has a base server.
+    """
+    if config.base is not None or not isinstance(config.engine, EmbeddedEngineConfig):
+        return GpuReading
+    if config.engine.device == "cpu" and (config.kind != "training" or config.trainer.device == "cpu"):
+        return GpuReading
+    import torch  # the engine has loaded it
+
+    if not torch.cuda.is_available():
+        return GpuReading
+    return GpuMeter(GpuReader(os.environ.get(VISIBLE)).read).now
