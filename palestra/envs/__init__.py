@@ -18,7 +18,9 @@ from palestra.envs.kuhn_poker import KuhnPoker
 from palestra.envs.leduc_poker import LeducPoker
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.negotiation import Negotiation
+from palestra.envs.nemo_gym import NemoGymEnvironment
 from palestra.envs.open_spiel import OpenSpielEnvironment
+from palestra.envs.openenv import OpenEnvEnvironment
 from palestra.envs.pettingzoo import PettingZooEnvironment
 from palestra.envs.prisoners_dilemma import PrisonersDilemma
 from palestra.envs.protocols import AgentProtocol, Stage, decided, free, phases, simultaneous, turns
@@ -51,6 +53,8 @@ __all__ = [
     "LeducPoker",
     "MultiAgentEnvironment",
     "Negotiation",
+    "NemoGymEnvironment",
+    "OpenEnvEnvironment",
     "OpenSpielEnvironment",
     "Outcome",
     "PettingZooEnvironment",

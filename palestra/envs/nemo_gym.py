@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall
 from palestra.waiting import together
 
-EXAMPLE, KEY_VARIABLE = "http://127.0.0.1:8000", "NEMO_GYM_API_KEY"
+EXAMPLE = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 _NOT_TOOLS = ("seed_session", "verify", "aggregate_metrics")  # routes that a model must not call
 
@@ -57,7 +56,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
 
         Args:
             url: the server's URL, such as `http://127.0.0.1:8000`.
-            key: is sent as `Authorization: Bearer`; None: the variable `NEMO_GYM_API_KEY`, or none at all.
+            key: is sent as `Authorization: Bearer`; None: none is.
             system: system message before the task's input; None: the task's own, if it has one.
             max_steps: replies that the agent may make in an episode.
             tool_seconds: limit for one call of a tool; a later result is an error that the agent reads.
@@ -73,8 +72,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         self._tool_seconds = checked_amount("tool_seconds", tool_seconds, above_zero=True)
         self._verify_seconds = checked_amount("verify_seconds", verify_seconds, above_zero=True)
         self._max_bytes = checked_count("max_message_bytes", max_message_bytes)
-        found = key or os.environ.get(KEY_VARIABLE)
-        self._headers = {"authorization": f"Bearer {checked_key(found)}"} if found else {}
+        self._headers = {"authorization": f"Bearer {checked_key(key)}"} if key else {}
         self._url, self._system = checked_url(url, EXAMPLE), system
         self._http: httpx2.AsyncClient | None = None
         self._task: Mapping[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from palestra.envs.openenv_link import INVALID_ACTION, OpenEnvError, OpenEnvLink
 from palestra.errors import ConfigError, EnvironmentFailed, NotScored
 from palestra.types.messages import ChatMessage, TextPart, ToolCall
 
-EXAMPLE, KEY_VARIABLE = "http://127.0.0.1:8000", "OPENENV_API_KEY"
+EXAMPLE = "http://127.0.0.1:8000"
 ACT = "act"  # the tool whose arguments are the fields of an action
 _OF_TOOLS = ("CallToolAction", "ListToolsAction", "Action")  # schemas of servers whose actions are calls of MCP tools
 _OWN_FIELDS = ("metadata",)  # of every action and observation, and of no interest to a model
@@ -52,7 +51,7 @@ class OpenEnvEnvironment(Environment):
 
         Args:
             url: the server's URL, such as `http://127.0.0.1:8000`.
-            key: is sent as `Authorization: Bearer`; None: the variable `OPENENV_API_KEY`, or none at all.
+            key: is sent as `Authorization: Bearer`; None: none is.
             action_field: the field of an action that is the text of a reply; None: found in the schema.
             rules: text before the first observation of each episode.
             system: system message of the agent's conversation, if any.
@@ -69,8 +68,7 @@ class OpenEnvEnvironment(Environment):
         checked_count("max_message_bytes", max_message_bytes)
         self.max_steps = checked_count("max_steps", max_steps)
         self.system = system
-        found = key or os.environ.get(KEY_VARIABLE)
-        headers = {"authorization": f"Bearer {checked_key(found)}"} if found else {}
+        headers = {"authorization": f"Bearer {checked_key(key)}"} if key else {}
         self._url = checked_url(url, EXAMPLE)
         self._link = OpenEnvLink(self._url, headers, wait_seconds, reply_seconds, max_message_bytes)
         self._wanted, self._rules = action_field, rules

@@ -133,7 +133,8 @@ class OpenEnvLink:
             raise EnvironmentFailed(f"there is no connection to {self._url}")
         try:
             async with asyncio.timeout(self._reply_seconds):
-                await socket.send(json.dumps(message))
+                with contextlib.suppress(ConnectionClosed):  # a server that has hung up may have said why before
+                    await socket.send(json.dumps(message))
                 text = await socket.recv()
         except TimeoutError:
             await self.close()
