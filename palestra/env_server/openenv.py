@@ -45,8 +45,8 @@ class CallFields(BaseModel):
     arguments: dict[str, Any] = Field({}, description="Its arguments, by name.")
 
 
-class Action(BaseModel):
-    """What an agent says, and the tools that it calls."""
+class AgentAction(BaseModel):
+    """What an agent says, and the tools that it calls; not `Action`, by which clients know servers of MCP tools."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -133,7 +133,7 @@ class OpenEnvServer:
         @app.get("/schema")
         async def schema() -> dict[str, Any]:
             """Return the JSON schemas of actions, observations and states."""
-            kinds: dict[str, type[BaseModel]] = {"action": Action, "observation": Shown, "state": State}
+            kinds: dict[str, type[BaseModel]] = {"action": AgentAction, "observation": Shown, "state": State}
             return {name: kind.model_json_schema() for name, kind in kinds.items()}
 
         @app.post("/reset")
@@ -200,6 +200,7 @@ class _Session:
         self._environment: ConcurrentEnvironment | None = None
         self._used = False
         self._open: Observation | None = None  # what waits for an action
+        self._agent: str | None = None  # who is shown it
         self._state = State()
 
     async def answer(self, text: str) -> dict[str, Any] | None:
@@ -220,7 +221,7 @@ class _Session:
             return _error("VALIDATION_ERROR", "`data` is an object")
         try:
             async with asyncio.timeout(self._limits.hang_seconds):
-                seen = await (self._reset(data) if kind == "reset" else self._step(Action.model_validate(data)))
+                seen = await (self._reset(data) if kind == "reset" else self._step(AgentAction.model_validate(data)))
         except ValidationError as error:
             first = error.errors()[0]
             return _error("VALIDATION_ERROR", f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
@@ -253,7 +254,7 @@ class _Session:
 
     async def _reset(self, given: Mapping[str, Any]) -> dict[str, Any]:
         arguments = {name: value for name, value in given.items() if name != "episode_id" and value is not None}
-        self._open, self._state = None, State(episode_id=given.get("episode_id"))
+        self._open, self._agent, self._state = None, None, State(episode_id=given.get("episode_id"))
         environment = self._environment
         if environment is None or (self._used and not environment.reusable):
             await self.close()
@@ -265,7 +266,7 @@ class _Session:
         await environment.reset(self._tasks(arguments))
         return await self._next(environment)
 
-    async def _step(self, action: Action) -> dict[str, Any]:
+    async def _step(self, action: AgentAction) -> dict[str, Any]:
         environment, seen = self._environment, self._open
         if environment is None or seen is None:
             raise Conflict("no episode waits for an action; send reset")
@@ -293,6 +294,9 @@ class _Session:
         except EpisodeOver:
             raise InvalidEnvironment("the episode has ended without a last observation") from None
         await asyncio.sleep(0)  # for what has shown it to end
+        self._agent = self._agent or seen.agent
+        if seen.agent != self._agent:
+            raise InvalidEnvironment(f"{seen.agent!r} plays beside {self._agent!r}; OpenEnv's protocol has one agent")
         if not seen.is_last:
             if not environment.waits_only_for(seen.id):
                 raise InvalidEnvironment("several observations wait at the same time; OpenEnv's protocol has one agent")

@@ -107,7 +107,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         self._output += items_of(action, len(self._output))
         if action.tool_calls and not self.cut_off:
             results = await together(*(self._call(call) for call in action.tool_calls))
-            self._output += [output_of(message) for message in results]
+            begun = len(self._output)
+            self._output += [output_of(message, begun + place) for place, message in enumerate(results)]
             self.emit("agent", tuple(results), parents=(observation.id,), tools=self._tools)
             return
         verified = await self._asked("/verify", {**self._task, "response": self._response()}, self._verify_seconds)

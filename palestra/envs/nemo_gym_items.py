@@ -77,9 +77,15 @@ def items_of(action: ChatMessage, number: int) -> list[dict[str, Any]]:
     return items
 
 
-def output_of(result: ChatMessage) -> dict[str, Any]:
-    """Return the result of a tool as an item."""
-    return {"type": "function_call_output", "call_id": result.tool_call_id, "output": result.text}
+def output_of(result: ChatMessage, number: int) -> dict[str, Any]:
+    """Return the result of a tool as an item.
+
+    Args:
+        result: the message of the role `tool`.
+        number: makes the item's id unique in the episode.
+    """
+    said = {"type": "function_call_output", "call_id": result.tool_call_id, "output": result.text}
+    return {"id": f"fco_{number}", **said, "status": "completed"}
 
 
 def _message_of(item: Any) -> ChatMessage:

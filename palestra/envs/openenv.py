@@ -15,7 +15,7 @@ from palestra.types.messages import ChatMessage, TextPart, ToolCall
 
 EXAMPLE = "http://127.0.0.1:8000"
 ACT = "act"  # the tool whose arguments are the fields of an action
-_OF_TOOLS = ("CallToolAction", "ListToolsAction", "Action")  # schemas of servers whose actions are calls of MCP tools
+_OF_TOOLS = ("CallToolAction", "ListToolsAction")  # schemas of servers whose actions are calls of MCP tools
 _OWN_FIELDS = ("metadata",)  # of every action and observation, and of no interest to a model
 
 
@@ -87,7 +87,8 @@ class OpenEnvEnvironment(Environment):
         """
         self._schema = (await self._link.schema())["action"]
         fields = {name: field for name, field in self._schema.get("properties", {}).items() if name not in _OWN_FIELDS}
-        self._calls_tools = self._schema.get("title") in _OF_TOOLS
+        # A server whose actions are several calls gives the schema of their base class, which has no fields of its own.
+        self._calls_tools = self._schema.get("title") in _OF_TOOLS or not fields
         if self._wanted is not None and self._wanted not in fields:
             raise ConfigError(
                 f"actions of {self._url} have no field {self._wanted!r}; they have {', '.join(fields) or 'none'}"
