@@ -14,6 +14,7 @@ from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.gomoku import Gomoku
 from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium import FrozenLake, GymnasiumEnvironment
+from palestra.envs.gymnasium_vector import GymnasiumVector
 from palestra.envs.kuhn_poker import KuhnPoker
 from palestra.envs.leduc_poker import LeducPoker
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
@@ -49,6 +50,7 @@ __all__ = [
     "Gomoku",
     "GomokuDuel",
     "GymnasiumEnvironment",
+    "GymnasiumVector",
     "KuhnPoker",
     "LeducPoker",
     "MultiAgentEnvironment",
