@@ -105,8 +105,11 @@ async def test_a_server_that_dies_fails_the_attempt_and_a_shared_one_is_started_
 
 
 def test_an_environment_with_its_tools_keeps_to_what_environments_have_to_do():
+    port = free_port()
+
     def environment() -> ToolEnvironment:
-        tools = [over_stdio(tools=["add", "fail"])]
+        tools = [McpServer(f"http://127.0.0.1:{port}/mcp", tools=["add", "fail"])]
         return ToolEnvironment(tools, lambda task, answer: float(answer == "5"), max_steps=2)
 
-    check_environment(environment, [{"prompt": "2 + 3?"}])
+    with running("mcp", "mcp_server.py", str(port), port=port):
+        check_environment(environment, [{"prompt": "2 + 3?"}])

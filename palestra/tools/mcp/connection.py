@@ -70,8 +70,10 @@ class McpConnection:
         able = answer.get("capabilities")
         if not isinstance(able, dict) or not isinstance(able.get("tools"), dict):
             raise EnvironmentFailed(f"{self.where} offers no tools")
-        await self._transport.opened(str(spoken), announces=bool(able["tools"].get("listChanged")))
+        self._transport.agreed(str(spoken))
         await self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        # Also where the server does not say that its list changes: the official one announces changes all the same.
+        self._transport.listen()
 
     async def list_tools(self) -> list[dict[str, Any]]:
         """Return the server's tools as it describes them, from all pages of the list.

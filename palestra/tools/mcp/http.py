@@ -52,11 +52,13 @@ class HttpTransport(Transport):
         limits = httpx2.Timeout(None, connect=CONNECT_SECONDS)
         self._client = httpx2.AsyncClient(timeout=limits, verify=trusted(), follow_redirects=False)
 
-    async def opened(self, protocol: str, *, announces: bool) -> None:
-        """Name the version in each further request, and listen for announcements if there are any."""
+    def agreed(self, protocol: str) -> None:
+        """Name the version in each further request."""
         self._headers[_PROTOCOL] = protocol
-        if announces:
-            self._listening = asyncio.create_task(self._listen())
+
+    def listen(self) -> None:
+        """Ask for the stream of what the server says unasked."""
+        self._listening = asyncio.create_task(self._listen())
 
     async def send(self, message: Message) -> None:
         """Post a message, and of a request take what the server sends until its answer is there."""

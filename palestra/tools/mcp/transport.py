@@ -39,13 +39,11 @@ class Transport(ABC):
             EnvironmentFailed: the message could not be sent.
         """
 
-    async def opened(self, protocol: str, *, announces: bool) -> None:  # noqa: B027 - stdio has nothing to do
-        """Take notice of what server and client have agreed on.
+    def agreed(self, protocol: str) -> None:  # noqa: B027 - stdio has nothing to do
+        """Take notice of the version of MCP on which server and client have agreed."""
 
-        Args:
-            protocol: version of MCP that both speak.
-            announces: whether the server says when its list of tools changes.
-        """
+    def listen(self) -> None:  # noqa: B027
+        """Begin to receive what the server says unasked; over stdio that comes with everything else."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -93,11 +93,11 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(fault: str = "", path: str = "/mcp", **settings):
+async def serving(fault: str = "", path: str = "/mcp", seconds: float = 20.0, **settings):
     server = Server(fault)
     listener = listen("127.0.0.1", 0)
     async with served(server.app(), listener):
-        manager = ToolManager([McpServer(url_of(listener) + path, **settings)], timeout_seconds=0.5)
+        manager = ToolManager([McpServer(url_of(listener) + path, **settings)], timeout_seconds=seconds)
         try:
             yield server, manager
         finally:
@@ -129,7 +129,7 @@ async def test_a_list_that_changes_is_announced_and_read_anew():
 
 
 async def test_a_call_that_hangs_is_cancelled_and_leaves_the_session_usable():
-    async with serving("hangs") as (server, manager):
+    async with serving("hangs", seconds=0.5) as (server, manager):
         await manager.open()
         (result,) = await manager.execute_calls([call("add", '{"a": 1}')])
         assert result.failure is ToolFailure.TIMED_OUT
