@@ -13,7 +13,7 @@ from openenv.core.env_server.mcp_environment import MCPEnvironment
 
 class CountAction(Action):
     add: int
-    why: str = ""
+    why: str
 
 
 class GuessAction(Action):
