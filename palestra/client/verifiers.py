@@ -18,7 +18,7 @@ from typing import Any
 
 from palestra.client.arguments import checked_count
 from palestra.client.episode import ModelEndpoint, RolloutResult
-from palestra.errors import ConfigError, RolloutFailed
+from palestra.errors import ConfigError, EnvironmentFailed
 
 EPISODES_SERVED = 500  # after which an environment is replaced: it keeps a client for each key until it stops serving
 
@@ -26,10 +26,10 @@ EPISODES_SERVED = 500  # after which an environment is replaced: it keeps a clie
 class VerifiersRollout:
     """A rollout function that plays an environment of verifiers: `palestra worker play.py:rollout`.
 
-    A task of the job is `{"idx": 3}`, the place of a task in the environment's taskset; `tasks` makes them. The reward is
-    the sum of the trace's weighted rewards, as verifiers adds them up; the single rewards and the metrics are recorded
-    with the episode. An episode that verifiers reports as failed fails the attempt, and has no reward; one that was
-    not scored is left out of training.
+    A task of the job is `{"idx": 3}`, the place of a task in the environment's taskset; `tasks` makes them. The reward
+    is the sum of the trace's weighted rewards, as verifiers adds them up; the single rewards and the metrics are
+    recorded with the episode. An episode that verifiers reports as failed fails the attempt, and has no reward; one
+    that was not scored is left out of training.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -40,7 +40,8 @@ class VerifiersRollout:
                 `{"taskset": {"id": "gsm8k-v1"}, "agent": {"max_turns": 4}}`. Sampling settings are the job's own.
 
         Raises:
-            ConfigError: verifiers is not installed, or has no such environment, or the environment has several agents.
+            ConfigError: verifiers is not installed, or has no such environment, or the environment has several
+                agents.
         """
         self._config = dict(config)
         self._new = self._loaded()
@@ -67,7 +68,7 @@ class VerifiersRollout:
 
         Raises:
             ConfigError: the task has no `idx`, or there is none of this place.
-            RolloutFailed: verifiers reports that the episode has failed, or has another number of traces than one.
+            EnvironmentFailed: verifiers reports that the episode has failed, or has another number of traces than one.
         """
         chosen = self._task(task)
         async with self._served() as environment, _key_variable(policy.api_key) as variable:
@@ -79,9 +80,9 @@ class VerifiersRollout:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             said = f"{errors[0].type}: {errors[0].message}" if errors else "it does not say why"
-            raise RolloutFailed(f"verifiers reports that the episode has failed: {said}"[:2000])
+            raise EnvironmentFailed(f"verifiers reports that the episode has failed: {said}"[:2000])
         if len(episode.traces) != 1:
-            raise RolloutFailed(f"the episode has {len(episode.traces)} traces, and the reward is that of one")
+            raise EnvironmentFailed(f"the episode has {len(episode.traces)} traces, and the reward is that of one")
         (trace,) = episode.traces
         scored = trace.rewards and all(reward is not None for reward in trace.rewards.values())
         named = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
@@ -137,7 +138,7 @@ class VerifiersRollout:
         try:
             try:
                 await serving.begun()
-            except RolloutFailed:
+            except EnvironmentFailed:
                 self._serving = None if self._serving is serving else self._serving
                 raise
             yield serving.environment
@@ -161,11 +162,11 @@ class _Serving:
         """Wait until the environment serves.
 
         Raises:
-            RolloutFailed: it could not begin to.
+            EnvironmentFailed: it could not begin to.
         """
         await asyncio.wait((self._ready,))
         if error := self._ready.exception():
-            raise RolloutFailed(f"the environment of verifiers does not serve: {error}") from error
+            raise EnvironmentFailed(f"the environment of verifiers does not serve: {error}") from error
 
     async def retire(self) -> None:
         """End the serving."""

@@ -66,6 +66,10 @@ def _partner_settings(chosen: EnvironmentConfig) -> dict[str, Any]:
     known = [name for name in inspect.signature(make).parameters if name not in ("url", "key", "system", "clock")]
     if unknown := [name for name in chosen.settings if name not in known]:
         raise ConfigError(f"environment.settings has no {unknown[0]!r}; {chosen.protocol} has {', '.join(known)}")
-    given = {"key": os.environ.get(chosen.key_variable) or None, "system": chosen.system, **chosen.settings}
+    given: dict[str, Any] = {
+        "key": os.environ.get(chosen.key_variable) or None,
+        "system": chosen.system,
+        **chosen.settings,
+    }
     make(chosen.url or "", **given)  # a wrong setting is refused now
     return given
