@@ -19,7 +19,6 @@ from palestra.envs.nemo_gym_items import conversation_of, items_of, output_of, t
 from palestra.errors import EnvironmentFailed, InvalidEnvironment
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall
-from palestra.waiting import together
 
 EXAMPLE = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
@@ -106,7 +105,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         """Run the action's calls and show their results, or have the episode verified and end it."""
         self._output += items_of(action, len(self._output))
         if action.tool_calls and not self.cut_off:
-            results = await together(*(self._call(call) for call in action.tool_calls))
+            # One after another, as NeMo Gym's own agent: a call may need what the one before it has changed.
+            results = [await self._call(call) for call in action.tool_calls]
             begun = len(self._output)
             self._output += [output_of(message, begun + place) for place, message in enumerate(results)]
             self.emit("agent", tuple(results), parents=(observation.id,), tools=self._tools)
