@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made on first use. `make help` lists what there is.
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
@@ -8,16 +9,17 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 FRAMEWORKS := .venv-peers/frameworks
 LIBRARIES := .venv-peers/libraries
+PARTNERS := .venv-peers/partners
 SITE := .venv-docs
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
-OWN_COMMAND := faults or frameworks or libraries
+OWN_COMMAND := faults or frameworks or libraries or partners
 FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples) and not (model or service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (model or service or browser) and not ($(OWN_COMMAND))
 
-.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries bench clean
+.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +80,9 @@ frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three framewor
 libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry, PettingZoo, TextArena, Tinker's cookbook
 	$(BIN)/pytest tests/libraries -m libraries
 
+partners: $(DEV) $(PARTNERS)/mcp/installed.txt $(PARTNERS)/openenv/installed.txt $(PARTNERS)/verifiers/installed.txt $(PARTNERS)/nemo-gym/installed.txt  ## environments and tools of other projects, each against the real one: MCP, OpenEnv, verifiers, NeMo Gym
+	$(BIN)/pytest tests/partners -m partners
+
 prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
 	$(BIN)/python scripts/prose.py
 
@@ -113,6 +118,21 @@ $(LIBRARIES)/installed.txt: tests/libraries/requirements.txt tests/libraries/coo
 	rm -rf $(LIBRARIES)
 	$(PIP) install --quiet --target $(LIBRARIES) -r $<
 	$(PIP) install --quiet --target $(LIBRARIES) --no-deps -r tests/libraries/cookbook.txt
+	cp $< $@
+
+# Other projects, each in an environment of its own, with exactly the packages of its list.
+$(PARTNERS)/%/installed.txt: tests/partners/%.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<
+	cp $< $@
+
+# NeMo Gym needs Python 3.12; without one its tests are skipped.
+$(PARTNERS)/nemo-gym/installed.txt: tests/partners/nemo-gym.txt
+	rm -rf $(@D) && mkdir -p $(@D)
+	if $(PYTHON312) -c '' 2>/dev/null; then \
+	$(PYTHON312) -m venv $(@D) && $(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<; \
+	else echo "NeMo Gym needs Python 3.12 (PYTHON312=...); its tests are skipped"; fi
 	cp $< $@
 
 # What makes the site, in an environment of its own, which has neither torch nor Palestra.

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from palestra.envs import GymnasiumEnvironment as GymnasiumEnvironment
     from palestra.envs import KuhnPoker as KuhnPoker
     from palestra.envs import MultiAgentEnvironment as MultiAgentEnvironment
+    from palestra.envs import NemoGymEnvironment as NemoGymEnvironment
+    from palestra.envs import OpenEnvEnvironment as OpenEnvEnvironment
     from palestra.envs import Outcome as Outcome
     from palestra.envs import PettingZooEnvironment as PettingZooEnvironment
     from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     from palestra.runtime.scores import TaskOutcome as TaskOutcome
     from palestra.runtime.training import train as train
     from palestra.store.browsing import read_episodes as read_episodes
+    from palestra.tools import McpServer as McpServer
     from palestra.tools import Tool as Tool
     from palestra.tools import tool as tool
     from palestra.types.messages import text_message as text_message
@@ -159,6 +162,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "GymnasiumEnvironment",
         "KuhnPoker",
         "MultiAgentEnvironment",
+        "NemoGymEnvironment",
+        "OpenEnvEnvironment",
         "Outcome",
         "PettingZooEnvironment",
         "ReasoningEnvironment",
@@ -185,7 +190,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.notebook": ("RecordedRun", "load_run"),
     "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),
-    "palestra.tools": ("Tool", "tool"),
+    "palestra.tools": ("McpServer", "Tool", "tool"),
 }
 _HOMES = {name: home for home, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOMES)

@@ -148,7 +148,7 @@ class ToolAgent(Agent):
             max_tokens: limit of each reply in tokens; None: as many as the job allows.
 
         Raises:
-            ValueError: two tools have the same name, or `max_calls` is below 1.
+            ValueError: two tools have the same name, or `max_calls` is below 1, or a server of tools is among them.
             ConfigError: `max_tokens` is below 1.
         """
         if max_tokens is not None:
@@ -156,6 +156,8 @@ class ToolAgent(Agent):
         if max_calls < 1:
             raise ValueError("max_calls is at least 1")
         self.manager = tools if isinstance(tools, ToolManager) else ToolManager(tools)
+        if self.manager.has_sources:
+            raise ValueError("an agent keeps nothing open between turns; give servers of tools to `ToolEnvironment`")
         self._max_calls, self._max_tokens = max_calls, max_tokens
         self.may_choose = False
 

@@ -16,6 +16,7 @@ from palestra.errors import ConfigError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from palestra.env_server import SessionLimits
@@ -32,12 +33,19 @@ def add(commands: Any) -> None:
         run,
         "serve an environment to jobs on other machines, over WebSocket and HTTP",
         "  palestra env serve nim.py:Nim --key-file env_key\n"
-        "  palestra env serve frozen-lake --host 0.0.0.0 --sessions 256\n\n"
+        "  palestra env serve frozen-lake --host 0.0.0.0 --sessions 256\n"
+        "  palestra env serve gomoku --dialect openenv\n\n"
         "then, in the job:\n"
         """  train(environment=RemoteEnvironment("http://10.0.0.7:7500", key), …)""",
     )
     parser.add_argument("action", choices=("serve",), help="what to do: serve until Ctrl-C")
     parser.add_argument("environment", help=f"the environment: {ENVIRONMENT}, or a function that makes one")
+    parser.add_argument(
+        "--dialect",
+        choices=("palestra", "openenv"),
+        default="palestra",
+        help="protocol of the clients: this project's own, or OpenEnv's, for trainers that speak it",
+    )
     parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of the environment, by name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is a proxy's work")
     parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0: any free one")
@@ -97,8 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
         hang_seconds=arguments.hang_seconds,
     )
     make = _maker(arguments.environment, arguments.settings)
+    serve = _serve if arguments.dialect == "palestra" else _serve_openenv
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(make, limits, arguments))
+        runner.run(serve(make, limits, arguments))
     return 0
 
 
@@ -147,8 +156,6 @@ def _key(file: Path | None) -> tuple[str, bool]:
 async def _serve(
     make: Callable[[], Environment | ConcurrentEnvironment], limits: SessionLimits, arguments: argparse.Namespace
 ) -> None:
-    import asyncio
-
     from palestra.env_server import SessionTable
     from palestra.env_server.app import served_environment
     from palestra.http.server import listen, url_of
@@ -156,11 +163,45 @@ async def _serve(
     key, is_new = _key(arguments.key_file)
     table = SessionTable(make, limits)
     listener = listen(arguments.host, arguments.port)
+    stop = _stopped()
+    async with served_environment(table, key, listener):
+        say(f"{table.facts.name} at {url_of(listener)}, whose page shows the sessions; Ctrl-C ends")
+        _show_new(key, is_new)
+        await stop.wait()
+
+
+async def _serve_openenv(
+    make: Callable[[], Environment | ConcurrentEnvironment], limits: SessionLimits, arguments: argparse.Namespace
+) -> None:
+    from palestra.env_server.openenv import OpenEnvServer, seeded_tasks
+    from palestra.envs import CATALOG
+    from palestra.http.server import listen, served, url_of
+
+    key, is_new = _key(arguments.key_file)
+    entry = CATALOG.get(arguments.environment)
+    tasks = None if entry is None else seeded_tasks(entry.generate)
+    server = OpenEnvServer(make, limits, tasks=tasks, description="" if entry is None else entry.summary)
+    listener = listen(arguments.host, arguments.port)
+    stop = _stopped()
+    try:
+        async with served(server.app(key), listener, websocket_bytes=limits.max_frame_bytes):
+            say(f"{server.name} at {url_of(listener)}, in OpenEnv's protocol; Ctrl-C ends")
+            _show_new(key, is_new)
+            await stop.wait()
+    finally:
+        await server.close()
+
+
+def _stopped() -> asyncio.Event:
+    """Return what is set by SIGINT and SIGTERM."""
+    import asyncio
+
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with served_environment(table, key, listener):
-        say(f"{table.facts.name} at {url_of(listener)}, whose page shows the sessions; Ctrl-C ends")
-        if is_new:
-            say(f"the server's key, shown this once:  {key}")
-        await stop.wait()
+    return stop
+
+
+def _show_new(key: str, is_new: bool) -> None:
+    if is_new:
+        say(f"the server's key, shown this once:  {key}")

@@ -53,6 +53,12 @@ class EnvironmentConfig(Section):
         description="URL of an environment server (`palestra env serve`), such as `http://10.0.0.7:7500`, in place of "
         "`name`. Its tasks come from files, or clients push them.",
     )
+    protocol: Literal["palestra", "openenv", "nemo-gym"] = Field(
+        "palestra",
+        description="What the server at `url` speaks: `palestra` (`palestra env serve`), `openenv` (a server of "
+        "OpenEnv), or `nemo-gym` (a resources server of NeMo Gym). With the last two, `settings` may set their limits "
+        "(docs/partners.md), and the key is optional.",
+    )
     key_variable: str = Field(
         "PALESTRA_ENVIRONMENT_KEY",
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
@@ -71,7 +77,7 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _one_environment(self) -> EnvironmentConfig:
-        if self.url is not None and (self.name is not None or self.settings):
+        if self.url is not None and (self.name is not None or (self.settings and self.protocol == "palestra")):
             raise ValueError(
                 "environment.url names a server that has its own environment and settings; leave `name` and "
                 "`settings` out"
@@ -456,6 +462,8 @@ class JobConfig(Section):
             "url",  # a server may move
             "key_variable",
         }
+        if self.environment.protocol == "palestra" and not with_unused:
+            left_out["environment"].add("protocol")
         left_out["trainer"] = {"adapter_slots"}  # it changes no number
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.

@@ -14,11 +14,14 @@ from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.gomoku import Gomoku
 from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium import FrozenLake, GymnasiumEnvironment
+from palestra.envs.gymnasium_vector import GymnasiumVector
 from palestra.envs.kuhn_poker import KuhnPoker
 from palestra.envs.leduc_poker import LeducPoker
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.negotiation import Negotiation
+from palestra.envs.nemo_gym import NemoGymEnvironment
 from palestra.envs.open_spiel import OpenSpielEnvironment
+from palestra.envs.openenv import OpenEnvEnvironment
 from palestra.envs.pettingzoo import PettingZooEnvironment
 from palestra.envs.prisoners_dilemma import PrisonersDilemma
 from palestra.envs.protocols import AgentProtocol, Stage, decided, free, phases, simultaneous, turns
@@ -47,10 +50,13 @@ __all__ = [
     "Gomoku",
     "GomokuDuel",
     "GymnasiumEnvironment",
+    "GymnasiumVector",
     "KuhnPoker",
     "LeducPoker",
     "MultiAgentEnvironment",
     "Negotiation",
+    "NemoGymEnvironment",
+    "OpenEnvEnvironment",
     "OpenSpielEnvironment",
     "Outcome",
     "PettingZooEnvironment",

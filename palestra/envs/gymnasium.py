@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as worlds of text: discrete or text spaces, and FrozenLake with its map as text."""
+"""Environments of Gymnasium as worlds of text, and FrozenLake with its map as text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.envs.environment import Environment
+from palestra.envs.gymnasium_spaces import NoText, action_of, instruction, shown
 from palestra.envs.task_splits import Split, draw_tasks
 from palestra.errors import ConfigError, InvalidEnvironment
 
@@ -20,11 +21,12 @@ _FROZEN = 0.8  # probability that a field of a random map is ice, not a hole
 
 
 class GymnasiumEnvironment(Environment):
-    """Any registered Gymnasium environment whose actions are discrete or text.
+    """Any registered Gymnasium environment whose actions can be said.
 
     A task may have the keys `seed` and `options`, which go to Gymnasium's `reset`. The agent's action is the first name
-    of an action, or number, in its reply; for a text space it is the reply itself. A reply without a valid action ends
-    the episode with `impossible_reward` and never reaches the world.
+    of an action, or number, in its reply; of a space of several numbers it is as many numbers, of a Dict or a Tuple it
+    is JSON, and of a text space it is the reply itself. A reply without a valid action, such as a number out of range,
+    ends the episode with `impossible_reward` and never reaches the world.
     """
 
     reusable = True
@@ -34,6 +36,7 @@ class GymnasiumEnvironment(Environment):
         name: str,
         *,
         actions: Sequence[str] = (),
+        features: Sequence[str] = (),
         rules: str = "",
         impossible_reward: float = 0.0,
         **settings: Any,
@@ -43,7 +46,9 @@ class GymnasiumEnvironment(Environment):
         Args:
             name: Gymnasium's name of the environment, for example `Taxi-v3`.
             actions: names for the numbers of a discrete space, in order; empty: the agent says numbers.
-            rules: text before the first observation of each episode.
+            features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
+            rules: text before the first observation of each episode; empty: for actions that are neither discrete nor
+                text, what a reply has to be.
             impossible_reward: reward of a reply that has no valid action.
             **settings: arguments for `gymnasium.make`.
 
@@ -57,13 +62,16 @@ class GymnasiumEnvironment(Environment):
             raise ConfigError(f"Gymnasium can't make {name!r}: {error}") from error
         space: Any = self._world.action_space
         kinds: Any = gymnasium.spaces
-        if not isinstance(space, kinds.Discrete | kinds.Text):
-            raise ConfigError(f"the actions of {name!r} are {space}; only discrete and text spaces can be played")
+        try:
+            told = instruction(space)
+        except NoText as error:
+            raise ConfigError(f"{name!r} can't be played: {error}") from error
         self._first = int(space.start) if isinstance(space, kinds.Discrete) else None
         self._actions = [action.lower() for action in actions]
         if self._actions and (self._first is None or len(actions) != space.n):
             raise ConfigError(f"{name!r} has the actions {space}, and {len(actions)} names are given")
-        self._rules, self._impossible = rules, impossible_reward
+        self._rules = rules or ("" if isinstance(space, kinds.Discrete | kinds.Text) else told)
+        self._features, self._impossible = tuple(features), impossible_reward
 
     def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Begin an episode with the task's seed and options, and return the rules and the first observation."""
@@ -90,9 +98,12 @@ class GymnasiumEnvironment(Environment):
             seen: the observation, as Gymnasium returned it.
 
         Raises:
-            InvalidEnvironment: the text is longer than 2,000 characters.
+            InvalidEnvironment: the observation is a picture, or its text is longer than 2,000 characters.
         """
-        text = str(seen)
+        try:
+            text = shown(seen, self._features)
+        except NoText as error:
+            raise InvalidEnvironment(f"an observation of {self._world}: {error}; override `describe`") from error
         if len(text) > 2000:
             raise InvalidEnvironment(f"an observation of {self._world} has no short text; override `describe`")
         return text
@@ -100,7 +111,7 @@ class GymnasiumEnvironment(Environment):
     def _chosen(self, said: str) -> Any:
         """Return the action that the reply names, in the form of the action space, or None."""
         if self._first is None:
-            return said if self._world.action_space.contains(said) else None
+            return action_of(self._world.action_space, said)
         if self._actions:
             places = [(said.lower().find(name), number) for number, name in enumerate(self._actions)]
             found = [(place, number) for place, number in places if place >= 0]

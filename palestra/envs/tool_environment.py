@@ -11,7 +11,7 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import task_prompt
 from palestra.envs.rewards import reward_function
 from palestra.threads import call
-from palestra.tools import FINISH, Finish, Tool, ToolManager, ToolResult
+from palestra.tools import FINISH, Finish, Tool, ToolManager, ToolResult, ToolSource
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, StepReward, text_message
 
@@ -44,7 +44,7 @@ class ToolEnvironment(ConcurrentEnvironment):
 
     def __init__(
         self,
-        tools: Iterable[Tool],
+        tools: Iterable[Tool | ToolSource],
         reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
         *,
         prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
@@ -57,7 +57,7 @@ class ToolEnvironment(ConcurrentEnvironment):
         """Create the environment.
 
         Args:
-            tools: tools that the agent may call; `finish` is added.
+            tools: tools that the agent may call, and servers of tools (`McpServer`); `finish` is added.
             reward_fn: `(task, answer) -> reward`, or a function in TRL's form, sync or async; or several, by name.
             prompt: makes the question of a task.
             system: system message of the agent's conversation, if any.
@@ -79,6 +79,19 @@ class ToolEnvironment(ConcurrentEnvironment):
         self._agent = agent
         self._task: Mapping[str, Any] = {}
 
+    async def setup(self) -> None:
+        """Open the servers of tools, if there are any.
+
+        Raises:
+            EnvironmentFailed: one can't be reached.
+        """
+        await self.manager.open()
+
+    async def close(self) -> None:
+        """End the episode's work, and close the servers of tools."""
+        await self.abandon()
+        await self.manager.close()
+
     async def start(self, task: Mapping[str, Any]) -> None:
         """Show the agent the task's question and its tools."""
         self._task, self.results = task, []
@@ -91,6 +104,7 @@ class ToolEnvironment(ConcurrentEnvironment):
         if answer is None and not self.cut_off:
             results = await self.manager.execute_calls(action.tool_calls)
             self.results += results
+            await self.manager.refresh()  # a call may have changed which tools there are
             messages = tuple(result.message for result in results)
             self.emit(self._agent, messages, parents=(observation.id,), tools=self.manager.schemas)
             return

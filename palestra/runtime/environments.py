@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from palestra.config import JobConfig
+from palestra.config.job import EnvironmentConfig
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_entry
+from palestra.envs.nemo_gym import NemoGymEnvironment
+from palestra.envs.openenv import OpenEnvEnvironment
 from palestra.envs.remote import RemoteEnvironment
 from palestra.errors import ConfigError
+
+_PARTNERS: Mapping[str, type[OpenEnvEnvironment] | type[NemoGymEnvironment]] = {
+    "openenv": OpenEnvEnvironment,
+    "nemo-gym": NemoGymEnvironment,
+}
 
 
 def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
@@ -25,6 +34,8 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
         ModuleNotFoundError: the environment needs a package that is not installed.
     """
     chosen = config.environment
+    if chosen.url is not None and chosen.protocol != "palestra":
+        return partial(_PARTNERS[chosen.protocol], chosen.url, **_partner_settings(chosen))
     if chosen.url is not None:
         key = os.environ.get(chosen.key_variable)
         if not key:
@@ -33,6 +44,8 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
                 f"hold the key of {chosen.url}"
             )
         return RemoteEnvironment(chosen.url, key, system=chosen.system)
+    if chosen.protocol != "palestra":
+        raise ConfigError(f"environment.protocol is {chosen.protocol!r}, which is of a server; give environment.url")
     if chosen.name is None:
         return None
     make = catalog_entry(chosen.name).make
@@ -41,3 +54,22 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
         settings["system"] = chosen.system
     make(**settings)  # a wrong setting is refused now
     return partial(make, **settings)
+
+
+def _partner_settings(chosen: EnvironmentConfig) -> dict[str, Any]:
+    """Return the arguments of an environment of another project's server.
+
+    Raises:
+        ConfigError: a setting is not one of its, or is wrong.
+    """
+    make = _PARTNERS[chosen.protocol]
+    known = [name for name in inspect.signature(make).parameters if name not in ("url", "key", "system", "clock")]
+    if unknown := [name for name in chosen.settings if name not in known]:
+        raise ConfigError(f"environment.settings has no {unknown[0]!r}; {chosen.protocol} has {', '.join(known)}")
+    given: dict[str, Any] = {
+        "key": os.environ.get(chosen.key_variable) or None,
+        "system": chosen.system,
+        **chosen.settings,
+    }
+    make(chosen.url or "", **given)  # a wrong setting is refused now
+    return given

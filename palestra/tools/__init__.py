@@ -5,7 +5,10 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 
 from palestra.tools.calculator import Calculator
 from palestra.tools.function import FunctionTool, tool
+from palestra.tools.installed import installed_tools, load_tool
 from palestra.tools.manager import ToolFailure, ToolManager, ToolResult
+from palestra.tools.mcp import McpServer
+from palestra.tools.source import OpenTools, ToolSource
 from palestra.tools.tool import FINISH, BadArguments, Finish, Tool
 
 __all__ = [
@@ -14,9 +17,14 @@ __all__ = [
     "Calculator",
     "Finish",
     "FunctionTool",
+    "McpServer",
+    "OpenTools",
     "Tool",
     "ToolFailure",
     "ToolManager",
     "ToolResult",
+    "ToolSource",
+    "installed_tools",
+    "load_tool",
     "tool",
 ]

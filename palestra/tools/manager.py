@@ -13,8 +13,11 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
+from palestra.errors import EnvironmentFailed
+from palestra.tools.source import OpenTools, ToolSource
 from palestra.tools.tool import BadArguments, Tool
 from palestra.types.messages import ChatMessage, TextPart, ToolCall
+from palestra.waiting import together
 
 
 class ToolFailure(StrEnum):
@@ -48,12 +51,12 @@ class ToolManager:
     """Tools by name, and how their calls are run.
 
     A failure of a tool is never a failure of the episode and never a reward: the model reads an error and may try
-    again.
+    again. Only a tool whose server is gone (EnvironmentFailed) fails the attempt at the episode.
     """
 
     def __init__(
         self,
-        tools: Iterable[Tool] = (),
+        tools: Iterable[Tool | ToolSource] = (),
         *,
         timeout_seconds: float = 30.0,
         max_parallel: int = 256,
@@ -62,7 +65,8 @@ class ToolManager:
         """Create a manager of these tools.
 
         Args:
-            tools: the tools; more can be added with `register`.
+            tools: the tools; more can be added with `register`. Those of a source, such as an `McpServer`, are there
+                between `open` and `close`.
             timeout_seconds: limit for each call.
             max_parallel: number of calls of one turn that run at the same time.
             max_result_chars: a longer result is cut, and says so.
@@ -77,9 +81,65 @@ class ToolManager:
         self._tools: dict[str, Tool] = {}
         self._timeout_seconds, self._max_chars = timeout_seconds, max_result_chars
         self._max_parallel = max_parallel
+        self._found: dict[str, Tool] = {}  # the tools of sources that are open
         self.counts: Counter[str] = Counter()  # number of calls, and of failures by kind
+        self._sources: list[ToolSource] = []
+        self._opened: list[OpenTools] = []
         for tool in tools:
-            self.register(tool)
+            if isinstance(tool, ToolSource):
+                self._sources.append(tool)
+            else:
+                self.register(tool)
+
+    @property
+    def has_sources(self) -> bool:
+        """Return whether some tools are of sources, which have to be opened."""
+        return bool(self._sources)
+
+    async def open(self) -> None:
+        """Open the sources of tools that are not open.
+
+        Raises:
+            EnvironmentFailed: a source can't be opened; those before it are closed again.
+            ValueError: two tools have the same name.
+        """
+        try:
+            for source in self._sources[len(self._opened) :]:
+                self._opened.append(await source.open())
+            self._found = self._named()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def refresh(self) -> None:
+        """Take over what has changed in the lists of the sources.
+
+        Raises:
+            EnvironmentFailed: a source can't be reached any more.
+            ValueError: two tools have the same name now.
+        """
+        changed = [await source.refresh() for source in self._opened]
+        if any(changed):
+            self._found = self._named()
+
+    async def close(self) -> None:
+        """Close the sources. A manager without any has nothing to close."""
+        opened, self._opened, self._found = self._opened, [], {}
+        for source in reversed(opened):
+            await source.close()
+
+    def _named(self) -> dict[str, Tool]:
+        """Return the tools of the open sources by name.
+
+        Raises:
+            ValueError: two tools have the same name.
+        """
+        found: dict[str, Tool] = {}
+        for tool in (tool for source in self._opened for tool in source.tools):
+            if tool.name in found or tool.name in self._tools:
+                raise ValueError(f"there are two tools named {tool.name!r}; give one server a `prefix`")
+            found[tool.name] = tool
+        return found
 
     def register(self, tool: Tool) -> None:
         """Add a tool, which calls find by its name.
@@ -94,7 +154,7 @@ class ToolManager:
     @property
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """Return the tools in OpenAI's shape, as they are offered to a model."""
-        return tuple(tool.get_json_schema() for tool in self._tools.values())
+        return tuple(tool.get_json_schema() for tool in (*self._tools.values(), *self._found.values()))
 
     async def execute_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run the calls concurrently and return their results in the order of the calls.
@@ -103,7 +163,8 @@ class ToolManager:
             calls: calls of one reply; names and arguments are as the model wrote them.
 
         Raises:
-            asyncio.CancelledError: the only exception; every failure of a tool becomes a `ToolResult`.
+            EnvironmentFailed: a tool's server is gone, which says nothing of the model: the attempt at the episode has
+                failed. Every other failure of a tool becomes a `ToolResult`.
         """
         room = asyncio.Semaphore(self._max_parallel)
 
@@ -111,7 +172,7 @@ class ToolManager:
             async with room:
                 return await self._execute(call)
 
-        return list(await asyncio.gather(*map(one, calls)))
+        return await together(*map(one, calls))
 
     async def _execute(self, call: ToolCall) -> ToolResult:
         started = time.monotonic()
@@ -125,9 +186,9 @@ class ToolManager:
         return ToolResult(call_id=call.id, name=call.function.name, content=content, failure=failure, seconds=seconds)
 
     async def _outcome(self, name: str, text: str) -> tuple[str, ToolFailure | None]:
-        tool = self._tools.get(name)
+        tool = self._tools.get(name) or self._found.get(name)
         if tool is None:
-            known = ", ".join(self._tools) or "none"
+            known = ", ".join((*self._tools, *self._found)) or "none"
             return f"Error: there is no tool {name!r}; known are {known}.", ToolFailure.UNKNOWN_TOOL
         try:
             arguments = tool.check(_arguments(text))
@@ -143,6 +204,8 @@ class ToolManager:
             return _raised(name, error)
         except BadArguments as error:
             return f"Error: bad arguments for {name}: {error}.", ToolFailure.BAD_ARGUMENTS
+        except EnvironmentFailed:
+            raise
         except Exception as error:  # noqa: BLE001 - the tool is the user's; the model reads the error
             return _raised(name, error)
 

@@ -12,8 +12,8 @@ from drawing import drawn
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[2]
-MARKERS = ("slow", "more_examples", "model", "service", "browser", "faults", "frameworks", "libraries")
-OWN_COMMAND = {"faults", "frameworks", "libraries"}
+MARKERS = ("slow", "more_examples", "model", "service", "browser", "faults", "frameworks", "libraries", "partners")
+OWN_COMMAND = {"faults", "frameworks", "libraries", "partners"}
 CASES = [set(chosen) for count in range(len(MARKERS) + 1) for chosen in itertools.combinations(MARKERS, count)]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
-import ssl
 import uuid
 from typing import Any
 
 import httpx2
 
+from palestra.certificates import trusted
 from palestra.client.async_client import drive_async
 from palestra.client.client import drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
@@ -76,7 +75,7 @@ class ServerAddress:
             lambda: self._request("GET", "/v1/environment", REQUEST_SECONDS),
             lambda reply: EnvironmentFacts.model_validate_json(reply.content),
         )
-        with httpx2.Client(verify=_trusted()) as http:
+        with httpx2.Client(verify=trusted()) as http:
             return drive(http, steps)
 
     async def create(self, system: str | None) -> SessionCreated:
@@ -91,7 +90,7 @@ class ServerAddress:
         """
         loop = asyncio.get_running_loop()
         until, request_id = loop.time() + self.wait_seconds, uuid.uuid4().hex
-        async with httpx2.AsyncClient(verify=_trusted()) as http:
+        async with httpx2.AsyncClient(verify=trusted()) as http:
             while True:
                 wait = max(0.0, min(MAX_WAIT_SECONDS, until - loop.time()))
                 request = CreateSession(request_id=request_id, protocols=PROTOCOLS, wait_seconds=wait, system=system)
@@ -127,9 +126,3 @@ class ServerAddress:
             "headers": headers,
             "timeout": timeout_seconds,
         }
-
-
-@functools.cache
-def _trusted() -> ssl.SSLContext:
-    """Return the certificates that are trusted; reading them takes longer than a request."""
-    return ssl.create_default_context()

@@ -60,6 +60,7 @@ OTHER: dict[str, Any] = {
     "environment.name": "gomoku",
     "environment.settings": {"size": 5},
     "environment.url": "http://127.0.0.1:7500",
+    "environment.protocol": "openenv",
     "environment.key_variable": "NIM_KEY",
     "environment.system": "RolloutSpec.",
     "environment.train_tasks": 3,

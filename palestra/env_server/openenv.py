@@ -1,0 +1,344 @@
+"""An environment served in OpenEnv's protocol, so that clients and trainers of OpenEnv can play it.
+
+One WebSocket is one session with an environment of its own, as OpenEnv has it: a connection that breaks ends the
+episode. `palestra.env_server.app` serves the protocol of this project, whose sessions outlive their connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import orjson
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from palestra.env_server.session import Made, SessionLimits
+from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
+from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, PalestraError, Unauthorized, place_of
+from palestra.http.app import PUBLIC, build_app
+from palestra.http.guard import bearer
+from palestra.types.messages import ChatMessage, FunctionCall, Observation, TextPart, ToolCall
+
+log = logging.getLogger("palestra.env_server")
+Tasks = Callable[[dict[str, Any]], dict[str, Any]]
+_TITLE = "Palestra environment server, in OpenEnv's protocol"
+_REFUSED = 1008  # close code of a WebSocket without the key
+Code = Literal[
+    "INVALID_JSON", "UNKNOWN_TYPE", "VALIDATION_ERROR", "EXECUTION_ERROR", "CAPACITY_REACHED", "FACTORY_ERROR"
+]
+
+
+class CallFields(BaseModel):
+    """A tool call in an action."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(description="Name of the tool.")
+    arguments: dict[str, Any] = Field({}, description="Its arguments, by name.")
+
+
+class AgentAction(BaseModel):
+    """What an agent says, and the tools that it calls; not `Action`, by which clients know servers of MCP tools."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    message: str = Field(description="Text of the agent's reply; empty where it only calls tools.")
+    tool_calls: list[CallFields] = Field([], description="Calls of tools of the observation.")
+    metadata: dict[str, Any] = Field({}, description="Not looked at.")
+
+
+class Shown(BaseModel):
+    """What the agent is shown."""
+
+    text: str = Field(description="The new messages of the agent's conversation, as one text.")
+    messages: list[dict[str, Any]] = Field(description="The same as chat messages in OpenAI's shape.")
+    tools: list[dict[str, Any]] = Field([], description="Tools that the agent may call, in OpenAI's shape.")
+    choices: list[str] = Field([], description="Texts of which the next message has to be one; empty: any text.")
+
+
+class State(BaseModel):
+    """How far the episode is."""
+
+    episode_id: str | None = Field(None, description="As the client named it.")
+    step_count: int = Field(0, description="Actions so far.")
+
+
+class OpenEnvServer:
+    """Makes a session for each WebSocket, at most `limits.sessions` at a time."""
+
+    def __init__(
+        self,
+        make: Callable[[], Made],
+        limits: SessionLimits | None = None,
+        *,
+        tasks: Tasks | None = None,
+        description: str = "",
+    ) -> None:
+        """Create a server without sessions.
+
+        Args:
+            make: returns a new environment, of one agent.
+            limits: of sessions; None: the defaults. A client that finds none free is refused, as OpenEnv has it.
+            tasks: makes a task of the arguments of `reset`; None: they are the task.
+            description: of the environment, for people.
+
+        Raises:
+            Exception: what the environment raised when it was made.
+        """
+        self.limits = limits or SessionLimits()
+        self._make, self._tasks = make, tasks or dict
+        made = make()
+        self.name = type(made).__name__
+        self._description = description or (type(made).__doc__ or "").strip().partition("\n")[0]
+        self._sessions: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        """Return how many sessions there are."""
+        return len(self._sessions)
+
+    def app(self, key: str) -> FastAPI:
+        """Return the application.
+
+        Args:
+            key: that clients send as `Authorization: Bearer`.
+        """
+
+        async def authenticate(request: Request) -> int:
+            if not _opens(request, key):
+                raise Unauthorized(
+                    "no key, or one that is not this server's: give the client headers={'Authorization': …}"
+                )
+            return self.limits.max_frame_bytes
+
+        app = build_app(_TITLE, "Plays environments.", authenticate, self.limits.max_frame_bytes, {*PUBLIC, "/health"})
+
+        @app.get("/health")
+        async def health() -> dict[str, str]:
+            """Say that the server runs."""
+            return {"status": "healthy"}
+
+        @app.get("/metadata")
+        async def metadata() -> dict[str, str]:
+            """Return the environment's name and purpose."""
+            return {"name": self.name, "description": self._description}
+
+        @app.get("/schema")
+        async def schema() -> dict[str, Any]:
+            """Return the JSON schemas of actions, observations and states."""
+            kinds: dict[str, type[BaseModel]] = {"action": AgentAction, "observation": Shown, "state": State}
+            return {name: kind.model_json_schema() for name, kind in kinds.items()}
+
+        @app.post("/reset")
+        @app.post("/step")
+        async def without_session() -> None:
+            """Refuse the forms that have no session, in which each request would begin a new environment.
+
+            Raises:
+                Conflict: always.
+            """
+            raise Conflict("an episode is played over the WebSocket /ws; a request of its own has no session")
+
+        @app.websocket("/ws")
+        async def play(websocket: WebSocket) -> None:
+            """Play episodes until the client is gone."""
+            await websocket.accept()
+            if not _opens(Request({**websocket.scope, "type": "http"}), key):
+                await websocket.close(_REFUSED, "no key, or one that is not this server's")
+                return
+            await self._serve(websocket)
+
+        return app
+
+    async def close(self) -> None:
+        """End all sessions."""
+        for task in list(self._sessions):
+            task.cancel()
+        await asyncio.gather(*self._sessions, return_exceptions=True)
+
+    async def _serve(self, websocket: WebSocket) -> None:
+        if len(self._sessions) >= self.limits.sessions:
+            await _send(websocket, _error("CAPACITY_REACHED", f"all {self.limits.sessions} sessions are in use"))
+            await websocket.close()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._sessions.add(task)
+        session = _Session(self._make, self._tasks, self.limits)
+        try:
+            while True:
+                async with asyncio.timeout(self.limits.idle_seconds):
+                    text = await websocket.receive_text()
+                answer = await session.answer(text)
+                if answer is None:
+                    break
+                await _send(websocket, answer)
+            await websocket.close()
+        except WebSocketDisconnect:
+            return
+        except TimeoutError:
+            await websocket.close(reason=f"no message for {self.limits.idle_seconds:g} s")
+        finally:
+            try:
+                await session.close()
+            finally:
+                self._sessions.discard(task)
+
+
+class _Session:
+    """One client's environment."""
+
+    def __init__(self, make: Callable[[], Made], tasks: Tasks, limits: SessionLimits) -> None:
+        self._make, self._tasks, self._limits = make, tasks, limits
+        self._environment: ConcurrentEnvironment | None = None
+        self._used = False
+        self._open: Observation | None = None  # what waits for an action
+        self._agent: str | None = None  # who is shown it
+        self._state = State()
+
+    async def answer(self, text: str) -> dict[str, Any] | None:
+        """Return the answer to a message; None: the client ends the session."""
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return _error("INVALID_JSON", f"the message is not JSON: {error}")
+        kind = message.get("type") if isinstance(message, dict) else None
+        data = message.get("data", {}) if isinstance(message, dict) else {}
+        if kind == "close":
+            return None
+        if kind == "state":
+            return {"type": "state", "data": self._state.model_dump()}
+        if kind not in ("reset", "step"):
+            return _error("UNKNOWN_TYPE", f"there is no message {kind!r}; there are reset, step, state and close")
+        if not isinstance(data, dict):
+            return _error("VALIDATION_ERROR", "`data` is an object")
+        try:
+            async with asyncio.timeout(self._limits.hang_seconds):
+                seen = await (self._reset(data) if kind == "reset" else self._step(AgentAction.model_validate(data)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            return _error("VALIDATION_ERROR", f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        except TimeoutError:
+            await self._fail()
+            return _error("EXECUTION_ERROR", f"the environment was silent for {self._limits.hang_seconds:g} s")
+        except Exception as error:  # noqa: BLE001 - the environment is the user's
+            await self._fail()
+            said = (
+                str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}{place_of(error)}"
+            )
+            return _error("EXECUTION_ERROR", said)
+        return {"type": "observation", "data": seen}
+
+    async def close(self) -> None:
+        """End the episode and close the environment; what that raises is logged, as the episode has its result."""
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return
+        try:
+            async with asyncio.timeout(self._limits.close_seconds):
+                await environment.close()
+        except Exception as error:  # noqa: BLE001 - the environment is the user's
+            log.warning("closing a %s failed: %s: %s", type(environment).__name__, type(error).__name__, error)
+
+    async def _fail(self) -> None:
+        """Give the environment up: the next `reset` gets another one."""
+        self._open = None
+        await self.close()
+
+    async def _reset(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = {name: value for name, value in given.items() if name != "episode_id" and value is not None}
+        self._open, self._agent, self._state = None, None, State(episode_id=given.get("episode_id"))
+        environment = self._environment
+        if environment is None or (self._used and not environment.reusable):
+            await self.close()
+            made = self._make()
+            environment = SerialEnvironment(made) if isinstance(made, Environment) else made
+            self._environment, self._used = environment, False
+            await environment.setup()
+        self._used = True
+        await environment.reset(self._tasks(arguments))
+        return await self._next(environment)
+
+    async def _step(self, action: AgentAction) -> dict[str, Any]:
+        environment, seen = self._environment, self._open
+        if environment is None or seen is None:
+            raise Conflict("no episode waits for an action; send reset")
+        calls = tuple(
+            ToolCall(
+                id=f"call-{self._state.step_count}-{number}",
+                function=FunctionCall(name=call.name, arguments=orjson.dumps(call.arguments).decode()),
+            )
+            for number, call in enumerate(action.tool_calls)
+        )
+        content = (TextPart(text=action.message),) if action.message else ()
+        self._open = None
+        self._state.step_count += 1
+        environment.act(seen.id, ChatMessage(role="assistant", content=content, tool_calls=calls))
+        return await self._next(environment)
+
+    async def _next(self, environment: ConcurrentEnvironment) -> dict[str, Any]:
+        """Return what the agent is shown next.
+
+        Raises:
+            InvalidEnvironment: there is more than one agent, which OpenEnv's protocol can't say.
+        """
+        try:
+            seen = await environment.observe()
+        except EpisodeOver:
+            raise InvalidEnvironment("the episode has ended without a last observation") from None
+        await asyncio.sleep(0)  # for what has shown it to end
+        self._agent = self._agent or seen.agent
+        if seen.agent != self._agent:
+            raise InvalidEnvironment(f"{seen.agent!r} plays beside {self._agent!r}; OpenEnv's protocol has one agent")
+        if not seen.is_last:
+            if not environment.waits_only_for(seen.id):
+                raise InvalidEnvironment("several observations wait at the same time; OpenEnv's protocol has one agent")
+            self._open = seen
+        if seen.reward is not None and not isinstance(seen.reward, int | float):
+            raise InvalidEnvironment("the reward is several by name; OpenEnv's protocol has one number")
+        shown = Shown(
+            text="\n\n".join(message.text for message in seen.content),
+            messages=[message.model_dump(mode="json", exclude_none=True) for message in seen.content],
+            tools=list(seen.tools),
+            choices=list(seen.choices),
+        )
+        return {
+            "observation": shown.model_dump(),
+            "reward": seen.reward,
+            "done": seen.is_last,
+            "metadata": {"truncated": seen.truncated},
+        }
+
+
+def seeded_tasks(generate: Callable[[Literal["train"], int, int], list[dict[str, Any]]]) -> Tasks:
+    """Return what makes a task of a catalogue's environment of the arguments of `reset`.
+
+    Args:
+        generate: the catalogue's generator of tasks. It makes the task where nothing or only a seed is given.
+    """
+
+    def task_of(given: dict[str, Any]) -> dict[str, Any]:
+        if set(given) <= {"seed"}:
+            return generate("train", 1, int(given.get("seed", random.randrange(2**31))))[0]
+        return given
+
+    return task_of
+
+
+def _opens(request: Request, key: str) -> bool:
+    return hmac.compare_digest((bearer(request) or "").encode(), key.encode())
+
+
+def _error(code: Code, message: str) -> dict[str, Any]:
+    return {"type": "error", "data": {"code": code, "message": message[:2000]}}
+
+
+async def _send(websocket: WebSocket, message: Mapping[str, Any]) -> None:
+    await websocket.send_text(orjson.dumps(message).decode())

@@ -1,0 +1,181 @@
+"""`McpConnection`: one session with an MCP server: requests and their answers, and what the server says unasked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+from palestra.errors import EnvironmentFailed, ProtocolMismatch
+from palestra.tools.mcp.transport import Message, Transport
+from palestra.types.tools import MAX_TOOLS
+from palestra.waiting import cancelled
+
+PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")  # the newest that begins with `initialize` first
+_METHOD_NOT_FOUND = -32601
+
+
+class McpError(Exception):
+    """The server has answered a request with an error of JSON-RPC."""
+
+
+class McpConnection:
+    """A session with a server, from `open` to `close`.
+
+    Attributes:
+        lost: why the session has ended; None: it has not.
+        changes: how often the server has said that its list of tools has changed.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        """Create a session that is not open.
+
+        Args:
+            transport: carries the messages; it is closed with the session.
+        """
+        self.lost: str | None = None
+        self.changes = 0
+        self._transport = transport
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._sending: set[asyncio.Task[None]] = set()  # messages that are sent while nobody waits for them
+
+    @property
+    def where(self) -> str:
+        """Return the server in words."""
+        return self._transport.where
+
+    async def open(self) -> None:
+        """Begin the session.
+
+        Raises:
+            EnvironmentFailed: the server can't be reached, or has no tools.
+            ProtocolMismatch: server and client speak no common version of MCP.
+        """
+        await self._transport.start(self._receive, self._lose)
+        client = {"name": "palestra", "version": version("palestra")}
+        asked = {"protocolVersion": PROTOCOLS[0], "capabilities": {}, "clientInfo": client}
+        try:
+            answer = await self.request("initialize", asked)
+        except McpError as error:
+            raise EnvironmentFailed(f"{self.where} refuses the session: {error}") from error
+        spoken = answer.get("protocolVersion")
+        if spoken not in PROTOCOLS:
+            raise ProtocolMismatch(
+                f"{self.where} speaks version {spoken!r} of MCP, and this client {', '.join(PROTOCOLS)}; "
+                "use another version of one of them"
+            )
+        able = answer.get("capabilities")
+        if not isinstance(able, dict) or not isinstance(able.get("tools"), dict):
+            raise EnvironmentFailed(f"{self.where} offers no tools")
+        self._transport.agreed(str(spoken))
+        await self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        # Also where the server does not say that its list changes: the official one announces changes all the same.
+        self._transport.listen()
+
+    async def list_tools(self) -> list[dict[str, Any]]:
+        """Return the server's tools as it describes them, from all pages of the list.
+
+        Raises:
+            EnvironmentFailed: the session is lost, or the list is none.
+        """
+        found: list[dict[str, Any]] = []
+        cursor: str | None = None
+        seen: set[str] = set()
+        while True:
+            try:
+                page = await self.request("tools/list", {} if cursor is None else {"cursor": cursor})
+            except McpError as error:
+                raise EnvironmentFailed(f"{self.where} does not list its tools: {error}") from error
+            tools = page.get("tools")
+            if not isinstance(tools, list):
+                raise EnvironmentFailed(f"{self.where} lists no tools, but {str(tools)[:80]}")
+            found += [tool for tool in tools if isinstance(tool, dict)]
+            cursor = page.get("nextCursor")
+            if cursor is None:
+                return found
+            if cursor in seen or len(found) > MAX_TOOLS:
+                raise EnvironmentFailed(f"{self.where} lists more than {MAX_TOOLS:,} tools, or some page twice")
+            seen.add(cursor)
+
+    async def request(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return its result. A caller that is cancelled cancels the request at the server.
+
+        Raises:
+            McpError: the server has answered with an error.
+            EnvironmentFailed: the session is lost.
+        """
+        if self.lost is not None:
+            raise EnvironmentFailed(self.lost)
+        number = next(self._numbers)
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            await self._transport.send({"jsonrpc": "2.0", "id": number, "method": method, "params": parameters})
+            message = await answer
+        except asyncio.CancelledError:
+            if method != "initialize" and self.lost is None:
+                said = {"requestId": number, "reason": "the caller does not wait any longer"}
+                note = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": said}
+                self._beside(self._transport.send(note))
+            raise
+        finally:
+            del self._waiting[number]
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # looked at, so that asyncio does not report one that came beside another error
+        if "error" in message:
+            error = message["error"]
+            raise McpError(str(error.get("message") if isinstance(error, dict) else error)[:2000])
+        result = message.get("result")
+        if not isinstance(result, dict):
+            raise EnvironmentFailed(f"{self.where} answers {method} with {str(result)[:80]}, which is no result")
+        return result
+
+    async def close(self) -> None:
+        """End the session, and the process of a server that was started for it."""
+        self._lose(f"the session with {self.where} is closed")
+        try:
+            await cancelled(*self._sending)
+        finally:
+            await self._transport.close()
+
+    def _receive(self, message: Message) -> None:
+        number = message.get("id")
+        if "method" not in message:
+            waiting = self._waiting.get(number) if isinstance(number, int) else None
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
+        elif number is not None:
+            self._beside(self._transport.send(_answer_to(message)))
+        elif message["method"] == "notifications/tools/list_changed":
+            self.changes += 1
+
+    def _lose(self, reason: str) -> None:
+        if self.lost is None:
+            self.lost = reason
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(EnvironmentFailed(self.lost))
+
+    def _beside(self, sending: Coroutine[Any, Any, None]) -> None:
+        """Send a message for which nobody waits; where that fails, the next request says so."""
+        task = asyncio.create_task(_unless_lost(sending))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+
+async def _unless_lost(sending: Coroutine[Any, Any, None]) -> None:
+    try:
+        await sending
+    except EnvironmentFailed:
+        return
+
+
+def _answer_to(message: Message) -> Message:
+    """Return the answer to a request of the server: this client answers `ping`, and has no other ability."""
+    answer: Message = {"jsonrpc": "2.0", "id": message["id"]}
+    if message["method"] == "ping":
+        return answer | {"result": {}}
+    return answer | {"error": {"code": _METHOD_NOT_FOUND, "message": f"this client has no {message['method']}"}}

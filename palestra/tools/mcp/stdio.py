@@ -1,0 +1,140 @@
+"""MCP over standard input and output: a process of our own, one message a line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import orjson
+
+from palestra.errors import EnvironmentFailed
+from palestra.tools.mcp import keeper
+from palestra.tools.mcp.transport import Message, Transport
+from palestra.waiting import cancelled
+
+# What a server's process gets of the environment of this one, which may hold keys.
+INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
+EXIT_SECONDS = 1.0  # for the server to end by itself when its input is closed
+KEPT_BYTES = 2_000  # of what the server wrote to standard error, for the message that it has ended
+
+
+class StdioTransport(Transport):
+    """A server that is started here; its process group ends with this process, however that ends."""
+
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str], folder: Path | None, max_message_bytes: int
+    ) -> None:
+        """Note the command; `start` runs it.
+
+        Args:
+            command: program and arguments.
+            variables: of the server's environment, beside INHERITED.
+            folder: in which the server runs; None: that of this process.
+            max_message_bytes: length of one message.
+        """
+        self.where = f"the MCP server `{' '.join(command)}`"
+        self._command, self._variables, self._folder = command, variables, folder
+        self._max_bytes = max_message_bytes
+        self._process: asyncio.subprocess.Process | None = None
+        self._lifeline: int | None = None
+        self._reading: list[asyncio.Task[None]] = []
+        self._said = b""
+
+    async def start(self, receive: Callable[[Message], None], lost: Callable[[str], None]) -> None:
+        """Run the command and read what it writes."""
+        ours = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        theirs, self._lifeline = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", keeper.__file__, str(theirs), *self._command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=self._max_bytes,
+                env={**ours, **self._variables},
+                cwd=self._folder,
+                pass_fds=(theirs,),
+                start_new_session=True,  # Ctrl-C at a terminal is for Palestra, which then ends the server
+            )
+        except OSError as error:
+            self._hang_up()
+            raise EnvironmentFailed(f"{self.where} can't be started: {error.strerror}") from error
+        finally:
+            os.close(theirs)
+        self._reading = [
+            asyncio.create_task(self._read(self._process, receive, lost)),
+            asyncio.create_task(self._listen(self._process)),
+        ]
+
+    async def send(self, message: Message) -> None:
+        """Write a line."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        try:
+            process.stdin.write(orjson.dumps(message) + b"\n")
+            await process.stdin.drain()
+        except (OSError, RuntimeError) as error:  # a pipe without a reader, or one that is closed
+            raise EnvironmentFailed(f"{self.where} has ended{self._last_words()}") from error
+
+    async def close(self) -> None:
+        """Close the server's input, wait a little, then end its process group."""
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        try:
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_SECONDS):
+                    await process.wait()
+        finally:
+            self._hang_up()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * keeper.GRACE_SECONDS):
+                    await process.wait()
+                    await asyncio.wait(self._reading)  # until the pipes end, which closes them
+            await cancelled(*self._reading)
+
+    def _hang_up(self) -> None:
+        """Let go of the pipe on whose end the keeper waits."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    async def _read(
+        self,
+        process: asyncio.subprocess.Process,
+        receive: Callable[[Message], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                if isinstance(message := orjson.loads(line) if line.strip() else None, dict):
+                    receive(message)
+        except orjson.JSONDecodeError:
+            lost(f"{self.where} writes to standard output what is no message of MCP: {line[:80]!r}")
+        except ValueError:  # what `readline` raises over its limit
+            lost(f"{self.where} has sent a message of more than {self._max_bytes:,} bytes")
+        else:
+            code = await process.wait()
+            await asyncio.wait(self._reading[1:], timeout=1.0)  # its last words
+            lost(f"{self.where} has ended with code {code}{self._last_words()}")
+        while await process.stdout.read(65_536):  # so that the server can go on to its end
+            pass
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Read standard error, so that the server never waits for it, and keep the end."""
+        assert process.stderr is not None
+        while chunk := await process.stderr.read(4096):
+            self._said = (self._said + chunk)[-KEPT_BYTES:]
+
+    def _last_words(self) -> str:
+        lines = self._said.decode(errors="replace").strip().splitlines()
+        return f": {lines[-1].strip()[:300]}" if lines else ""

@@ -1,0 +1,150 @@
+"""Spaces of Gymnasium as text, against Gymnasium's own membership test, and worlds with them, one and as vectors."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+
+from palestra.envs import GymnasiumEnvironment, GymnasiumVector, check_environment
+from palestra.envs.gymnasium_spaces import NoText, action_of, instruction, shown
+from palestra.errors import ConfigError
+from unit.envs.playing import play, says
+
+PAIR = Dict({"go": Discrete(2), "push": Box(-1, 1, (2,), dtype=numpy.float32)})
+
+
+@pytest.mark.parametrize(
+    ("space", "said", "found"),
+    [
+        (Box(-2, 2, (1,), dtype=numpy.float32), "I push with -1.5!", [-1.5]),
+        (Box(-2, 2, (1,), dtype=numpy.float32), "2.5", None),
+        (Box(-2, 2, (1,), dtype=numpy.float32), "hard", None),
+        (Box(-2, 2, (2,), dtype=numpy.float32), "1e-1, .5 and 7", [0.1, 0.5]),
+        (Box(-2, 2, (2,), dtype=numpy.float32), "1", None),
+        (Box(0, 255, (2, 2), dtype=numpy.uint8), "1 2 3 255", [[1, 2], [3, 255]]),
+        (Box(0, 255, (1,), dtype=numpy.uint8), "256", None),
+        (Box(0, 255, (1,), dtype=numpy.uint8), "-1", None),
+        (Box(0, 255, (1,), dtype=numpy.uint8), "1.5", None),
+        (MultiDiscrete([3, 2]), "2, 1", [2, 1]),
+        (MultiDiscrete([3, 2]), "2, 2", None),
+        (MultiBinary(3), "1 0 1", [1, 0, 1]),
+        (Discrete(3, start=1), "3", 3),
+        (Discrete(3, start=1), "0", None),
+        (Text(5), "hello", "hello"),
+        (Text(5), "hello there", None),
+        (Tuple([Discrete(2), Text(3)]), '[1, "ab"]', (1, "ab")),
+        (Tuple([Discrete(2), Text(3)]), '[1, "abcd"]', None),
+        (PAIR, '{"go": 1, "push": [0.5, -0.5]}', {"go": 1, "push": [0.5, -0.5]}),
+        (PAIR, '{"go": 1, "push": [0.5, -1.5]}', None),
+        (PAIR, '{"go": true, "push": [0.5, -0.5]}', None),
+        (PAIR, '{"go": 1}', None),
+        (PAIR, "go", None),
+    ],
+)
+def test_a_reply_is_an_action_exactly_if_the_space_contains_it(space, said, found):
+    action = action_of(space, said)
+    if found is None:
+        assert action is None
+        return
+    assert space.contains(action)
+    plain = (
+        {name: numpy.asarray(part).tolist() for name, part in action.items()} if isinstance(action, dict) else action
+    )
+    if isinstance(plain, numpy.ndarray):
+        numpy.testing.assert_allclose(plain, numpy.asarray(found, dtype=plain.dtype))
+    elif isinstance(plain, dict):
+        assert plain == found
+    else:
+        assert plain == found
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (Box(-2, 2, (1,), dtype=numpy.float32), "Say 1 number from -2 to 2."),
+        (
+            Box(numpy.array([0, 1.0]), numpy.array([1.0, 5]), dtype=numpy.float64),
+            "Say 2 numbers, at least 0, 1 and at most 1, 5.",
+        ),
+        (Box(-numpy.inf, numpy.inf, (2,)), "Say 2 numbers."),
+        (MultiDiscrete([3, 2]), "Say 2 whole numbers, each at least 0 and below 3, 2."),
+        (Discrete(3, start=1), "Say a number from 1 to 3."),
+        (PAIR, "Say a JSON object of: go: Say a number from 0 to 1.; push: Say 2 numbers from -1 to 1."),
+    ],
+)
+def test_an_agent_is_told_what_to_say(space, words):
+    assert instruction(space) == words
+
+
+def test_observations_are_short_numbers_with_their_names():
+    assert shown(numpy.array([0.12345678, -3.0, 2e9], dtype=numpy.float32)) == "0.1235, -3, 2e+09"
+    assert shown(numpy.array([1.5, 2]), ("place", "speed")) == "place 1.5, speed 2"
+    assert shown(numpy.array([[1, 2], [3, 4]])) == "1 2\n3 4"
+    assert shown({"a": 3, "b": (numpy.array(2), "text")}) == "a: 3\nb: 2\ntext"
+    with pytest.raises(NoText, match=r"an array of shape \(210, 160, 3\)"):
+        shown(numpy.zeros((210, 160, 3), dtype=numpy.uint8))
+
+
+def test_a_world_of_numbers_is_played_and_checked():
+    features = ("x", "y", "speed")
+    environment = GymnasiumEnvironment("Pendulum-v1", features=features, max_episode_steps=3)
+    text, _ = environment.reset({"seed": 1})
+    told, seen = text.split("\n")
+    assert told == "Say 1 number from -2 to 2."
+    reference = gymnasium.make("Pendulum-v1", max_episode_steps=3)
+    expected, _ = reference.reset(seed=1)
+    assert seen == ", ".join(f"{name} {float(v):.4f}".rstrip("0") for name, v in zip(features, expected, strict=True))
+    _, reward, *_ = reference.step(numpy.array([1.5], dtype=numpy.float32))
+    assert environment.step("1.5")[1] == reward
+    assert environment.step("3")[0] == "impossible action"
+    environment.close()
+    check_environment(
+        lambda: GymnasiumEnvironment("Pendulum-v1", max_episode_steps=5), [{"seed": 1}], ["0.5", "-2", "left"]
+    )
+
+
+def test_what_can_not_be_said_or_shown_is_refused():
+    class Graphs(gymnasium.Env):
+        action_space = gymnasium.spaces.Graph(Discrete(2), None)
+        observation_space = Discrete(2)
+
+    gymnasium.register("Graphs-v0", Graphs, disable_env_checker=True)
+    with pytest.raises(ConfigError, match="can't be said as text"):
+        GymnasiumEnvironment("Graphs-v0")
+    with pytest.raises(ConfigError, match="no such"):
+        GymnasiumEnvironment("no such")
+    with pytest.raises(ConfigError, match="as a vector"):
+        GymnasiumVector("NoSuch-v9")
+
+
+async def test_each_world_of_a_vector_is_that_of_the_single_form():
+    steps, environment = 30, GymnasiumVector("CartPole-v1", worlds=3, vectorization_mode="sync")
+    turns: dict[str, int] = {}
+
+    def act(observation):
+        turn = turns[observation.agent] = turns.get(observation.agent, -1) + 1
+        return says(str((turn + len(observation.agent)) % 2) if observation.agent != "world-2" else "1")
+
+    seen = await play(environment, {"seed": 11}, act)
+    for number in range(3):
+        mine = [one for one in seen if one.agent == f"world-{number}"]
+        world = gymnasium.make("CartPole-v1")
+        expected, _ = world.reset(seed=11 + number)
+        assert mine[0].content[0].text.endswith(shown(expected))
+        for turn in range(steps):
+            move = 1 if number == 2 else (turn + len("world-0")) % 2
+            expected, _, terminated, truncated, _ = world.step(move)
+            if terminated or truncated:
+                break
+            assert mine[turn + 1].content[0].text.endswith(shown(expected))
+        total = sum(one.reward or 0.0 for one in mine)
+        assert total == turn + 1 if terminated else total >= steps
+    await environment.close()
+
+
+def test_a_vector_keeps_to_what_environments_have_to_do():
+    check_environment(
+        lambda: GymnasiumVector("CartPole-v1", worlds=2), [{"seed": 1}], ["0", "1", "left"], max_steps=200
+    )

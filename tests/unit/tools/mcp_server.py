@@ -1,0 +1,110 @@
+"""A small server of MCP on standard input and output, with the faults that a test asks for by its arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+TOOLS = [
+    {
+        "name": "add",
+        "description": "Add.",
+        "inputSchema": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a"],
+        },
+    },
+    *({"name": name, "inputSchema": {"type": "object"}} for name in ("parts", "fail", "hang", "die", "grow", "large")),
+]
+PARTS = [
+    {"type": "text", "text": "seen"},
+    {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+    {"type": "resource_link", "uri": "file:///a", "name": "a"},
+    {"type": "resource", "resource": {"uri": "file:///b", "text": "words"}},
+    {"type": "resource", "resource": {"uri": "file:///c", "blob": "AAA=", "mimeType": "x/y"}},
+    {"type": "hologram"},
+]
+VARIABLES = ("SECRET_OF_A_TEST", "GIVEN")
+
+
+def main(fault: str) -> None:
+    if fault == "slow":
+        time.sleep(60)
+    if fault == "dies":
+        sys.exit("no licence")
+    if fault == "chatty":
+        print("Welcome!", flush=True)
+    if fault == "leaves":
+        subprocess.Popen(["sleep", "600"], start_new_session=False)
+    seen: list[str] = []
+    for line in sys.stdin:
+        message = json.loads(line)
+        seen.append(message.get("method", "answer"))
+        for answer in answers(message, fault, seen):
+            print(json.dumps({"jsonrpc": "2.0", **answer}), flush=True)
+        if fault == "stubborn":
+            continue
+    if fault == "stubborn":
+        time.sleep(600)
+
+
+def answers(message: dict, fault: str, seen: list[str]) -> list[dict]:
+    number = message.get("id")
+    match message.get("method"):
+        case "initialize":
+            version = "1999-01-01" if fault == "old" else message["params"]["protocolVersion"]
+            able = {} if fault == "without" else {"tools": {"listChanged": True}}
+            ping = {"id": "p", "method": "ping"}
+            return [ping, {"id": number, "result": {"protocolVersion": version, "capabilities": able}}]
+        case "tools/list":
+            return [{"id": number, **page(message["params"], fault)}]
+        case "tools/call":
+            return called(message["params"]["name"], message["params"]["arguments"], number, seen)
+        case _:
+            return []
+
+
+def page(given: dict, fault: str) -> dict:
+    place = int(given.get("cursor", 0))
+    result = {"tools": TOOLS[place : place + 3]}
+    if fault == "endless":
+        return {"result": result | {"nextCursor": "0"}}
+    return {"result": result | ({"nextCursor": str(place + 3)} if place + 3 < len(TOOLS) else {})}
+
+
+def called(name: str, given: dict, number: int, seen: list[str]) -> list[dict]:
+    def said(text: str, **more: object) -> list[dict]:
+        return [{"id": number, "result": {"content": [{"type": "text", "text": text}], **more}}]
+
+    match name:
+        case "add":
+            return said(str(given["a"] + given.get("b", 0)))
+        case "parts":
+            return [{"id": number, "result": {"content": PARTS}}]
+        case "fail":
+            return said("the disk is full", isError=True)
+        case "hang":
+            return []
+        case "die":
+            print("out of memory", file=sys.stderr, flush=True)
+            os._exit(3)
+        case "grow":
+            TOOLS.append({"name": "new", "inputSchema": {"type": "object"}})
+            return [{"method": "notifications/tools/list_changed"}, *said("grown")]
+        case "large":
+            return said("x" * given["size"])
+        case "new":
+            return [{"id": number, "result": {"content": [], "structuredContent": {"seen": seen}}}]
+        case "environment":
+            return said(json.dumps({name: os.environ.get(name) for name in VARIABLES}))
+        case _:
+            return [{"id": number, "error": {"code": -32602, "message": f"Invalid params: no {name}"}}]
+
+
+if __name__ == "__main__":
+    TOOLS.append({"name": "environment", "inputSchema": {"type": "object"}})
+    main(sys.argv[1] if len(sys.argv) > 1 else "")
