@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import signal
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import ENVIRONMENT, command, load_environment
+from palestra.cli.options import ENVIRONMENT, command, environment_settings, load_environment
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -114,12 +113,7 @@ def _maker(reference: str, settings: str) -> Callable[[], Environment | Concurre
     """
     from palestra.envs import catalog_entry
 
-    try:
-        given = json.loads(settings)
-    except ValueError as error:
-        raise ConfigError(f"--settings {settings}: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"""--settings {settings}: settings are a JSON object, such as '{{"size": 5}}'""")
+    given = environment_settings(settings)
     make = load_environment(reference)
     return partial(catalog_entry(make).make if isinstance(make, str) else make, **given)
 

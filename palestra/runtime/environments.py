@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment
-from palestra.envs.catalog import catalog_entry
+from palestra.envs.catalog import catalog_maker
 from palestra.envs.remote import RemoteEnvironment
 from palestra.errors import ConfigError
 
@@ -35,9 +33,4 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
         return RemoteEnvironment(chosen.url, key, system=chosen.system)
     if chosen.name is None:
         return None
-    make = catalog_entry(chosen.name).make
-    settings: dict[str, Any] = dict(chosen.settings)
-    if chosen.system is not None and isinstance(make(**settings), ConcurrentEnvironment):
-        settings["system"] = chosen.system
-    make(**settings)  # a wrong setting is refused now
-    return partial(make, **settings)
+    return catalog_maker(chosen.name, chosen.settings, chosen.system)
