@@ -501,7 +501,7 @@ def _fleet(
     if count is None or play is not None or config.kind != "training":
         return None
     order = RunnerOrder(url=url, key=lambda: plane.keys.job_key, concurrency=-(-_concurrency(config) // count))
-    return RunnerFleet(count, order, starter or start_process, plane.store.episodes, plane.progress)
+    return RunnerFleet(count, order, starter or start_process, plane.store, plane.progress)
 
 
 @asynccontextmanager

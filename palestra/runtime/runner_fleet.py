@@ -12,7 +12,7 @@ from typing import Self
 from palestra.client.fleet import Crashes
 from palestra.errors import PalestraError
 from palestra.rollout.failures import Lost
-from palestra.store.episodes import Episodes
+from palestra.store import RunStore
 from palestra.types.progress import JobProgress
 from palestra.waiting import cancelled
 
@@ -50,7 +50,7 @@ class RunnerFleet:
     """
 
     def __init__(
-        self, count: int, order: RunnerOrder, start: RunnerStarter, episodes: Episodes, progress: JobProgress
+        self, count: int, order: RunnerOrder, start: RunnerStarter, store: RunStore, progress: JobProgress
     ) -> None:
         """Prepare the fleet.
 
@@ -58,11 +58,11 @@ class RunnerFleet:
             count: number of runners.
             order: what each of them has to know.
             start: runs one.
-            episodes: of the job.
+            store: of the job, whose episodes runners claim.
             progress: the state that `/status` shows.
         """
         self._count, self._order, self._start = count, order, start
-        self._episodes, self._progress = episodes, progress
+        self._store, self._progress = store, progress
         self._keeping: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[PalestraError] = asyncio.get_running_loop().create_future()
 
@@ -100,6 +100,7 @@ class RunnerFleet:
             finally:
                 self._progress.runners -= 1
             await self._give_back(number, f"its runner {died}", counts=True)
+            await self._store.log.add_event("runner_died", {"runner": number, "reason": died})
             try:
                 pause = crashes.pause_after(f"runner {number}", died)
             except PalestraError as error:
@@ -117,9 +118,10 @@ class RunnerFleet:
             reason: is recorded with the attempt.
             counts: whether it counts as an attempt.
         """
-        for episode in await self._episodes.claimed_by(_name(number)):
+        episodes = self._store.episodes
+        for episode in await episodes.claimed_by(_name(number)):
             with contextlib.suppress(*Lost):  # its lease ran out at this moment
-                await self._episodes.abort(episode.episode_id, episode.fence, reason, discard=False, counts=counts)
+                await episodes.abort(episode.episode_id, episode.fence, reason, discard=False, counts=counts)
 
 
 def _name(number: int) -> str:
