@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,9 @@ def model_call(episode: Episode, call: ModelCall) -> Call[ModelReply]:
         max_tokens=call.max_tokens,
         temperature=call.temperature,
     )
-    headers = {name: text.encode() for name, text in episode.headers(call.agent, call.time_step).items()}
+    # By the key the server knows the call again, also where it has sent a reply that did not arrive.
+    headers = {"idempotency-key": uuid.uuid4().hex.encode()}
+    headers |= {name: text.encode() for name, text in episode.headers(call.agent, call.time_step).items()}
     return Call(
         "/v1/chat/completions", body, ModelReply, episode.api_key, timeout_seconds=MODEL_SECONDS, headers=headers
     )

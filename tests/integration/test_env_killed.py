@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from env_servers import KEY, EnvServer, Ledger, played
-from servers import PALESTRA
+from servers import PALESTRA, Process
 from test_env_wire import ACTIONS, TASKS, WHOLE, job, rewards
 
 from palestra import train
@@ -66,12 +66,12 @@ class Restarted:
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_at_any_message_costs_attempts_and_no_rewards(tmp_path):
-    with Restarted(5) as server:
+    with Restarted(6) as server:  # killed at the reset and at each of the four steps
         environment = RemoteEnvironment(f"http://127.0.0.1:{server.port}", "env-test-key", retry_seconds=30)
         groups = {"group_size": 2, "groups_per_step": 2, "max_attempts": 20}
         config = job(tmp_path / "run", environment={"max_concurrency": 1}, rollout=groups)
         train(environment=environment, tasks=TASKS, config=config, quiet=True)
-        assert server.codes == [KILLED] * 4
+        assert server.codes == [KILLED] * 5
     assert rewards(tmp_path / "run") == RIGHT
     assert len(read_episodes(tmp_path / "run", "train", None)) == 8
 
@@ -79,9 +79,10 @@ def test_a_server_that_is_killed_at_any_message_costs_attempts_and_no_rewards(tm
 @pytest.mark.slow
 def test_a_job_that_is_killed_at_any_message_ends_with_the_rewards_of_one_that_was_not(tmp_path):
     with EnvServer(Ledger, lease_seconds=5) as server:
-        for number in (1, 3, 6, 0):  # the first reset, an act, and the message after an episode
-            with run("env_job_process.py", server.url, tmp_path / "run", number) as process:
-                assert process.wait(60) == (KILLED if number else 0)
+        for number in (1, 2, 3, 4, 5, 6, 0):  # the first reset, each act, and the message after an episode
+            words = [sys.executable, HERE / "env_job_process.py", server.url, tmp_path / "run", number]
+            process = Process.start(words, tmp_path / f"job-{number}.log", fresh=False)
+            assert process.wait() == (KILLED if number else 0), process.output
         assert rewards(tmp_path / "run") == RIGHT
         assert len(read_episodes(tmp_path / "run", "train", None)) == 8
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+from collections import Counter
 from dataclasses import replace
 
+import httpx2
 import pytest
 from fleet_environments import Echo, Named, Pair, Thinks
 
 from palestra.agents import ModelAgent, RandomAgent
 from palestra.client import AsyncClient, Worker
+from palestra.client.exchange import Endpoint
 from palestra.config import parse_config
 from palestra.envs.calculator import CalculatorEnvironment
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
@@ -80,3 +83,28 @@ async def test_what_is_recorded_and_trained_is_the_same(tmp_path, spec, more):
     outside = await play(tmp_path / "outside", spec, outside=True, **more)
     assert inside == outside
     assert any(isinstance(row, str) for row in inside)
+
+
+@pytest.mark.slow
+async def test_a_request_or_an_answer_that_is_lost_changes_nothing(tmp_path, monkeypatch):
+    """Every request is lost once before it reaches the server, and once more with its answer."""
+    spec = RolloutSpec(environment=Echo)
+    undisturbed = await play(tmp_path / "inside", spec, outside=False)
+    request, lost = httpx2.AsyncClient.request, Counter()
+
+    async def loses(self, method, url, **more):
+        known = (url, more["content"], more["headers"]["authorization"])
+        lost[known] += 1
+        if lost[known] == 1:
+            raise httpx2.ConnectError("the request was lost")
+        answer = await request(self, method, url, **more)
+        if lost[known] == 2:
+            raise httpx2.ReadError("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(httpx2.AsyncClient, "request", loses)
+    monkeypatch.setattr(Endpoint, "backoff", lambda self, attempt: 0.01)
+    disturbed = await play(tmp_path / "outside", spec, outside=True)
+    assert disturbed == undisturbed
+    assert len(lost) >= 12 * 4, "of each episode a claim, two calls and an end"
+    assert min(count for (url, *_), count in lost.items() if "claim" not in url) >= 3

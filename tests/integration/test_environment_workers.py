@@ -93,6 +93,50 @@ def test_processes_that_die_are_replaced_and_their_episodes_are_played_again(tmp
         assert_same_metrics(job, undisturbed)
 
 
+MESSAGES = ("claim", "first call", "second call", "end")  # of an episode of Echo
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_at_any_message_loses_and_doubles_nothing(tmp_path, undisturbed):
+    """One job; the worker of each life is killed before it sends a message, or when the answer to it has come."""
+    rollout = {"rollout": {**SCRIPTED["rollout"], "lease_seconds": 0.5, "max_attempts": 20}}
+    with Job(tmp_path, SCRIPTED | rollout) as job:
+        job.start()
+        script = HERE / "killed_player_process.py"
+
+        def life(number: int, when: str) -> Process:
+            command = [sys.executable, script, job.url, number, when]
+            job.workers.append(Process.start(command, tmp_path / f"{when}-{number}.log", fresh=False))
+            return job.workers[-1]
+
+        for number in range(1, len(MESSAGES) + 1):
+            for when in ("before", "after"):
+                worker = life(number, when)
+                assert worker.wait() == -signal.SIGKILL, worker.output
+        assert life(0, "never").wait() == 0
+        assert job.servers[-1].wait() == 0
+        assert job.weights() == undisturbed.weights()
+        assert_same_metrics(job, undisturbed)
+        attempts = [row["attempts"] for row in job.query("SELECT attempts FROM episodes")]
+        assert sum(attempts) - len(attempts) == 6, "only deaths between a claim and its end cost an attempt"
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_an_environment_is_played_loses_and_doubles_nothing(tmp_path, fleet, undisturbed):
+    faults = ("after_claim_commit:2", "after_chat_commit:3", "before_end_commit:3", "before_publish:1")
+    with Job(tmp_path / "job", SHORT) as job:
+        for number, fault in enumerate(faults):
+            server = job.start(*(["--resume"] if number else []), fault=fault)
+            if number == 0:
+                worker = fleet(job.url, "OWN:Echo", "--concurrency", 2)
+            assert server.wait() == -signal.SIGKILL, server.output
+        job.start("--resume")
+        job.finish()
+        assert worker.wait() == 0, worker.output
+        assert job.weights() == undisturbed.weights()
+        assert_same_metrics(job, undisturbed)
+
+
 @pytest.mark.slow
 def test_after_sigterm_the_open_episodes_are_finished_and_no_other_is_begun(tmp_path, fleet):
     with Job(tmp_path / "job", SCRIPTED) as job:
