@@ -179,7 +179,9 @@ def test_runners_of_a_job_are_replaced_and_end_with_it(tmp_path):
 @pytest.mark.slow
 def test_runners_end_with_a_job_that_is_killed(tmp_path):
     delay = {"engine": WALKS["engine"] | {"delay_seconds": 0.2}}
-    with Job(tmp_path, WALKS | delay | {"environment": WALKS["environment"] | {"runners": 1}}, tasks=()) as job:
+    with Job(
+        tmp_path, WALKS | delay | {"environment": WALKS["environment"] | {"runners": 1}}, tasks=(), validation=()
+    ) as job:
         server = job.start()
         with Plane(job.url) as plane:
             until(lambda: plane.status()["workers"] == 1, "the runner plays")

@@ -124,14 +124,15 @@ def test_runners_are_actors_that_count_as_cores_of_their_job_and_are_replaced(se
     assert job.view().resources.cpus == 3.0, "its own core, and one for each runner"
     until(lambda: running(job) and len(runners_of(service)) == 2, "two runners")
     victim = runners_of(service)[0]
-    until(lambda: job.view().step >= 1, "a step")
+    rows = service.state / "jobs" / job.job_id / "run" / "metrics.jsonl"
+    until(lambda: rows.exists() and len(metrics_of(service, job.job_id)) > 1, "a step")
     victim.kill()
     assert job.wait().state == "completed"
     assert metrics_of(service, job.job_id) == metrics_of(service, alone.job_id), (
         "the killed one's episodes were played again"
     )
     until(lambda: not runners_of(service), "the runners end with the job")
-    with pytest.raises(ConfigError, match="could never start"):
+    with pytest.raises(InvalidRequest, match="could never start"):
         control.submit(GAMES | {"environment": GAMES["environment"] | {"runners": 16}})
 
 
