@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -38,8 +40,9 @@ from palestra.client.seat import AsyncSeat, seat_of
 from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, JobOver, PalestraError
 from palestra.threads import in_thread
-from palestra.types.wire import RolloutFacts
+from palestra.types.wire import ClaimAnswer, RolloutFacts
 
+log = logging.getLogger("palestra.client")
 T = TypeVar("T")
 # Returns the present URL and key of a data plane. May block; raises JobOver if the job is over.
 Find = Callable[[], tuple[str, str]]
@@ -90,12 +93,18 @@ class AsyncClient:
     async def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
         """Claim the next episode, waiting for one; None when the job is over. See `Client.begin_episode`.
 
+        If the caller is cancelled, an episode that the server has just claimed for it is given back.
+
         Args:
             allow_discard_timeout: lease of the episode in seconds; None: the job's setting.
         """
         while True:
+            call = claim_call(self._settings.worker_id, allow_discard_timeout)
             try:
-                answer = await self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
+                answer = await self._send(call)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._give_back_claimed(call))
+                raise
             except JobOver:
                 return None
             except ClaimOver:
@@ -103,6 +112,16 @@ class AsyncClient:
             episode, finished = read_claim(answer)
             if episode is not None or finished:
                 return episode
+
+    async def _give_back_claimed(self, call: Call[ClaimAnswer]) -> None:
+        """Send a claim whose answer was not awaited once more, which gets the same episode, and give that back."""
+        body = call.body.model_copy(update={"wait_seconds": 0.0})
+        try:
+            episode, _ = read_claim(await self._send(replace(call, body=body), GIVE_BACK_SECONDS))
+            if episode is not None:
+                await self._send(abort_call(episode, "cancelled: the worker was stopped", False), GIVE_BACK_SECONDS)
+        except PalestraError as problem:
+            log.info("a claim could not be given back, its lease runs out instead: %s", problem)
 
     async def end_episode(
         self,

@@ -70,7 +70,12 @@ async def play(folder, spec, *, outside: bool, **more) -> list[dict]:
     ("spec", "more"),
     [
         pytest.param(RolloutSpec(environment=Echo), {}, id="serial"),
-        pytest.param(RolloutSpec(environment=Named), {"algorithm": {"reward_weights": {"sum": 3.0}}}, id="named"),
+        pytest.param(
+            RolloutSpec(environment=Named),
+            {"algorithm": {"reward_weights": {"sum": 3.0}}},
+            id="named",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(RolloutSpec(environment=Pair), TWO, id="two policies"),
         pytest.param(RolloutSpec(environment=Echo, agents={"": Thinks()}), {}, id="agent", marks=pytest.mark.slow),
         pytest.param(DRAWS, {}, id="draws", marks=pytest.mark.slow),
@@ -108,3 +113,31 @@ async def test_a_request_or_an_answer_that_is_lost_changes_nothing(tmp_path, mon
     assert disturbed == undisturbed
     assert len(lost) >= 12 * 4, "of each episode a claim, two calls and an end"
     assert min(count for (url, *_), count in lost.items() if "claim" not in url) >= 3
+
+
+async def test_a_claim_that_is_answered_while_its_worker_is_told_to_end_is_given_back(tmp_path, monkeypatch):
+    """The answer is on its way when the worker drains: else the episode would wait for the end of a lease."""
+    request, answered = httpx2.AsyncClient.request, asyncio.Event()
+
+    async def slow(self, method, url, **more):
+        answer = await request(self, method, url, **more)
+        if url.endswith("/claim_episode") and not answered.is_set():
+            answered.set()
+            await asyncio.sleep(60)
+        return answer
+
+    async with local_job(job(tmp_path), lambda *_: None) as running:
+        work = asyncio.create_task(running.run())
+        async with AsyncClient(running.url, running.api_key) as client:
+            await client.push_tasks(TASKS)
+            monkeypatch.setattr(httpx2.AsyncClient, "request", slow)
+            worker = Worker(client, lambda task, endpoint: 1.0, 1)
+            playing = asyncio.create_task(worker.run())
+            await answered.wait()
+            assert running.plane.store.leases.holders(9)
+            worker.drain()
+            async with asyncio.timeout(10):
+                await playing
+            assert not running.plane.store.leases.holders(9)
+        running.stop()
+        await work

@@ -208,16 +208,6 @@ def test_what_the_server_refuses_is_said_in_one_line(tmp_path, fleet):
             assert "wrong-key" not in worker.output
 
 
-@pytest.mark.slow
-def test_an_agent_plays_in_the_environment_that_is_named(tmp_path, fleet):
-    with Job(tmp_path / "job", SCRIPTED) as job:
-        job.start()
-        worker = fleet(job.url, "OWN:Thinks", "--environment", f"{OWN}:Echo", "--settings", '{"turns": 1}')
-        job.finish()
-        assert worker.wait() == 0, worker.output
-        assert {row["calls"] for row in job.query("SELECT count(*) AS calls FROM chats GROUP BY episode_id")} == {2}
-
-
 def test_a_process_that_plays_loads_neither_torch_nor_ray():
     code = (
         "import sys, palestra.runtime.runner_process, palestra.runtime.runner, palestra.cli.worker\n"
