@@ -46,6 +46,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -175,6 +176,18 @@ class ContextOverflow(PalestraError):
         )
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context
+
+    @classmethod
+    def of_message(cls, message: str) -> ContextOverflow:
+        """Return the error whose message a server has sent.
+
+        Raises:
+            ValueError: it is no message of this error.
+        """
+        found = re.match(r"the prompt has (at least )?(\d+) tokens and the context of this policy is (\d+);", message)
+        if found is None:
+            raise ValueError(f"no message of a full context: {message}")
+        return cls(int(found[2]), int(found[3]), at_least=found[1] is not None)
 
 
 class ConfigError(PalestraError):

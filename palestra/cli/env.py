@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import os
 import secrets
 import signal
@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import ENVIRONMENT, command, load_environment
+from palestra.cli.options import ENVIRONMENT, command, environment_settings, load_environment
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from palestra.env_server import SessionLimits
@@ -79,10 +78,17 @@ def add(commands: Any) -> None:
         default=600.0,
         help="an episode fails if the environment, and no agent, is silent for so long",
     )
+    parser.add_argument(
+        "--drain-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="how long episodes may still take after SIGTERM, while no session is made; a second SIGTERM ends them",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM.
+    """Serve until Ctrl-C; after SIGTERM, until the episodes that are being played are over.
 
     Raises:
         ConfigError: a number is out of range, the key can't be read, or there is no such environment.
@@ -95,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.env_server import SessionLimits
 
     checked_count("--sessions", arguments.sessions)
+    checked_amount("--drain-seconds", arguments.drain_seconds, endless=True)
     for name in ("lease_seconds", "idle_seconds", "hang_seconds"):
         if not checked_amount(f"--{name.replace('_', '-')}", getattr(arguments, name)):
             raise ConfigError(f"--{name.replace('_', '-')} is 0, and has to be above")
@@ -123,12 +130,7 @@ def _maker(reference: str, settings: str) -> Callable[[], Environment | Concurre
     """
     from palestra.envs import catalog_entry
 
-    try:
-        given = json.loads(settings)
-    except ValueError as error:
-        raise ConfigError(f"--settings {settings}: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"""--settings {settings}: settings are a JSON object, such as '{{"size": 5}}'""")
+    given = environment_settings(settings)
     make = load_environment(reference)
     return partial(catalog_entry(make).make if isinstance(make, str) else make, **given)
 
@@ -159,15 +161,24 @@ async def _serve(
     from palestra.env_server import SessionTable
     from palestra.env_server.app import served_environment
     from palestra.http.server import listen, url_of
+    from palestra.waiting import race
 
     key, is_new = _key(arguments.key_file)
     table = SessionTable(make, limits)
     listener = listen(arguments.host, arguments.port)
-    stop = _stopped()
+    loop, draining, stop = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: (stop if draining.is_set() else draining).set())
     async with served_environment(table, key, listener):
         say(f"{table.facts.name} at {url_of(listener)}, whose page shows the sessions; Ctrl-C ends")
         _show_new(key, is_new)
-        await stop.wait()
+        await race(stop.wait(), draining.wait())
+        if stop.is_set():
+            return
+        say(f"draining: no new sessions; {len(table)} open")
+        drained = await race(stop.wait(), table.drain(arguments.drain_seconds))
+        if not drained.result or drained.index == 0:
+            say(f"{len(table)} sessions were ended in the middle of an episode, which is played again elsewhere")
 
 
 async def _serve_openenv(
@@ -194,8 +205,6 @@ async def _serve_openenv(
 
 def _stopped() -> asyncio.Event:
     """Return what is set by SIGINT and SIGTERM."""
-    import asyncio
-
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -263,6 +263,21 @@ def load_function(reference: str) -> Any:
     return getattr(module, name)
 
 
+def environment_settings(text: str) -> dict[str, Any]:
+    """Return the settings of an environment, by name.
+
+    Raises:
+        ConfigError: the text is no JSON object.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--settings {text}: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"""--settings {text}: settings are a JSON object, such as '{{"size": 5}}'""")
+    return given
+
+
 def load_environment(reference: str | None) -> Any:
     """Return a class or function of the user's own that makes environments; a name of one that ships as it is.
 

@@ -1,4 +1,4 @@
-"""`palestra worker`: processes that play a job's episodes with a function, kept running until the job is over."""
+"""`palestra worker`: processes that play a job's episodes, kept running until the job is over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import FUNCTION, add_control, command, load_function, load_tasks
+from palestra.cli.options import ENVIRONMENT, add_control, command, load_tasks
+from palestra.cli.played import PLAYED, Played, load_played
 from palestra.errors import ConfigError, JobOver
 from palestra.terminal import say
 
@@ -25,10 +26,13 @@ def add(commands: Any) -> None:
         commands,
         "worker",
         run,
-        "play a job's episodes with a function of yours, on this machine",
-        "  palestra worker recipes/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32",
+        "play a job's episodes on this machine, with a function, an environment or an agent of yours",
+        "  palestra worker recipes/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32\n"
+        "  palestra worker nim.py:Nim --url http://server:7411 --key-file api_key --processes 8",
     )
-    parser.add_argument("rollout", help=f"the function: {FUNCTION}")
+    parser.add_argument("played", nargs="?", help=PLAYED)
+    parser.add_argument("--environment", help=f"the environment that an agent acts in: {ENVIRONMENT}")
+    parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of the environment, by name")
     parser.add_argument("--url", default="http://127.0.0.1:7411", help="URL of the job's data plane")
     parser.add_argument("--job", help="id of a job of a control plane; without it, --url and a key")
     add_control(parser)
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from palestra.client import Client
     from palestra.client.arguments import checked_amount, checked_count
-    from palestra.client.worker import Fleet
+    from palestra.client.fleet import Fleet
 
     checked_count("--concurrency", arguments.concurrency)
     checked_count("--processes", arguments.processes)
@@ -84,11 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.child:
         asyncio.run(_play(arguments))
         return 0
-    load_function(arguments.rollout)  # what is wrong with it is said once
+    played = load_played(arguments.played, arguments.environment, arguments.settings)
     if arguments.job is not None:
         arguments.url, os.environ[KEY_VARIABLE] = _finder(arguments)()
-    words = [sys.executable, "-m", "palestra.cli.main", "worker", arguments.rollout, "--child"]
-    for option in ("url", "job", "control", "concurrency", "name"):
+    asyncio.run(_check(arguments.url, played))  # what is wrong is said once, and not by every process
+    words = [sys.executable, "-m", "palestra.cli.main", "worker", "--child"]
+    words += [] if arguments.played is None else [arguments.played]
+    for option in ("url", "job", "control", "concurrency", "name", "environment", "settings"):
         if getattr(arguments, option) is not None:
             words += [f"--{option}", str(getattr(arguments, option))]
     if arguments.tasks is not None:
@@ -113,14 +119,27 @@ def _finder(arguments: argparse.Namespace) -> Find:
     return find
 
 
+async def _check(url: str, played: Played) -> None:
+    """Ask the job what has to be known before its episodes are played, so that a wrong key is found.
+
+    Raises:
+        PalestraError: the key is wrong, nothing of Palestra is at the URL, or the job does not fit what is played.
+    """
+    from palestra.client import AsyncClient
+
+    async with AsyncClient(url) as client:
+        played(await client.facts())
+
+
 async def _play(arguments: argparse.Namespace) -> None:
     """Play episodes in this process until the job is over, or SIGTERM and the end of those that were begun."""
     import asyncio
 
     from palestra.client import AsyncClient, Worker
+    from palestra.rollout import EnvironmentPlayer, RolloutSpec
     from palestra.threads import in_thread
 
-    rollout = load_function(arguments.rollout)
+    played = load_played(arguments.played, arguments.environment, arguments.settings)
     name = f"{arguments.name}-{os.getpid()}"
     find = _finder(arguments) if arguments.job is not None else None
     if find is not None:  # a child that was started again may find its server somewhere else
@@ -129,8 +148,11 @@ async def _play(arguments: argparse.Namespace) -> None:
         except JobOver:
             return
     async with AsyncClient(arguments.url, worker_id=name, find=find) as client:
-        worker = Worker(client, rollout, arguments.concurrency)
         loop = asyncio.get_running_loop()
+        facts = await client.facts()
+        found = played(facts)
+        player = EnvironmentPlayer(client, found, facts) if isinstance(found, RolloutSpec) else found
+        worker = Worker(client, player, arguments.concurrency)
         loop.add_signal_handler(signal.SIGTERM, worker.drain)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal sends it to all; the parent says what to do
         await worker.run()

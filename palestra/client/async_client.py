@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -15,17 +18,20 @@ from palestra.client.episode import (
     GIVE_BACK_SECONDS,
     Episode,
     Reward,
+    StepRecords,
     not_given_back,
     reason_of,
     renewed,
     reward_of,
 )
 from palestra.client.exchange import Action, Reply, Settings, send_call
+from palestra.client.model_call import ModelCall, ModelReply, model_call
 from palestra.client.protocol import (
     Call,
     abort_call,
     claim_call,
     end_call,
+    facts_call,
     heartbeat_call,
     push_calls,
     read_claim,
@@ -34,7 +40,9 @@ from palestra.client.seat import AsyncSeat, seat_of
 from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, JobOver, PalestraError
 from palestra.threads import in_thread
+from palestra.types.wire import ClaimAnswer, RolloutFacts
 
+log = logging.getLogger("palestra.client")
 T = TypeVar("T")
 # Returns the present URL and key of a data plane. May block; raises JobOver if the job is over.
 Find = Callable[[], tuple[str, str]]
@@ -85,12 +93,18 @@ class AsyncClient:
     async def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
         """Claim the next episode, waiting for one; None when the job is over. See `Client.begin_episode`.
 
+        If the caller is cancelled, an episode that the server has just claimed for it is given back.
+
         Args:
             allow_discard_timeout: lease of the episode in seconds; None: the job's setting.
         """
         while True:
+            call = claim_call(self._settings.worker_id, allow_discard_timeout)
             try:
-                answer = await self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
+                answer = await self._send(call)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._give_back_claimed(call))
+                raise
             except JobOver:
                 return None
             except ClaimOver:
@@ -98,6 +112,16 @@ class AsyncClient:
             episode, finished = read_claim(answer)
             if episode is not None or finished:
                 return episode
+
+    async def _give_back_claimed(self, call: Call[ClaimAnswer]) -> None:
+        """Send a claim whose answer was not awaited once more, which gets the same episode, and give that back."""
+        body = call.body.model_copy(update={"wait_seconds": 0.0})
+        try:
+            episode, _ = read_claim(await self._send(replace(call, body=body), GIVE_BACK_SECONDS))
+            if episode is not None:
+                await self._send(abort_call(episode, "cancelled: the worker was stopped", False), GIVE_BACK_SECONDS)
+        except PalestraError as problem:
+            log.info("a claim could not be given back, its lease runs out instead: %s", problem)
 
     async def end_episode(
         self,
@@ -107,6 +131,7 @@ class AsyncClient:
         step_rewards: Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
+        steps: StepRecords | None = None,
     ) -> None:
         """Hand in the reward of an episode. See `Client.end_episode`, also for errors.
 
@@ -116,8 +141,27 @@ class AsyncClient:
             step_rewards: a reward for each TimeStep, in order; None: none.
             metadata: JSON to record with the episode.
             named_rewards: several rewards of the episode, by name.
+            steps: what a player of Palestra's own knows of the TimeSteps; None: nothing.
         """
-        await self._send(end_call(episode, reward, step_rewards, metadata, named_rewards))
+        await self._send(end_call(episode, reward, step_rewards, metadata, named_rewards, steps))
+
+    async def facts(self) -> RolloutFacts:
+        """Return what a worker that plays an environment has to know of the job."""
+        return await self._send(facts_call())  # type: ignore[no-any-return]
+
+    async def call_model(self, episode: Episode, call: ModelCall) -> ModelReply:
+        """Make one model call of an episode; when it returns, the call is recorded.
+
+        Args:
+            episode: the claimed episode.
+            call: what is asked.
+
+        Raises:
+            ContextOverflow: the prompt leaves no room for a reply.
+            EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
+            PalestraError: the call was refused, or the server did not answer for long.
+        """
+        return await self._send(model_call(episode, call))  # type: ignore[no-any-return]
 
     async def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
         """Give an episode back without a reward, because of a failure that is not the policy's doing.
@@ -200,7 +244,8 @@ class AsyncClient:
             raise
 
     async def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
-        steps = send_call(self._settings, call, retry_seconds)
+        sent = count()
+        steps = send_call(self._settings, call, retry_seconds, sent)
         reply: Reply = None
         try:
             while True:
@@ -216,7 +261,7 @@ class AsyncClient:
                     reply = error
                     # A server at a new address gets the whole `retry_seconds` again.
                     if await self._has_moved(url):
-                        steps, reply = send_call(self._settings, call, retry_seconds), None
+                        steps, reply = send_call(self._settings, call, retry_seconds, sent), None
         except StopIteration as end:
             return end.value
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
+from palestra.types.records import AgentStepReward, StepTimes
 
 log = logging.getLogger("palestra.client")
 SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode
@@ -123,6 +124,14 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecords:
+    """What a player of Palestra's own knows of the TimeSteps of an episode, beside their rewards."""
+
+    rewards: Sequence[AgentStepReward]  # of which agents `RolloutResult.step_rewards` are the sums, in order
+    times: Sequence[StepTimes]  # by TimeStep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
     """What a rollout function may return instead of a plain reward.
 
@@ -134,6 +143,7 @@ class RolloutResult:
     step_rewards: Sequence[float] | None = None  # by TimeStep
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`
     named_rewards: Mapping[str, float | None] | None = None  # weighed and added up; None in place of one: not scored
+    steps: StepRecords | None = None  # None: a rollout function knows nothing more of them
 
 
 def period(episode: Episode) -> float:

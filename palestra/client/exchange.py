@@ -9,14 +9,16 @@ Palestra. The pauses grow from 0.1 s to LONGEST_PAUSE_SECONDS, and are longer if
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 import httpx2
@@ -28,6 +30,7 @@ from palestra.errors import (
     ConfigError,
     Conflict,
     ConnectionLost,
+    ContextOverflow,
     EpisodeEnded,
     EpisodeLeaseExpired,
     Forbidden,
@@ -58,6 +61,7 @@ _BY_CODE: dict[str, type[PalestraError]] = {
     "episode_lease_expired": EpisodeLeaseExpired,
     "episode_ended": EpisodeEnded,
 }
+_CONTEXT_FULL = ContextOverflow(0, 0).code
 _PASSING = (408, 425, 429)  # and every 5xx
 _NOT_SERVED = (429, 503)  # the request has changed nothing
 
@@ -165,28 +169,43 @@ class Settings(Endpoint):
         """
         self.url, self.key = checked_url(url, "http://127.0.0.1:7411"), checked_key(key)
 
-    def request(self, call: Call[Any]) -> dict[str, Any]:
-        """Return the arguments of `httpx2.Client.request` for a call."""
+    def request(self, call: Call[Any], retries: int = 0) -> dict[str, Any]:
+        """Return the arguments of `httpx2.Client.request` for a call.
+
+        Args:
+            call: what is asked.
+            retries: how often it was sent before; by that a server knows a model call whose reply was lost.
+        """
+        headers = {
+            "authorization": f"Bearer {call.key or self.key}",
+            "content-type": "application/json",
+            "x-stainless-retry-count": str(retries),
+            **call.headers,
+        }
         return {
-            "method": "POST",
+            "method": call.method,
             "url": self.url + call.path,
-            "content": call.body.model_dump_json(),
-            "headers": {"authorization": f"Bearer {call.key or self.key}", "content-type": "application/json"},
+            "content": None if call.body is None else call.body.model_dump_json(),
+            "headers": headers,
             "timeout": call.timeout_seconds,
         }
 
 
-def send_call(settings: Settings, call: Call[A], retry_seconds: float | None = None) -> Generator[Action, Reply, A]:
+def send_call(
+    settings: Settings, call: Call[A], retry_seconds: float | None = None, sent: Iterator[int] | None = None
+) -> Generator[Action, Reply, A]:
     """Return the exchange for a call of a data plane. Every such call is idempotent, so it may always be sent again.
 
     Args:
         settings: the data plane.
         call: the request.
         retry_seconds: how long to send it again; None: as `settings` has it.
+        sent: counts how often the call was sent, also by earlier exchanges of it; None: this is its first.
     """
+    sent = count() if sent is None else sent
     return exchange(
         settings,
-        lambda: settings.request(call),
+        lambda: settings.request(call, next(sent)),
         lambda reply: call.answer.model_validate_json(reply.content, extra="ignore"),
         retry_seconds=retry_seconds,
     )
@@ -310,6 +329,9 @@ def problem_of(reply: httpx2.Response) -> PalestraError:
         message, code = str(error["message"]), error["code"]
     except (ValueError, KeyError, TypeError, RecursionError):  # not Palestra's: perhaps a proxy's
         message = f"{message}: {reply.text[:200]}"
+    if code == _CONTEXT_FULL:
+        with contextlib.suppress(ValueError):
+            return ContextOverflow.of_message(message)
     if isinstance(code, str) and code in _BY_CODE:
         return _BY_CODE[code](message)
     passing = reply.status_code >= 500 or reply.status_code in (408, 425)

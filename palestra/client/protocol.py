@@ -7,13 +7,13 @@ import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from palestra.client.arguments import checked_amount
-from palestra.client.episode import Episode, ModelEndpoint
+from palestra.client.episode import Episode, ModelEndpoint, StepRecords
 from palestra.errors import InvalidRequest
 from palestra.types.messages import ChatMessage
 from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
@@ -25,6 +25,7 @@ from palestra.types.wire import (
     EpisodeAnswer,
     HeartbeatEpisode,
     PushTasks,
+    RolloutFacts,
     TaskBody,
     TasksPushed,
 )
@@ -47,6 +48,8 @@ class Call(Generic[A]):
     answer: type[A]
     key: str | None = None
     timeout_seconds: float = 30.0
+    method: str = "POST"
+    headers: Mapping[str, str | bytes] = field(default_factory=dict)
 
 
 def claim_call(
@@ -106,12 +109,18 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     return episode, False
 
 
+def facts_call() -> Call[RolloutFacts]:
+    """Build the request for what a worker that plays an environment has to know of the job."""
+    return Call("/rollout", None, RolloutFacts, method="GET")
+
+
 def end_call(
     episode: Episode,
     reward: float | Mapping[str, float] | None,
     step_rewards: Sequence[float] | None,
     metadata: Mapping[str, Any] | None,
     named_rewards: Mapping[str, float | None] | None = None,
+    steps: StepRecords | None = None,
 ) -> Call[EpisodeAnswer]:
     """Build the request that hands in a reward. Sent again unchanged, it changes nothing.
 
@@ -120,12 +129,14 @@ def end_call(
         reward: a finite number, or one for each agent by name; None: there are named rewards.
         step_rewards: a reward for each TimeStep, in order; None: none.
         metadata: JSON to record with the episode; None: none.
-        named_rewards: several rewards of the episode, by name; None in place of one: not scored.
+        named_rewards: several rewards of the episode, by name; None in place of one: not scored. A reward for each
+            agent beside them is their weighted sum.
+        steps: what a player of Palestra's own knows of the TimeSteps; None: nothing.
 
     Raises:
         InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
     """
-    if (reward is None) == (named_rewards is None):
+    if (reward is None) == (named_rewards is None) and not isinstance(reward, Mapping):
         raise InvalidRequest("an episode ends with a reward or with named rewards", "reward")
     with _checked():
         body = EndEpisode(
@@ -137,6 +148,8 @@ def end_call(
             else {name: None if value is None else _number(value) for name, value in named_rewards.items()},
             step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
             metadata=dict(metadata or {}),
+            agent_step_rewards=None if steps is None else tuple(steps.rewards),
+            step_times=None if steps is None else tuple(steps.times),
         )
     return Call("/end_episode", body, EpisodeAnswer, episode.api_key)
 

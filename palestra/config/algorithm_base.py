@@ -92,8 +92,7 @@ class AlgorithmConfig(Section):
         Args:
             named_rewards: by name; None: not scored.
         """
-        scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
-        return float(sum(self.reward_weights.get(name, 1.0) * value for name, value in scored.items()))
+        return weighted_sum(named_rewards, self.reward_weights)
 
     @property
     def brings_tasks(self) -> bool:
@@ -117,3 +116,14 @@ class AlgorithmConfig(Section):
             frozen: names of the job's frozen policies.
         """
         return None
+
+
+def weighted_sum(named_rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """Return the sum of the named rewards that were scored, each times its weight.
+
+    Args:
+        named_rewards: by name; None: not scored.
+        weights: by name; 1 for a name that is not there.
+    """
+    scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
+    return float(sum(weights.get(name, 1.0) * value for name, value in scored.items()))

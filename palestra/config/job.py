@@ -74,6 +74,17 @@ class EnvironmentConfig(Section):
     timeout_seconds: Seconds | None = Field(
         None, description="Limit for one attempt at an episode. None: only `rollout.max_episode_seconds` applies."
     )
+    runners: Positive | None = Field(
+        None,
+        description="Processes that play `name` beside the job, one core each: for environments that compute. In a "
+        "service each counts as one core of the job. None: the job's own process plays.",
+    )
+
+    @model_validator(mode="after")
+    def _runners_have_a_name(self) -> EnvironmentConfig:
+        if self.runners is not None and self.name is None:
+            raise ValueError("environment.runners play an environment that ships; give environment.name")
+        return self
 
     @model_validator(mode="after")
     def _one_environment(self) -> EnvironmentConfig:
@@ -338,6 +349,19 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _runners_can_play(self) -> JobConfig:
+        if self.environment.runners is None:
+            return self
+        if self.seats.roles:
+            raise ValueError("seats belong to episodes that the job's own process plays; leave environment.runners out")
+        if self.rollout.weight_sync == "between_episodes":
+            raise ValueError(
+                "rollout.weight_sync = 'between_episodes' is for episodes that the job's own process plays; leave "
+                "environment.runners out, or take 'any_time'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reproducible(self) -> JobConfig:
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError(
@@ -459,6 +483,7 @@ class JobConfig(Section):
             "validation_tasks",
             "max_concurrency",
             "timeout_seconds",
+            "runners",
             "url",  # a server may move
             "key_variable",
         }

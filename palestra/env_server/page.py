@@ -18,7 +18,8 @@ async function show() {
     if (!answer.ok) { told.textContent = found.error.message; key = ""; form.hidden = false; return; }
     form.hidden = true;
     told.textContent = `${found.environment}: ${found.sessions.length} of ${found.limit} sessions, ` +
-      `${found.waiting} waiting, ${found.opened} since the start`;
+      `${found.waiting} waiting, ${found.opened} since the start` +
+      (found.draining ? "; draining: no new sessions" : "");
     body.replaceChildren(...found.sessions.map(session => {
       const row = document.createElement("tr");
       row.append(...columns.map(name => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections import deque
@@ -66,7 +67,8 @@ class SessionTable:
         self._taken = 0  # places of sessions, also of those that are being opened or closed
         self._opened = 0
         self._ending: set[asyncio.Task[None]] = set()
-        self._stopping = False
+        self._closed: str | None = None  # why there are no new sessions; None: there may be
+        self._empty = asyncio.Event()  # set while there is no session, once the table drains
 
     def __len__(self) -> int:
         """Return how many sessions there are."""
@@ -78,6 +80,7 @@ class SessionTable:
             environment=self.facts.name,
             limit=self.limits.sessions,
             waiting=len(self._waiting),
+            draining=self._closed is not None,
             opened=self._opened,
             sessions=tuple(session.line() for session in self._sessions.values()),
         )
@@ -156,11 +159,30 @@ class SessionTable:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
+    async def drain(self, seconds: float) -> bool:
+        """Make no more sessions, and wait until the episodes that are being played are over.
+
+        A session ends between two episodes; its client begins the next one in a session of another server.
+
+        Args:
+            seconds: the longest time to wait.
+
+        Returns:
+            Whether all sessions have ended; False: the time is over, and episodes are still being played.
+        """
+        self._refuse("this environment server is draining: it ends, and takes no new sessions")
+        for session in list(self._sessions.values()):
+            if session.is_idle:
+                self.end(session)
+        self._look_empty()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()
+        return self._empty.is_set()
+
     async def close(self) -> None:
         """End all sessions, and make no more."""
-        self._stopping = True
-        for place in self._waiting:
-            place.cancel()
+        self._refuse("this server is going down")
         for session in list(self._sessions.values()):
             self.end(session)
         await asyncio.gather(*self._ending)
@@ -190,6 +212,26 @@ class SessionTable:
         self._requests[session.session_id] = request.request_id
         return session
 
+    def _check_open(self) -> None:
+        """Refuse a new session if there may be none any more.
+
+        Raises:
+            ServerStopping: the server is going down, or drains.
+        """
+        if self._closed is not None:
+            raise ServerStopping(self._closed)
+
+    def _refuse(self, reason: str) -> None:
+        """Refuse new sessions from now on, also to those who wait for one."""
+        self._closed = reason
+        for place in self._waiting:
+            place.cancel()
+        self._waiting.clear()
+
+    def _look_empty(self) -> None:
+        if self._closed is not None and self._taken == 0:
+            self._empty.set()
+
     async def _close(self, session: EnvironmentSession) -> None:
         """Close a session and give its place to the client that has waited longest."""
         try:
@@ -197,6 +239,7 @@ class SessionTable:
         finally:
             self._taken -= 1
             self._grant()
+            self._look_empty()
 
     async def _take_place(self, seconds: float) -> bool:
         """Wait until there may be one session more, in the order in which clients have come; False: there is none.
@@ -204,15 +247,14 @@ class SessionTable:
         Raises:
             ServerStopping: the server is going down.
         """
-        if self._stopping:
-            raise ServerStopping("this server is going down")
+        self._check_open()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._grant()
         self._make_room()
         await asyncio.wait((place,), timeout=seconds)
         if place.cancelled():
-            raise ServerStopping("this server is going down")
+            self._check_open()
         if not place.done():
             self._waiting.remove(place)
             return False
@@ -225,8 +267,11 @@ class SessionTable:
             self._taken += 1
 
     def _make_room(self) -> None:
-        """End the sessions that have been without an episode for longest, as many as clients wait for a place."""
-        wanted = len(self._waiting) - len(self._ending)
+        """End the sessions that have been without an episode for longest, as many as clients wait for a place.
+
+        While the table drains, all of them end.
+        """
+        wanted = len(self._sessions) if self._closed is not None else len(self._waiting) - len(self._ending)
         if wanted > 0:
             idle = sorted((s for s in self._sessions.values() if s.is_idle), key=lambda session: session.asked_at)
             for session in idle[:wanted]:

@@ -57,6 +57,29 @@ def catalog_entry(name: str) -> CatalogEntry:
     return CATALOG[name]
 
 
+def catalog_maker(
+    name: str, settings: Mapping[str, Any], system: str | None = None
+) -> Callable[[], Environment | ConcurrentEnvironment]:
+    """Return what makes an environment of the catalogue.
+
+    Args:
+        name: of the environment.
+        settings: of the environment, by name.
+        system: system message; given to an environment whose agents have messages of their own as its setting `system`.
+            None: the environment's own.
+
+    Raises:
+        ConfigError: there is no such environment, or a setting is wrong.
+        ModuleNotFoundError: the environment needs a package that is not installed.
+    """
+    make = catalog_entry(name).make
+    given = dict(settings)
+    if system is not None and isinstance(make(**given), ConcurrentEnvironment):
+        given["system"] = system
+    make(**given)  # a wrong setting is refused now
+    return partial(make, **given)
+
+
 def _maker(
     name: str, make: Callable[..., Environment | ConcurrentEnvironment], *hidden: str
 ) -> Callable[..., Environment | ConcurrentEnvironment]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.agents import Agent, ModelAgent
-from palestra.config import AlgorithmConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.errors import (
     ContextOverflow,
@@ -19,27 +18,24 @@ from palestra.errors import (
     RolloutFailed,
 )
 from palestra.rollout.failures import classify_errors, said
+from palestra.rollout.played import PlayedEpisode
 from palestra.rollout.result import EpisodeResult, Step, Termination
-from palestra.session import EpisodeSession, GenerationRequest, Sessions
+from palestra.session import GenerationRequest
 from palestra.session.seat_table import SeatTable
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
 from palestra.types.records import AgentStepReward
 
-AlgorithmOf = Callable[[str], AlgorithmConfig]  # by the name of a policy
-
 
 class TrajectoryCollectEngine:
-    """Plays one episode in one session. Agents answer observations concurrently where several are open."""
+    """Plays one episode. Agents answer observations concurrently where several are open."""
 
     def __init__(
         self,
         *,
         environment: ConcurrentEnvironment,
         agents: Mapping[str, Agent],
-        sessions: Sessions,
-        session: EpisodeSession,
-        algorithm_of: AlgorithmOf,
+        episode: PlayedEpisode,
         temperature: float | None = None,
         seats: SeatTable | None = None,
     ) -> None:
@@ -48,15 +44,12 @@ class TrajectoryCollectEngine:
         Args:
             environment: the environment, set up and not yet reset.
             agents: agents by name. An agent without an entry is played by its nearest parent's, or by the one named "".
-            sessions: the job's sessions, whose roles say which policy an agent calls.
-            session: the episode's session, which makes and records model calls.
-            algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
+            episode: what is played, and whose roles say which policy an agent calls.
             temperature: temperature of calls where the job fixes none; None: the job's.
             seats: of the episode, which are shown every observation; None: it has none.
         """
         self._environment, self._agents = environment, agents
-        self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
-        self.roles = sessions.context.policies.roles.of_episode(session.episode.players)
+        self._episode, self.roles = episode, episode.roles
         self._temperature, self._seats = temperature, seats
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
@@ -139,8 +132,7 @@ class TrajectoryCollectEngine:
         if not moves or not isinstance(self._agent(agent), ModelAgent):
             return
         policy = self.roles.policy_of(agent)
-        vocabulary = self._sessions.context.policies.runtime(policy).renderer.vocabulary
-        if (move := vocabulary.first_not_writable(moves)) is not None:
+        if (move := self._episode.first_not_writable(policy, moves)) is not None:
             text = f"the vocabulary of the policy {policy!r}, which plays {agent!r}, can't express the move {move!r}"
             raise RolloutFailed(Termination.AGENT_FAILED, text)
 
@@ -162,7 +154,7 @@ class TrajectoryCollectEngine:
             result.note(self._name_of(observation), observation.info)
         if observation.truncated and not observation.terminated:
             result.termination = Termination.MAX_STEPS
-        self._sessions.context.counts["observations"] += 1
+        self._episode.count_observation()
         if observation.is_last:
             said = [message.text for message in observation.content]
             result.last_seen = "\n".join([result.last_seen, *said] if result.last_seen else said)
@@ -195,8 +187,8 @@ class TrajectoryCollectEngine:
         """Return a reward as one number, by the weights of the policy that plays the agent."""
         if not isinstance(reward, Mapping):
             return reward
-        policy = self._sessions.context.policies.roles.policy_of(agent)  # whose past version may play the agent
-        return self._algorithm_of(policy).weighted_sum(reward)
+        policy = self._episode.job_roles.policy_of(agent)  # whose past version may play the agent
+        return self._episode.weighted_sum(policy, reward)
 
     def _check_named(self) -> None:
         """Refuse what rewards by name can't be together.
@@ -224,8 +216,7 @@ class TrajectoryCollectEngine:
                 f"{', '.join(map(repr, unscored))} was not scored (None), and where several policies are trained it is "
                 "not known whose reward that would have been; score it"
             )
-        credits = self._algorithm_of(self.roles.default).credits_agents
-        if unscored and len(self.roles.trained_rewards(result.rewards)) > 1 and credits:
+        if unscored and len(self.roles.trained_rewards(result.rewards)) > 1 and self._episode.credits_agents:
             raise InvalidEnvironment(
                 f"{', '.join(map(repr, unscored))} was not scored (None) in an episode in which several agents are "
                 "rewarded, each for itself; score it, or credit episodes or TimeSteps (algorithm.credit)"
@@ -310,10 +301,9 @@ class TrajectoryCollectEngine:
             raise RolloutFailed(Termination.AGENT_FAILED, f"nobody plays the agent {name!r}; there are {known}")
         return self._agents[nearest]
 
-    async def call(self, call: GenerationRequest) -> Chat:
-        """Make one model call in the episode's session and return its record."""
-        with self._sessions.counted():
-            return await self._session.generate_one(call)
+    async def call(self, request: GenerationRequest) -> Chat:
+        """Make one model call of the episode and return its record."""
+        return await self._episode.call(request)
 
 
 def _conversation(seen: tuple[ChatMessage, ...], chats: Sequence[Chat], action: ChatMessage) -> tuple[ChatMessage, ...]:
@@ -339,8 +329,8 @@ class _Handle:
 
     @property
     def seed(self) -> int:
-        engine = self._engine
-        whole = f"{engine._sessions.context.seed}/{engine._session.episode_id}/{self._agent}/{self._step}"
+        episode = self._engine._episode
+        whole = f"{episode.seed}/{episode.episode_id}/{self._agent}/{self._step}"
         return int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from palestra.errors import (
+    ConnectionLost,
     ContextOverflow,
     EngineFailure,
     EpisodeEnded,
@@ -37,7 +38,8 @@ class classify_errors:
             return
         if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, *Lost)):
             return
-        whose = Termination.ENGINE_FAILED if isinstance(error, EngineFailure | ServerStopping) else self._termination
+        lost = isinstance(error, EngineFailure | ServerStopping | ConnectionLost)
+        whose = Termination.ENGINE_FAILED if lost else self._termination
         raise RolloutFailed(whose, said(error)) from error
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
+from palestra.errors import RolloutFailed
 from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED
 from palestra.types.messages import Observation, StepReward
 from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY, AgentStepReward, StepTimes
@@ -114,6 +116,18 @@ class EpisodeResult:
         if self.last_seen:
             found["last_seen"] = self.last_seen[:LONGEST_SEEN]
         return found
+
+    def finite(self) -> Self:
+        """Return the result unchanged if its rewards are finite numbers, which a store can hold.
+
+        Raises:
+            RolloutFailed: they are not; the environment is to blame.
+        """
+        for value in (*self.rewards.values(), *self.step_rewards):
+            if not math.isfinite(value):
+                text = f"its rewards add up to {value}, and a reward is a finite number"
+                raise RolloutFailed(Termination.ENVIRONMENT_FAILED, text)
+        return self
 
     def name(self, reward: StepReward) -> None:
         """Add a reward of an agent that learns to those of the episode by name."""

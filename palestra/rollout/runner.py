@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from palestra.client.arguments import checked_amount, checked_count
 from palestra.config import GRPOConfig
 from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
 from palestra.errors import NotScored, RolloutFailed
-from palestra.rollout.collect import AlgorithmOf, TrajectoryCollectEngine
+from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool, Made
 from palestra.rollout.failures import Lost
+from palestra.rollout.played import AlgorithmOf, SessionEpisode
 from palestra.rollout.result import EpisodeResult, Termination
 from palestra.rollout.seats import with_seats
 from palestra.session import Sessions
@@ -204,12 +204,10 @@ class Runner:
                 environment=environment,
                 agents=agents,
                 seats=seats,
-                sessions=self._sessions,
-                session=session,
-                algorithm_of=self._algorithm_of,
+                episode=SessionEpisode(self._sessions, session, self._algorithm_of),
                 temperature=self._temperature,
             )
-            return _finite(await engine.collect(episode.task.data))
+            return (await engine.collect(episode.task.data)).finite()
 
 
 def _pace(environment: ConcurrentEnvironment, roles: tuple[str, ...], seats: SeatTable) -> None:
@@ -233,16 +231,3 @@ def _pace(environment: ConcurrentEnvironment, roles: tuple[str, ...], seats: Sea
             "MultiAgentEnvironment: its limits would also run while no worker is there, so that a worker's death would "
             "make another win",
         )
-
-
-def _finite(collected: EpisodeResult) -> EpisodeResult:
-    """Return a played episode unchanged if its rewards are finite numbers, which a store can hold.
-
-    Raises:
-        RolloutFailed: they are not; the environment is to blame.
-    """
-    for value in (*collected.rewards.values(), *collected.step_rewards):
-        if not math.isfinite(value):
-            text = f"its rewards add up to {value}, and a reward is a finite number"
-            raise RolloutFailed(Termination.ENVIRONMENT_FAILED, text)
-    return collected

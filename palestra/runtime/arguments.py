@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from palestra.client.player import Rollout
 from palestra.client.task_files import task_rows
-from palestra.client.worker import Rollout
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
 from palestra.envs.environment import task_prompt

@@ -11,7 +11,7 @@ from typing import Any
 from palestra.config import JobConfig
 from palestra.config.job import EnvironmentConfig
 from palestra.envs import ConcurrentEnvironment, Environment
-from palestra.envs.catalog import catalog_entry
+from palestra.envs.catalog import catalog_maker
 from palestra.envs.nemo_gym import NemoGymEnvironment
 from palestra.envs.openenv import OpenEnvEnvironment
 from palestra.envs.remote import RemoteEnvironment
@@ -48,12 +48,7 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
         raise ConfigError(f"environment.protocol is {chosen.protocol!r}, which is of a server; give environment.url")
     if chosen.name is None:
         return None
-    make = catalog_entry(chosen.name).make
-    settings: dict[str, Any] = dict(chosen.settings)
-    if chosen.system is not None and isinstance(make(**settings), ConcurrentEnvironment):
-        settings["system"] = chosen.system
-    make(**settings)  # a wrong setting is refused now
-    return partial(make, **settings)
+    return catalog_maker(chosen.name, chosen.settings, chosen.system)
 
 
 def _partner_settings(chosen: EnvironmentConfig) -> dict[str, Any]:

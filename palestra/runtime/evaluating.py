@@ -14,7 +14,7 @@ from rich.text import Text
 
 from palestra.agents import ModelAgent, RandomAgent
 from palestra.client.arguments import checked_count
-from palestra.client.worker import Rollout
+from palestra.client.player import Rollout
 from palestra.config import SAVED_CONFIG, JobConfig, Roles, load_config
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError

@@ -21,6 +21,7 @@ from palestra.rollout import RolloutSpec
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.console import Console
 from palestra.runtime.local import LocalJob, local_job, run_on_uvloop
+from palestra.runtime.runner_fleet import RunnerStarter
 from palestra.types.records import Task
 from palestra.waiting import race
 
@@ -153,6 +154,7 @@ class JobThread:
         scored: Sequence[Task] | None = None,
         own_code: bool = False,
         given: Collection[Split] = (),
+        starter: RunnerStarter | None = None,
     ) -> None:
         """Prepare the thread; `start` starts it.
 
@@ -164,11 +166,13 @@ class JobThread:
             scored: tasks to score the model on; see `local_job`.
             own_code: whether the user's own classes may be imported; see `local_job`.
             given: splits whose tasks are pushed; see `local_job`.
+            starter: starts runners; see `local_job`.
         """
         if config.engine.kind == "embedded":
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given
+        self._starter = starter
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -249,6 +253,7 @@ class JobThread:
             scored=self._scored,
             own_code=self._own_code,
             given=self._given,
+            starter=self._starter,
         ) as job:
             await _give_back_of_before(job)
             self._job = job

@@ -34,6 +34,8 @@ from palestra.runtime.parts import Parts, build_parts
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.role_check import agents_of, check_roles
 from palestra.runtime.run_dir import starting_in
+from palestra.runtime.runner_fleet import RunnerFleet, RunnerOrder, RunnerStarter
+from palestra.runtime.runner_process import start_process
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.shared_base import BaseConnection, connect_base
 from palestra.runtime.tasks import load_tasks, read_files
@@ -72,6 +74,7 @@ class LocalJob:
         resumed: bool,
         pool: RunnerPool | None,
         renewal: Renewal | None = None,
+        fleet: RunnerFleet | None = None,
     ) -> None:
         """Assemble a job; `run` runs it.
 
@@ -84,7 +87,9 @@ class LocalJob:
             resumed: whether workers of an earlier process may come back.
             pool: plays episodes in this process; None: no episodes are played here.
             renewal: what is done when the base server has forgotten the job; None: it has none.
+            fleet: processes that play the job's environment; None: it has none.
         """
+        self._fleet = fleet
         self._renewal, self._stopping = renewal, False
         self._work, self.plane, self.url, self.folder = work, plane, url, folder
         self._engine, self._pool = engine, pool
@@ -98,8 +103,8 @@ class LocalJob:
 
     @property
     def plays_itself(self) -> bool:
-        """Return whether this process plays the episodes."""
-        return self._pool is not None
+        """Return whether this process plays the episodes, or runners of its own do."""
+        return self._pool is not None or self._fleet is not None
 
     @property
     def api_key(self) -> str:
@@ -128,6 +133,8 @@ class LocalJob:
         parts: list[Coroutine[Any, Any, None]] = [self._work_on(), self._engine_failed(), self._store_lost()]
         if self._pool is not None:
             parts.append(self._pool.run())
+        if self._fleet is not None:
+            parts.append(self._fleet.failure())
         await race(*parts)
 
     async def _work_on(self) -> None:
@@ -194,6 +201,7 @@ async def local_job(
     scored: Sequence[Task] | None = None,
     own_code: bool = False,
     given: Collection[Split] = (),
+    starter: RunnerStarter | None = None,
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
 
@@ -206,6 +214,7 @@ async def local_job(
             says.
         own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
         given: splits whose tasks are pushed to the job, so that its environment makes none; see `load_tasks`.
+        starter: starts the runners of `environment.runners`; None: as processes of this machine.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -311,7 +320,9 @@ async def local_job(
             ):
                 start.succeeded = True
                 renewal = None if base is None else Renewal(base, again)
-                yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal)
+                fleet = _fleet(config, plane, url_of(listener), play, starter) if scored is None else None
+                async with fleet or contextlib.nullcontext():
+                    yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal, fleet)
         finally:
             await parts.engine.close()
             for runtime in runtimes.values():
@@ -448,6 +459,8 @@ def _runners(
     chosen = config.environment
     if config.kind == "inference":
         return None, None
+    if chosen.runners is not None and play is None:
+        return None, None
     if play is None and (make := environment_of(config)) is not None:
         play = RolloutSpec(environment=make, system=chosen.system)
     if play is None:
@@ -457,16 +470,40 @@ def _runners(
                 "environment.name, or give it to palestra.train"
             )
         return None, None
-    due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)
     lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
     pool = RunnerPool(
         sessions,
         Runner(sessions, play, algorithm_of=config.algorithm_of, timeout_seconds=chosen.timeout_seconds),
-        max_concurrency=chosen.max_concurrency or min(due, MOST_AT_ONCE),
+        max_concurrency=_concurrency(config),
         lock=lock,
         progress=progress.rollouts,
     )
     return pool, lock
+
+
+def _concurrency(config: JobConfig) -> int:
+    """Return how many episodes of a job are played at the same time."""
+    due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)
+    return config.environment.max_concurrency or min(due, MOST_AT_ONCE)
+
+
+def _fleet(
+    config: JobConfig, plane: DataPlane, url: str, play: RolloutSpec | None, starter: RunnerStarter | None
+) -> RunnerFleet | None:
+    """Return the processes that play the job's environment; None: the job has none.
+
+    Args:
+        config: the job.
+        plane: whose key they get, and whose episodes they play.
+        url: of the data plane.
+        play: what this process plays; None: what the configuration says.
+        starter: starts runners; None: as processes of this machine.
+    """
+    count = config.environment.runners
+    if count is None or play is not None or config.kind != "training":
+        return None
+    order = RunnerOrder(url=url, key=lambda: plane.keys.job_key, concurrency=-(-_concurrency(config) // count))
+    return RunnerFleet(count, order, starter or start_process, plane.store, plane.progress)
 
 
 @asynccontextmanager

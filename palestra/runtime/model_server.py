@@ -17,13 +17,20 @@ from palestra.errors import PalestraError, ServerFailed
 from palestra.models.catalog import exact_model
 from palestra.runtime.console import console_of
 from palestra.runtime.job_thread import JobThread
+from palestra.runtime.runner_fleet import RunnerStarter
 from palestra.threads import in_thread
 
 
 class ModelServer:
     """Runs a job in `folder`: its run is in `folder/run`, its log in `folder/log.txt`."""
 
-    def __init__(self) -> None:
+    def __init__(self, starter: RunnerStarter | None = None) -> None:
+        """Create a server without a job.
+
+        Args:
+            starter: starts runners of an environment; None: as processes of this machine.
+        """
+        self._starter = starter
         self._thread: JobThread | None = None
         self._trains = True
         self._url: str | None = None
@@ -62,7 +69,7 @@ class ModelServer:
             if job_config.engine.kind != "fake":
                 named = {name: weights.get(name, policy.model) for name, policy in job_config.policies.items()}
                 weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
-            self._thread = JobThread(job_config, console, weights=weights)
+            self._thread = JobThread(job_config, console, weights=weights, starter=self._starter)
             job = await self._thread.start()
         self._url = job.url
         return self._url

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from palestra.client import AsyncClient, Worker
 from palestra.client.arguments import checked_count
+from palestra.client.player import Rollout
 from palestra.client.protocol import push_calls
-from palestra.client.worker import Rollout
 from palestra.config import JobConfig, ServerConfig
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError

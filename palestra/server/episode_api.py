@@ -18,7 +18,7 @@ from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import SeatKey
 from palestra.types.conversations import read_conversation
-from palestra.types.records import EpisodeRecord, Task
+from palestra.types.records import AgentStepReward, EpisodeRecord, StepTimes, Task
 from palestra.types.wire import (
     MAX_REWARD,
     AbortEpisode,
@@ -31,6 +31,7 @@ from palestra.types.wire import (
     HeartbeatEpisode,
     PushTasks,
     RegisterEpisode,
+    RolloutFacts,
     TasksPushed,
     task_id_of,
 )
@@ -42,6 +43,12 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     routes = APIRouter(
         tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane.config.kind, plane.keys))]
     )
+
+    @routes.get("/rollout")
+    async def rollout(request: Request) -> RolloutFacts:
+        """Return what a worker has to know of the job before it plays an environment."""
+        keys.require_job(request)
+        return _facts(plane)
 
     @routes.post("/tasks", openapi_extra=request_schema(PushTasks))
     async def push_tasks(request: Request) -> TasksPushed:
@@ -101,9 +108,18 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         _check_ends(key)
         roles = plane.sessions.context.policies.roles
         rewards = _rewards(body, plane.config.algorithm_of(roles.policy_of(SOLE_AGENT)))
+        earned = None if body.agent_step_rewards is None else [AgentStepReward(*one) for one in body.agent_step_rewards]
         plane.workers.mark_finished(key.episode_id, key.fence)
         await episodes.end(
-            key.episode_id, key.fence, rewards, body.step_rewards, body.metadata, named_rewards=body.named_rewards
+            key.episode_id,
+            key.fence,
+            rewards,
+            body.step_rewards,
+            body.metadata,
+            None if body.step_times is None else [StepTimes(*one) for one in body.step_times],
+            body.named_rewards,
+            # With one policy that is trained, the sums are all that is learned from.
+            earned if roles.rivals else None,
         )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
@@ -212,6 +228,25 @@ def _claimed(plane: DataPlane, episode: EpisodeRecord, request: Request) -> Clai
     )
 
 
+def _facts(plane: DataPlane) -> RolloutFacts:
+    """Return what a worker that plays an environment has to know of the job."""
+    config, roles = plane.config, plane.sessions.context.policies.roles
+    chosen = config.environment
+    return RolloutFacts(
+        seed=config.seed,
+        default=roles.default,
+        roles=dict(roles.named),
+        frozen=tuple(sorted(roles.frozen)),
+        rivals=roles.rivals,
+        reward_weights={name: dict(config.algorithm_of(name).reward_weights) for name in config.policies},
+        credits_agents=config.algorithm_of(roles.default).credits_agents,
+        environment=chosen.name,
+        settings=chosen.settings,
+        system=chosen.system,
+        timeout_seconds=chosen.timeout_seconds,
+    )
+
+
 def _state(plane: DataPlane) -> str:
     return plane.progress.state.value
 
@@ -224,10 +259,11 @@ def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:
         algorithm: of the policy that plays the agent `agent`; weighs named rewards.
 
     Raises:
-        InvalidRequest: the body has none or several of these, no named reward is scored, or their weighted sum is too
-            large.
+        InvalidRequest: the body has none of these, or `reward` beside another one, no named reward is scored, or their
+            weighted sum is too large.
     """
-    if sum(given is not None for given in (body.reward, body.rewards, body.named_rewards)) != 1:
+    given = [body.reward is not None, body.rewards is not None, body.named_rewards is not None]
+    if not any(given) or (given[0] and any(given[1:])):
         raise InvalidRequest("give either reward, rewards or named_rewards", "reward")
     if body.named_rewards is not None:
         if all(value is None for value in body.named_rewards.values()):
@@ -239,5 +275,5 @@ def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:
                 f"{-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}",
                 "named_rewards",
             )
-        return {SOLE_AGENT: total}
+        return body.rewards or {SOLE_AGENT: total}
     return body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}

@@ -84,6 +84,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             episodes=_episodes(counts),
             held_by=[_holder(holder) for holder in plane.store.leases.holders(HOLDERS)],
             workers=plane.workers.busy,
+            runners=progress.runners,
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},

@@ -18,6 +18,7 @@ from palestra.types.calls import Chat, Ids
 # `hashlib` lets another thread run while it digests more bytes than these, and a busy server waits longer for its turn
 # than for the digest of a prompt.
 _PIECE = 2047
+KEYED = "key-"  # beginning of the digest of a request that has a key of its own, by which its retries are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class CallRegistry:
 
     Calls with equal prompts are different samples, so each has a seed of its own, in the order in which they arrive. A
     call that was lost and is sent again has the same seed as before. A call that was recorded, but whose reply was not
-    delivered, is answered from the record.
+    delivered, is answered from the record. So is every repetition of a request that has a key of its own, also after
+    its reply was sent: the connection may have lost the reply.
     """
 
     def __init__(self, job_seed: int, episode_id: str, recorded: Iterable[Chat]) -> None:
@@ -67,7 +69,7 @@ class CallRegistry:
             self._seeds[chat.sampling.seed] = chat.index
             self._count(chat)
             # A call that continues this one shows that the reply arrived. Otherwise a retry may ask for it.
-            if chat.index not in used:
+            if chat.index not in used or chat.request_digest.startswith(KEYED):
                 self._undelivered[chat.request_digest] = chat
 
     def reserve(self, prompt_ids: Ids, policy: str = "", seat: str = "") -> ReservedCall:
@@ -122,7 +124,9 @@ class CallRegistry:
         return {n: self._undelivered[digest] for n, digest in enumerate(digests) if digest in self._undelivered}
 
     def delivered(self, chat: Chat) -> None:
-        """Record that a reply was sent, so that a retry can't mean this call any more."""
+        """Record that a reply was sent, so that a retry without a key can't mean this call any more."""
+        if chat.request_digest.startswith(KEYED):
+            return
         if self._undelivered.get(chat.request_digest) is chat:
             del self._undelivered[chat.request_digest]
 

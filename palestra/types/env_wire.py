@@ -99,6 +99,7 @@ class SessionList(Lenient):
     limit: int
     waiting: int = Field(description="Requests that wait for a free session.")
     opened: int = Field(description="Sessions since the server was started.")
+    draining: bool = Field(False, description="The server ends when the episodes that are being played are over.")
     sessions: tuple[SessionLine, ...]
 
 

@@ -113,6 +113,7 @@ class JobProgress:
         staleness: trained tokens of the last step, by their age in versions.
         warnings: those that hold after the last step.
         rollouts: the episodes that the server itself plays.
+        runners: how many processes of the job's own play its environment now.
         step_seconds: how long the last few steps took, evaluation included.
     """
 
@@ -133,6 +134,7 @@ class JobProgress:
     staleness: dict[int, int] = field(default_factory=dict)
     warnings: list[HealthWarning] = field(default_factory=list)
     rollouts: RolloutProgress = field(default_factory=RolloutProgress)
+    runners: int = 0
     step_seconds: list[float] = field(default_factory=list)
 
     def enter(self, phase: str, collecting: Phase | None = None) -> None:

@@ -172,6 +172,11 @@ class HeartbeatEpisode(Body):
     episode_id: Name
 
 
+Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+EarnedBody = tuple[Annotated[int, Field(ge=0, lt=MAX_REWARDED_STEPS)], Name, Reward]
+StepTimesBody = tuple[Moment, Moment | None]
+
+
 class EndEpisode(Body):
     """Request of `POST /end_episode`: complete an episode with its reward.
 
@@ -187,7 +192,8 @@ class EndEpisode(Body):
         None,
         exclude_if=lambda named: named is None,  # a server of an earlier version refuses keys that it does not know
         description="Several rewards of the episode by name, of which at least one is scored: null was not scored, "
-        "which is not 0. The episode's reward is their sum, weighed by `algorithm.reward_weights`.",
+        "which is not 0. The episode's reward is their sum, weighed by `algorithm.reward_weights`; `rewards` beside "
+        "them are these sums by agent.",
     )
     step_rewards: Annotated[tuple[Reward, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
         None, description="Rewards by TimeStep."
@@ -197,6 +203,44 @@ class EndEpisode(Body):
         description=f"Kept with the episode; at most {MAX_METADATA_BYTES} bytes of JSON. With `termination` = "
         "`max_steps` the episode was cut off, so a critic's value of what would have followed counts.",
     )
+    # The next two are not sent where there is nothing to say: a server of an earlier version refuses them.
+    agent_step_rewards: Annotated[tuple[EarnedBody, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
+        None,
+        exclude_if=lambda earned: earned is None,
+        description="Of which agents `step_rewards` are the sums, in order: TimeStep, agent, reward. Needed where "
+        "several policies are trained and agents share TimeSteps.",
+    )
+    step_times: Annotated[tuple[StepTimesBody, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
+        None,
+        exclude_if=lambda times: times is None,
+        description="By TimeStep: when it was observed, and when the action was given (null: there was none), in Unix "
+        "seconds.",
+    )
+
+    @model_validator(mode="after")
+    def _earned_in_steps(self) -> EndEpisode:
+        steps = len(self.step_rewards or ())
+        if any(step >= steps for step, _, _ in self.agent_step_rewards or ()):
+            raise ValueError(f"agent_step_rewards names a TimeStep that step_rewards, of {steps}, does not have")
+        return self
+
+
+class RolloutFacts(Body):
+    """Answer of `GET /rollout`: what a worker that plays an environment has to know of the job."""
+
+    seed: int = Field(description="The job's; agents that draw do so from it.")
+    default: str = Field(description="The policy that plays every agent without a role.")
+    roles: dict[str, str] = Field(default_factory=dict, description="The policy of a role, by the agent's name.")
+    frozen: tuple[str, ...] = Field((), description="The policies that are not trained.")
+    rivals: tuple[str, ...] = Field((), description="The policies that are trained, where there are several.")
+    reward_weights: dict[str, dict[str, float]] = Field(
+        default_factory=dict, description="By policy, and then by the name of a reward, its weight; 1 without one."
+    )
+    credits_agents: bool = Field(False, description="Whether each agent is credited with its own reward.")
+    environment: str | None = Field(None, description="Name of the environment of the catalogue that the job names.")
+    settings: dict[str, bool | int | float | str] = Field(default_factory=dict, description="Of this environment.")
+    system: str | None = Field(None, description="System message for environments with one agent; null: their own.")
+    timeout_seconds: float | None = Field(None, description="Limit for one attempt at an episode; null: none.")
 
 
 class AbortEpisode(Body):
@@ -258,6 +302,7 @@ class JobStatus(Body):
         "`episodes.claimed` counts all."
     )
     workers: int = Field(description="Workers that ask for an episode or play one now.")
+    runners: int = Field(0, description="Processes of the job's own that play its environment now.")
     calls: dict[str, float]
     tokens_per_second: float = Field(
         description="Tokens of prompts and replies, of calls that ended in the last ten seconds."

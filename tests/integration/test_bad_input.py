@@ -58,6 +58,7 @@ JOB_ROUTES = [
     ("POST", "/claim_episode", {"request_id": "r"}),
     ("POST", "/register_episode", {"request_id": "r", "task": {"data": {}}}),
     ("POST", "/tasks", {"chunk_id": "c", "tasks": []}),
+    ("GET", "/rollout", None),
     ("GET", "/status", None),
     ("GET", "/events", None),
     ("GET", "/metrics", None),

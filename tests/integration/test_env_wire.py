@@ -226,6 +226,46 @@ async def test_more_clients_than_sessions_wait_and_all_of_them_play():
             await environment.close()
 
 
+async def test_a_server_that_drains_plays_its_episodes_to_the_end_and_takes_no_more_sessions():
+    with EnvServer(Ledger) as server:
+        idle, playing = server.remote(), server.remote(retry_seconds=0.2)
+        for environment in (idle, playing):
+            await environment.setup()
+        assert await played(idle, {"name": "x"}, ACTIONS) == WHOLE
+        await playing.reset({"name": "x"})
+        first = await playing.observe()
+        draining = asyncio.run_coroutine_threadsafe(server.table.drain(20), server.loop)
+        async with httpx2.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as http:
+            while not (shown := (await http.get(f"{server.url}/v1/sessions")).json())["draining"]:
+                await asyncio.sleep(0.01)
+            assert len(shown["sessions"]) == 1, "the session between two episodes has ended"
+            made = {"request_id": "r1", "protocols": [1]}
+            refused = await http.post(f"{server.url}/v1/sessions", json=made)
+        assert refused.status_code == 503
+        assert "draining" in refused.json()["error"]["message"]
+        for action in ACTIONS:
+            playing.act(first.id, text_message("assistant", action))
+            first = await playing.observe()
+        assert (first.reward, first.terminated) == (4.0, True)
+        await playing.abandon()
+        assert await asyncio.wrap_future(draining)
+        with pytest.raises(ConnectionLost, match="draining"):
+            await playing.reset({"name": "x"})
+        for environment in (idle, playing):
+            await environment.close()
+
+
+async def test_a_drain_ends_when_its_time_is_over():
+    with EnvServer(Ledger) as server:
+        environment = server.remote(retry_seconds=0.2)
+        await environment.setup()
+        await environment.reset({"name": "x"})
+        draining = asyncio.run_coroutine_threadsafe(server.table.drain(0.1), server.loop)
+        assert not await asyncio.wrap_future(draining)
+        assert len(server.table) == 1
+        await environment.close()
+
+
 async def test_a_client_that_waits_too_long_is_told():
     with EnvServer(Ledger, sessions=1) as server:
         first = server.remote()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 import openai
+import psutil
 import pytest
 from servers import HERE, PALESTRA, Process
 from service import GAMES, LONG, Service, metrics_of, until
@@ -100,6 +102,38 @@ def test_a_job_with_workers_outside_is_played_by_them(service, tmp_path):
     worker = service.command("worker", rollout, "--job", job.job_id, "--tasks", tasks, "--concurrency", 4)
     assert worker.returncode == 0, worker.stderr
     assert job.wait().state == "completed"
+
+
+def runners_of(service) -> list[psutil.Process]:
+    """The actors of this service's cluster that play an environment."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            if "ray::_Runner" in " ".join(process.info["cmdline"] or ()):
+                found.append(process)
+    return found
+
+
+def test_runners_are_actors_that_count_as_cores_of_their_job_and_are_replaced(service):
+    control = service.client()
+    alone = control.submit(GAMES)
+    assert alone.wait().state == "completed"
+    environment = GAMES["environment"] | {"runners": 2}
+    engine = {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.1}
+    job = control.submit(GAMES | {"environment": environment, "engine": engine})
+    assert job.view().resources.cpus == 3.0, "its own core, and one for each runner"
+    until(lambda: running(job) and len(runners_of(service)) == 2, "two runners")
+    victim = runners_of(service)[0]
+    rows = service.state / "jobs" / job.job_id / "run" / "metrics.jsonl"
+    until(lambda: rows.exists() and len(metrics_of(service, job.job_id)) > 1, "a step")
+    victim.kill()
+    assert job.wait().state == "completed"
+    assert metrics_of(service, job.job_id) == metrics_of(service, alone.job_id), (
+        "the killed one's episodes were played again"
+    )
+    until(lambda: not runners_of(service), "the runners end with the job")
+    with pytest.raises(InvalidRequest, match="could never start"):
+        control.submit(GAMES | {"environment": GAMES["environment"] | {"runners": 16}})
 
 
 def test_workers_find_a_model_server_that_was_killed_where_it_is_now(service, tmp_path):

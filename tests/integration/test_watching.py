@@ -189,6 +189,7 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("POST", "/heartbeat_episode"),
         ("POST", "/end_episode"),
         ("POST", "/abort_episode"),
+        ("GET", "/rollout"),
         ("GET", "/status"),
         ("GET", "/events"),
         ("GET", "/metrics"),

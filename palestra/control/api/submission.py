@@ -14,7 +14,7 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, JobConfig, not_frozen, parse_config
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
-from palestra.control.jobs.launcher import RUN
+from palestra.control.jobs.launcher import RUN, runners_of
 from palestra.control.jobs.rules import Rules
 from palestra.control.jobs.shared_jobs import LIGHT_CPUS, adapters_of, check_shared
 from palestra.control.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
@@ -59,7 +59,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         kind=kind,
         priority=body.priority,
         config=given,
-        resources=_resources(body, adapters),
+        resources=_resources(body, adapters, runners_of(given)),
         attached=body.attached,
         private=await _private(plane, body, by, (source, recorded)),
         restarts_limit=body.restarts,
@@ -132,11 +132,18 @@ async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, give
     return source
 
 
-def _resources(body: SubmitJob, adapters: int) -> Resources:
-    """Return what a job holds; one with adapters on a shared base, which computes for it, needs few cores."""
+def _resources(body: SubmitJob, adapters: int, runners: int) -> Resources:
+    """Return what a job holds; one with adapters on a shared base, which computes for it, needs few cores.
+
+    Args:
+        body: the submission.
+        adapters: of the job on a shared base.
+        runners: processes that play its environment, with a core each beside those that were asked for.
+    """
     asked = body.resources
     light = adapters > 0 and "cpus" not in asked.model_fields_set and asked.gpus == 0
-    return Resources(cpus=LIGHT_CPUS if light else asked.cpus, gpus=asked.gpus, memory_gib=asked.memory_gib)
+    own = LIGHT_CPUS if light else asked.cpus
+    return Resources(cpus=own + runners, gpus=asked.gpus, memory_gib=asked.memory_gib)
 
 
 async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: Sequence[JobRecord | None]) -> bool:

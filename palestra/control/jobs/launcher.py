@@ -126,6 +126,17 @@ class ServerOrder:
     base_key: Path | None = None
 
 
+def runners_of(config: Mapping[str, Any]) -> int:
+    """Return how many processes play a job's environment beside its own.
+
+    Args:
+        config: a JobConfig as JSON, which was checked.
+    """
+    if config.get("kind", "training") != "training":
+        return 0
+    return int((config.get("environment") or {}).get("runners") or 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseOrder:
     """A base server to be started, in a process like that of a job.

@@ -33,6 +33,7 @@ CAPS: Mapping[str, float] = {
     "environment.validation_tasks": 10_000,
     "environment.max_concurrency": 1_024,
     "environment.timeout_seconds": WEEK,
+    "environment.runners": 256,
     "seats.act_seconds": DAY,
     "seats.wait_seconds": DAY,
     "rollout.group_size": 1_024,

@@ -33,6 +33,7 @@ from palestra.control.jobs.launcher import (
     Listening,
     ServerOrder,
     ended_text,
+    runners_of,
 )
 from palestra.control.placement.fitting import Node
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
@@ -44,6 +45,7 @@ from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.cluster import NAMESPACE, disconnect
 from palestra.runtime.ray.gpu_watch import GpuWatch
 from palestra.runtime.ray.job_environment import limit_environment
+from palestra.runtime.ray.runners import runner_actors
 from palestra.runtime.shared_base import KEY, KEY_FILE
 from palestra.types.bases import BaseLoad
 from palestra.types.gpus import GpuReading
@@ -124,7 +126,7 @@ class RayServers:
                         max_restarts=0,
                         name=_name(order.job_id),
                         lifetime="detached",
-                        num_cpus=needs.cpus,
+                        num_cpus=needs.cpus - _runners(order),  # each runner is an actor with a core of its own
                         num_gpus=needs.gpus,
                         memory=memory or None,
                         max_concurrency=16,
@@ -217,6 +219,7 @@ class _Actor:
     def __init__(self, pass_env: Collection[str]) -> None:
         limit_environment(os.environ, pass_env)
         tune_gc()
+        self._pass_env = pass_env
         self._server: ModelServer | BaseProcess = ModelServer()
 
     async def start(self, order: ServerOrder | BaseOrder, host: str | None) -> Listening:
@@ -237,7 +240,7 @@ class _Actor:
             self._server = base = BaseProcess()
             return await base.start(order, here)
         _set_base_key(order)
-        self._server = model = ModelServer()
+        self._server = model = ModelServer(runner_actors(self._pass_env))
         return await model.start(order.config, str(order.folder), here, order.weights)
 
     async def listening(self) -> Listening | None:
@@ -255,6 +258,11 @@ class _Actor:
 
     async def ping(self) -> float | BaseLoad | None:
         return await self._server.ping()
+
+
+def _runners(order: ServerOrder | BaseOrder) -> int:
+    """Return how many runners a server starts within its resources."""
+    return runners_of(order.config) if isinstance(order, ServerOrder) else 0
 
 
 def _set_base_key(order: ServerOrder) -> None:

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from palestra.config import MAX_AGENT, is_agent_name
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.http.bodies import UNSUPPORTED
+from palestra.session.registry import KEYED
 from palestra.types.messages import ChatMessage
 
 SOLE_AGENT = "agent"  # name of an agent that does not say its name
@@ -43,12 +44,18 @@ def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str,
     Raises:
         InvalidRequest: one of Palestra's headers has a value that can't be used.
     """
+    key = headers.get("idempotency-key", "")
+    digest = hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:], key=_digest(key)).hexdigest()
     return {
         "agent": agent_of(headers),
         "time_step": time_step_of(headers),
-        "digest": hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).hexdigest(),
-        "retry": headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+        "digest": f"{KEYED}{digest}" if key else digest,
+        "retry": bool(key) or headers.get("x-stainless-retry-count", "0") not in ("", "0"),
     }
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest() if key else b""
 
 
 def agent_of(headers: Mapping[str, str]) -> str:

@@ -67,6 +67,7 @@ OTHER: dict[str, Any] = {
     "environment.validation_tasks": 3,
     "environment.max_concurrency": 3,
     "environment.timeout_seconds": 3.0,
+    "environment.runners": 3,
     "seats.roles": ["white"],
     "seats.takeover": "policy",
     "seats.act_seconds": 9.0,
@@ -151,7 +152,15 @@ NOT_TRAINED |= {
 }
 NOT_TRAINED |= {
     f"environment.{leaf}"
-    for leaf in ("train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds", "url", "key_variable")
+    for leaf in (
+        "train_tasks",
+        "validation_tasks",
+        "max_concurrency",
+        "timeout_seconds",
+        "runners",
+        "url",
+        "key_variable",
+    )
 }
 
 
@@ -211,9 +220,10 @@ def test_model_is_refused_where_it_could_be_that_of_several(policies):
 
 @pytest.mark.parametrize("leaf", sorted(OTHER))
 def test_the_digest_changes_exactly_with_what_is_trained(leaf):
-    changed = config(**{leaf: OTHER[leaf]})
-    assert changed != config()
-    same = changed.digest() == config().digest()
+    needed = {"environment.name": "gomoku"} if leaf == "environment.runners" else {}
+    changed, before = config(**needed, **{leaf: OTHER[leaf]}), config(**needed)
+    assert changed != before
+    same = changed.digest() == before.digest()
     assert same == (leaf in NOT_TRAINED or leaf.split(".")[0] in NOT_TRAINED)
 
 

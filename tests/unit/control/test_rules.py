@@ -66,6 +66,8 @@ def set_to(key: str, value: float) -> dict:
         found["kind"] = "fake"  # the keys of one kind are refused beside another
     for section in reversed(sections):
         found = {section: found}
+    if key == "environment.runners":
+        found["environment"]["name"] = "gomoku"  # which they play
     if key.startswith("algorithm.critic."):
         found["algorithm"]["name"] = "ppo"
     if key.startswith("algorithm.replay."):

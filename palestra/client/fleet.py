@@ -1,0 +1,135 @@
+"""`Fleet`: keeps several worker processes of a machine running until the job is over, or until they are drained."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from palestra.errors import WorkerCrashLoop
+
+CRASHES, CRASHES_SECONDS = 5, 60.0  # a process that crashes so often in so many seconds is given up
+BACKOFF_SECONDS = 0.25  # before a process is started again the second time in CRASHES_SECONDS; then doubled each time
+POLL_SECONDS = 0.05
+REFUSED = 2  # exit code of a child that has said why it can't work; starting it again would not help
+
+
+class Crashes:
+    """The crashes of one process, and when it may be started again: by one rule for all that replace workers."""
+
+    def __init__(self) -> None:
+        self._at: deque[float] = deque()  # monotonic
+
+    def pause_after(self, who: str, how: str) -> float:
+        """Note a crash, and return the seconds to wait before the next start: none after the first one.
+
+        Args:
+            who: the process, for the error.
+            how: how it ended, for the error.
+
+        Raises:
+            WorkerCrashLoop: it has crashed too often.
+        """
+        now = time.monotonic()
+        self._at.append(now)
+        while now - self._at[0] > CRASHES_SECONDS:
+            self._at.popleft()
+        if len(self._at) >= CRASHES:
+            raise WorkerCrashLoop(
+                f"{who} {how}, one of {CRASHES} crashes within {CRASHES_SECONDS:g} s; its output says why"
+            )
+        return BACKOFF_SECONDS * 2.0 ** (len(self._at) - 2) if len(self._at) > 1 else 0.0
+
+
+class Fleet:
+    """Keeps `processes` child processes running until each has ended well."""
+
+    def __init__(self, command: Sequence[str], processes: int, drain_seconds: float) -> None:
+        """Create a fleet; `run` starts the processes.
+
+        Args:
+            command: command line of a child, which exits with 0 when the job is over.
+            processes: number of children.
+            drain_seconds: how long children may take to finish after `drain`, before they are killed.
+        """
+        self._command, self._processes, self._drain_seconds = list(command), processes, drain_seconds
+        self._kill_at: float | None = None  # monotonic; None: not draining
+
+    def drain(self) -> None:
+        """Let the children finish their episodes and claim no more. A second call kills them."""
+        self._kill_at = time.monotonic() + (0.0 if self._kill_at is not None else self._drain_seconds)
+
+    def run(self) -> int:
+        """Start the children and wait until all have ended.
+
+        Returns:
+            The exit code: 0 when the job is over or the drain is done, 1 if children had to be killed, 2 if one
+            refused.
+
+        Raises:
+            WorkerCrashLoop: a child crashed again and again.
+        """
+        children = [_Child(number, self._command) for number in range(self._processes)]
+        try:
+            while children:
+                if self._kill_at is not None:
+                    for child in children:
+                        child.drain()
+                    if time.monotonic() > self._kill_at:
+                        return 1
+                if REFUSED in (codes := {child: child.step() for child in children}).values():
+                    return REFUSED
+                children = [child for child, code in codes.items() if code is None]
+                time.sleep(POLL_SECONDS)
+        finally:
+            for child in children:
+                child.kill()
+        return 0
+
+
+class _Child:
+    """One place of a fleet: a process, or the next one after a pause."""
+
+    def __init__(self, number: int, command: Sequence[str]) -> None:
+        self._number, self._command = number, command
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(command)
+        self._crashes, self._start_at = Crashes(), 0.0  # monotonic
+        self._draining = False
+
+    def drain(self) -> None:
+        """Ask the process to end, once; start no other one."""
+        if not self._draining and self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+        self._draining = True
+
+    def kill(self) -> None:
+        """End the process now."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def step(self) -> int | None:
+        """Return the exit code if the process has ended for good, and see to its successor if it has crashed.
+
+        Raises:
+            WorkerCrashLoop: it has crashed too often.
+        """
+        if self._process is None:
+            if self._draining:
+                return 0
+            if time.monotonic() >= self._start_at:
+                self._process = subprocess.Popen(self._command)
+            return None
+        code = self._process.poll()
+        if code is None or code in (0, REFUSED) or self._draining:
+            return code
+        self._process = None
+        who = f"worker process {self._number}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        pause = self._crashes.pause_after(who, how)
+        self._start_at = time.monotonic() + pause
+        sys.stderr.write(f"{who} {how}; started again{f' in {pause:g} s' if pause else ''}\n")
+        return None

@@ -1,0 +1,114 @@
+"""A model call of an episode over HTTP, in the dialect of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palestra.client.episode import Episode
+from palestra.client.protocol import Call
+from palestra.types.calls import FinishReason
+from palestra.types.messages import ChatMessage, ToolChoice
+
+MODEL_SECONDS = 600.0  # limit for one reply; the call is then sent again, and answered from the record if there is one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCall:
+    """What an agent asks of a model.
+
+    Attributes:
+        policy: name of the policy.
+        messages: the conversation.
+        tools: tools that the model may call, in OpenAI's shape.
+        tool_choice: see `PolicyHandle.chat`.
+        choices: texts of which the reply has to be one; (): any reply.
+        max_tokens: longest reply; None: as the job allows.
+        temperature: used where the job does not fix it; None: the job's.
+        agent: the agent that asks.
+        time_step: interaction with the environment to which the call belongs; None: a TimeStep of its own.
+    """
+
+    policy: str
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = "auto"
+    choices: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+    agent: str
+    time_step: int | None = None
+
+
+class ModelReply(BaseModel):
+    """The answer to a model call, as far as a player of episodes needs it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    class Choice(BaseModel):
+        """The reply."""
+
+        message: ChatMessage
+        finish_reason: str
+
+    id: str = Field(description="Ends with the lease and the number of the recorded call.")
+    choices: tuple[Choice]
+
+    @property
+    def message(self) -> ChatMessage:
+        """Return the reply."""
+        return self.choices[0].message
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Return how the reply ended; calls of tools end as text does."""
+        return "length" if self.choices[0].finish_reason == "length" else "stop"
+
+    @property
+    def lease_and_index(self) -> tuple[int, int]:
+        """Return the fence of the lease under which the call was recorded, and the call's number."""
+        _, fence, index = self.id.rsplit("-", 2)
+        return int(fence), int(index)
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or value == ()
+
+
+class _ChatBody(BaseModel):
+    """Request of `POST /v1/chat/completions`; what is not asked for is left out."""
+
+    model: str
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[dict[str, Any], ...] = Field((), exclude_if=_is_unset)
+    tool_choice: ToolChoice = Field("auto", exclude_if=lambda choice: choice == "auto")
+    structured_outputs: dict[str, tuple[str, ...]] | None = Field(None, exclude_if=_is_unset)
+    max_tokens: int | None = Field(None, exclude_if=_is_unset)
+    temperature: float | None = Field(None, exclude_if=_is_unset)
+
+
+def model_call(episode: Episode, call: ModelCall) -> Call[ModelReply]:
+    """Build the request of a model call. Sent again unchanged, it gets the same recorded reply.
+
+    Args:
+        episode: the claimed episode.
+        call: what is asked.
+    """
+    body = _ChatBody(
+        model=call.policy,
+        messages=call.messages,
+        tools=call.tools,
+        tool_choice=call.tool_choice,
+        structured_outputs={"choice": call.choices} if call.choices else None,
+        max_tokens=call.max_tokens,
+        temperature=call.temperature,
+    )
+    # By the key the server knows the call again, also where it has sent a reply that did not arrive.
+    headers = {"idempotency-key": uuid.uuid4().hex.encode()}
+    headers |= {name: text.encode() for name, text in episode.headers(call.agent, call.time_step).items()}
+    return Call(
+        "/v1/chat/completions", body, ModelReply, episode.api_key, timeout_seconds=MODEL_SECONDS, headers=headers
+    )

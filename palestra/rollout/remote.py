@@ -1,0 +1,158 @@
+"""`EnvironmentPlayer`: plays a job's episodes in an environment of this process, while the job runs elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import numpy as np
+
+from palestra.agents import ModelAgent
+from palestra.client import AsyncClient
+from palestra.client.episode import Episode, RolloutResult, StepRecords
+from palestra.client.model_call import ModelCall, ModelReply
+from palestra.client.player import EpisodePlayer
+from palestra.config import Roles
+from palestra.config.algorithm_base import weighted_sum
+from palestra.errors import NotScored, RolloutFailed
+from palestra.rollout.collect import TrajectoryCollectEngine
+from palestra.rollout.environment_pool import EnvironmentPool
+from palestra.rollout.result import EpisodeResult, Termination
+from palestra.rollout.runner import RolloutSpec
+from palestra.session import GenerationRequest
+from palestra.types.calls import Chat, SamplingParams
+from palestra.types.clock import Clock, SystemClock
+from palestra.types.wire import RolloutFacts
+
+_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+class EnvironmentPlayer(EpisodePlayer):
+    """Plays claimed episodes as the job's own process would: agents in an environment, and the same records of them.
+
+    Model calls go to the job's server, which keeps their tokens. A `Chat` that an agent gets here has messages and
+    reply, and neither token ids nor logprobs.
+    """
+
+    def __init__(
+        self, client: AsyncClient, spec: RolloutSpec, facts: RolloutFacts, *, clock: Clock | None = None
+    ) -> None:
+        """Create a player.
+
+        Args:
+            client: of the job.
+            spec: agents and environments. Without a system message, an environment with one agent gets the job's.
+            facts: what the job says of itself (`AsyncClient.facts`).
+            clock: source of the times of observations; None: the system's.
+        """
+        self._client, self._facts = client, facts
+        self._agents = spec.agents or {"": ModelAgent(max_tokens=spec.max_tokens)}
+        self._temperature, self._clock = spec.temperature, clock or SystemClock()
+        system = facts.system if spec.system is None else spec.system
+        self._environments = EnvironmentPool(spec.environment, system=system, clock=self._clock)
+
+    async def __aenter__(self) -> Self:
+        self._environments.keep()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._environments.close()
+
+    async def play(self, episode: Episode) -> RolloutResult:
+        """Play an episode to its end.
+
+        Raises:
+            RolloutFailed: the environment, an agent or the engine failed, or the time was over; there is no reward.
+            EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
+        """
+        limit = self._facts.timeout_seconds
+        try:
+            async with asyncio.timeout(limit) as timeout:
+                collected = await self._collect(episode)
+        except TimeoutError:
+            assert timeout.expired(), "everything else comes as RolloutFailed"
+            raise RolloutFailed(Termination.TIMED_OUT, f"not over after {limit:g} s") from None
+        except NotScored:
+            return RolloutResult(reward=None)
+        return RolloutResult(
+            reward=collected.final_rewards,
+            named_rewards=collected.named_rewards,
+            step_rewards=collected.step_rewards,
+            metadata=collected.metadata,
+            steps=StepRecords(rewards=collected.by_agent, times=collected.step_times),
+        )
+
+    async def _collect(self, episode: Episode) -> EpisodeResult:
+        async with self._environments.acquire() as environment:
+            engine = TrajectoryCollectEngine(
+                environment=environment,
+                agents=self._agents,
+                episode=_ServedEpisode(self._client, episode, self._facts, self._clock),
+                temperature=self._temperature,
+            )
+            return (await engine.collect(episode.task)).finite()
+
+
+class _ServedEpisode:
+    """The `PlayedEpisode` of a job that runs elsewhere."""
+
+    def __init__(self, client: AsyncClient, episode: Episode, facts: RolloutFacts, clock: Clock) -> None:
+        self._client, self._episode, self._facts, self._clock = client, episode, facts, clock
+        self.episode_id, self.seed, self.credits_agents = episode.episode_id, facts.seed, facts.credits_agents
+        self.job_roles = Roles(
+            default=facts.default, named=facts.roles, frozen=frozenset(facts.frozen), rivals=facts.rivals
+        )
+        self.roles = self.job_roles.of_episode(episode.players)
+
+    def weighted_sum(self, policy: str, named_rewards: Mapping[str, float | None]) -> float:
+        return weighted_sum(named_rewards, self._facts.reward_weights.get(policy, {}))
+
+    def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
+        """Return None: the server has the vocabularies, and refuses a call with moves that they can't express."""
+        return None
+
+    def count_observation(self) -> None:
+        """Count nothing: the server counts the calls that it answers."""
+
+    async def call(self, request: GenerationRequest) -> Chat:
+        began = self._clock.now()
+        call = ModelCall(
+            policy=request.policy,
+            messages=request.messages,
+            tools=request.tools,
+            tool_choice=request.tool_choice,
+            choices=request.response_choices,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            agent=request.agent,
+            time_step=request.time_step,
+        )
+        return self._chat(request, await self._client.call_model(self._episode, call), began)
+
+    def _chat(self, request: GenerationRequest, reply: ModelReply, began: float) -> Chat:
+        """Return the record of a call as far as it is known here."""
+        fence, index = reply.lease_and_index
+        return Chat(
+            episode_id=self.episode_id,
+            fence=fence,
+            index=index,
+            time_step=request.time_step or 0,
+            agent=request.agent,
+            policy=request.policy,
+            parent=None,
+            shared=0,
+            shared_messages=0,
+            new_messages=request.messages,
+            prompt_tail=_NO_IDS,
+            tools=request.tools,
+            reply=reply.message,
+            completion_ids=_NO_IDS,
+            logprobs=_NO_LOGPROBS,
+            versions=(),
+            finish_reason=reply.finish_reason,
+            sampling=SamplingParams(temperature=request.temperature or 0.0, max_tokens=request.max_tokens or 0, seed=0),
+            request_digest="",
+            started_at=began,
+            finished_at=self._clock.now(),
+        )

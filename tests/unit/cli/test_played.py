@@ -1,0 +1,104 @@
+"""What `palestra worker` is told to play: found, or refused in one line before a server is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from palestra.agents import ModelAgent
+from palestra.cli.played import load_played
+from palestra.envs import Gomoku
+from palestra.envs.calculator import CalculatorEnvironment
+from palestra.errors import ConfigError
+from palestra.rollout import RolloutSpec
+from palestra.types.wire import RolloutFacts
+
+FACTS = RolloutFacts(seed=0, default="policy")
+NAMED = RolloutFacts(seed=0, default="policy", environment="gomoku", settings={"size": 5})
+OWN = """
+from palestra.agents import Agent, ModelAgent
+from palestra.envs import Gomoku
+from palestra.rollout import RolloutSpec
+
+class Own(Gomoku):
+    pass
+
+class Thinks(Agent):
+    async def step(self, observation, policy): ...
+
+class Takes(Thinks):
+    def __init__(self, tools): ...
+
+class Neither: ...
+
+def rollout(task, endpoint): ...
+def make(): return Own(size=6)
+def scores(task): ...
+
+one = Own(size=5)
+short = ModelAgent(max_tokens=3)
+spec = RolloutSpec(environment=Own)
+number = 7
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda name: f"{tmp_path / 'own.py'}:{name}"
+
+
+def test_an_environment_is_played_by_the_model_with_the_settings_that_are_given(own):
+    spec = load_played(own("Own"), None, '{"size": 5}')(FACTS)
+    assert isinstance(spec, RolloutSpec)
+    assert isinstance(spec.environment(), Gomoku)
+    assert spec.environment()._defaults["size"] == 5
+    assert spec.agents is None
+
+
+def test_a_function_that_makes_an_environment_is_told_from_a_rollout_function(own):
+    assert load_played(own("make"), None, "{}")(FACTS).environment()._defaults["size"] == 6
+    assert load_played(own("rollout"), None, "{}")(FACTS).__name__ == "rollout"
+
+
+def test_a_spec_is_played_as_it_is(own):
+    assert isinstance(load_played(own("spec"), None, "{}")(FACTS).environment(), Gomoku)
+
+
+def test_an_agent_acts_in_the_environment_of_the_job_or_in_one_that_is_named(own):
+    for name, environment in (("Thinks", None), ("short", own("make"))):
+        spec = load_played(own(name), environment, "{}")(NAMED)
+        assert isinstance(spec.environment(), Gomoku)
+        assert set(spec.agents) == {""}
+    assert isinstance(spec.agents[""], ModelAgent)
+
+
+def test_what_ships_is_played_by_name_and_without_a_name_what_the_job_names():
+    assert isinstance(load_played("calculator", None, "{}")(FACTS).environment(), CalculatorEnvironment)
+    assert load_played(None, None, "{}")(NAMED).environment()._defaults["size"] == 5
+    assert load_played(None, None, '{"size": 7}')(NAMED).environment()._defaults["size"] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "settings", "said"),
+    [
+        ("no_such_module:Thing", None, "{}", "No module named"),
+        ("Missing", None, "{}", "has no 'Missing'"),
+        ("Neither", None, "{}", "none that can be played"),
+        ("number", None, "{}", "is a int, and none that can be played"),
+        ("scores", None, "{}", "none that can be played"),
+        ("one", None, "{}", "each episode needs its own; name the class Own"),
+        ("Takes", None, "{}", "can't be made without arguments"),
+        ("Thinks", None, "{}", "the job names no environment"),
+        ("Own", "calculator", "{}", "--environment is for an agent"),
+        ("Own", None, "[1]", "settings are a JSON object"),
+        ("gomuku", None, "{}", "did you mean 'gomoku'"),
+        ("gomoku", None, '{"sise": 3}', "sise"),
+        (None, "calculator", "{}", "--environment is for an agent"),
+        (None, None, "{}", "the job names no environment"),
+    ],
+)
+def test_anything_else_is_refused_in_a_line(own, name, environment, settings, said):
+    reference = own(name) if name is not None and name[0] != "g" and ":" not in name else name
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_played(reference, environment, settings)(FACTS)
+    assert "\n" not in str(refused.value)
