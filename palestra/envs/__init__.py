@@ -3,7 +3,9 @@
 Importing this package loads neither torch nor ray, so that a rollout worker stays small.
 """
 
+from palestra.envs.acting import ActingEnvironment, Progress
 from palestra.envs.arithmetic import Arithmetic
+from palestra.envs.browser import BrowserEnvironment, MiniWoB
 from palestra.envs.calculator import CalculatorEnvironment
 from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
 from palestra.envs.check import check_environment
@@ -27,6 +29,7 @@ from palestra.envs.rewards import reward_function
 from palestra.envs.split_sum import SplitSum
 from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
 from palestra.envs.task_splits import Split
+from palestra.envs.terminal import TerminalEnvironment
 from palestra.envs.textarena import TextArenaEnvironment
 from palestra.envs.tool_environment import ToolEnvironment
 from palestra.envs.turn_clock import TimeLimit
@@ -34,8 +37,10 @@ from palestra.envs.turn_clock import TimeLimit
 __all__ = [
     "CATALOG",
     "DELEGATE",
+    "ActingEnvironment",
     "AgentProtocol",
     "Arithmetic",
+    "BrowserEnvironment",
     "CalculatorEnvironment",
     "CatalogEntry",
     "ConcurrentEnvironment",
@@ -49,12 +54,14 @@ __all__ = [
     "GymnasiumEnvironment",
     "KuhnPoker",
     "LeducPoker",
+    "MiniWoB",
     "MultiAgentEnvironment",
     "Negotiation",
     "OpenSpielEnvironment",
     "Outcome",
     "PettingZooEnvironment",
     "PrisonersDilemma",
+    "Progress",
     "ReasoningEnvironment",
     "SerialEnvironment",
     "Split",
@@ -63,6 +70,7 @@ __all__ = [
     "Subagent",
     "SubagentEnvironment",
     "TaskEnvironment",
+    "TerminalEnvironment",
     "TextArenaEnvironment",
     "TimeLimit",
     "ToolEnvironment",

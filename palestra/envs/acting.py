@@ -1,4 +1,4 @@
-"""`ActingEnvironment`: an agent acts on a page, a terminal or a window by tools, and is shown what it looks like then."""
+"""`ActingEnvironment`: an agent acts on a page, a terminal or a window by tools, and is shown what that looks like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from palestra.envs.commands import command_call, commands_help
-from palestra.envs.environment import Environment, StepMessage
+from palestra.envs.environment import Environment, Step, StepMessage
 from palestra.envs.tool_environment import final_answer
 from palestra.errors import EnvironmentFailed
 from palestra.tools import Finish, Tool, ToolFailure, ToolManager, ToolResult
@@ -121,9 +121,7 @@ class ActingEnvironment(Environment):
             reward += await self.cut_off()
         return await self._shown(action, results, over=over or cut_off), reward, over, cut_off, {}
 
-    async def _shown(
-        self, action: ChatMessage, results: list[ToolResult], *, over: bool
-    ) -> tuple[ChatMessage, ...]:
+    async def _shown(self, action: ChatMessage, results: list[ToolResult], *, over: bool) -> tuple[ChatMessage, ...]:
         """Return the results of calls, and the world as it is now unless the episode is over."""
         answers = tuple(result.message for result in results) if action.tool_calls else ()
         if over:
@@ -139,8 +137,12 @@ class ActingEnvironment(Environment):
         call = command_call(text, self._manager.schemas) if self._text_actions else None
         return () if call is None else (call,)
 
-    def step(self, action: str) -> StepMessage:
-        """Refuse to be called: `step_message` is, as tool calls are part of a message."""
+    def step(self, action: str) -> Step:
+        """Refuse to be called: calls are a part of a message, which `step_message` takes.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError("an ActingEnvironment takes messages: call step_message")
 
 

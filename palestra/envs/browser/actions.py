@@ -10,7 +10,7 @@ from pydantic import Field
 
 from palestra.envs.acting import DONE
 from palestra.envs.browser.page import BrowserPage, View
-from palestra.tools import BadArguments, Tool, tool
+from palestra.tools import BadArguments, FunctionTool, Tool
 
 MAX_WAIT_SECONDS = 10.0
 Text = Annotated[str, Field(max_length=1000)]
@@ -35,8 +35,9 @@ class PageActions:
         """Return the actions that fit what an agent sees: by element, or by pixel."""
         by_pixel: list[Callable[..., Any]] = [self.click_at]
         by_element: list[Callable[..., Any]] = [self.click, self.type, self.select]
-        pointing = by_pixel if view == "screenshot" else by_element
-        return [tool(action) for action in (*pointing, self.write, self.key, self.scroll, self.wait)]
+        actions = by_pixel if view == "screenshot" else by_element
+        actions += [self.write, self.key, self.scroll, self.wait]
+        return [FunctionTool(action) for action in actions]
 
     async def click(self, ref: Ref) -> str:
         """Click on an element.

@@ -180,12 +180,11 @@ class SharedBrowser:
         """End the browser and the driver, also if one of them is dead or hangs."""
         browser, driver = self._browser, self._driver
         self._browser = self._driver = None
-        for thing in (browser and browser.close, driver and driver.stop):
-            if thing is None:
-                continue
+        ends = [*([browser.close] if browser else []), *([driver.stop] if driver else [])]
+        for end in ends:
             try:
                 async with asyncio.timeout(_CLOSE_SECONDS):
-                    await thing()
+                    await end()
             except Exception:  # noqa: BLE001, S110 - it is dead already, which is what was wanted
                 pass
         if self._refuses is not None:

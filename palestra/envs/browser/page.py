@@ -47,8 +47,8 @@ class BrowserPage:
         self.page = page
         self._context, self._view, self._max_chars, self._seconds = context, view, max_chars, seconds
         self.failure: EnvironmentFailed | None = None
-        page.on("crash", lambda _: self._fail("the page has crashed"))
-        context.on("close", lambda _: self._fail("the browser has died, or closed the page"))
+        page.on("crash", lambda _: self._note("the page has crashed"))
+        context.on("close", lambda _: self._note("the browser has died, or closed the page"))
 
     async def close(self) -> None:
         """Close the page and its context, with all that they have stored."""
@@ -125,6 +125,9 @@ class BrowserPage:
                 await asyncio.sleep(0.05 * (attempt + 1))
         raise AssertionError("the last attempt returns or raises")
 
+    def _note(self, reason: str) -> None:
+        self._fail(reason)
+
     def _fail(self, reason: str) -> EnvironmentFailed:
         self.failure = self.failure or EnvironmentFailed(reason)
         return self.failure
@@ -153,7 +156,6 @@ class BrowserPage:
         if element is None:
             raise BadArguments(f"there is no element {ref}")
         return element
-
 
 
 async def open_page(

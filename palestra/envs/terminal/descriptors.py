@@ -65,8 +65,13 @@ async def read(descriptor: int, most: int = 10_000) -> bytes:
 
 async def readable(loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
     """Wait until a descriptor can be read from."""
-    waiting = loop.create_future()
-    loop.add_reader(descriptor, lambda: waiting.done() or waiting.set_result(None))
+    waiting: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiting.done():
+            waiting.set_result(None)
+
+    loop.add_reader(descriptor, wake)
     try:
         await waiting
     finally:

@@ -1,4 +1,4 @@
-"""`Sandbox`: processes in namespaces of their own (bubblewrap), with a folder in memory that is read after their end."""
+"""`Sandbox`: a program in namespaces of its own (bubblewrap), with a folder in memory that is read after its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,6 +26,7 @@ _NOBODY = 65534  # the limit of processes does not hold for root, so root's sand
 _START_SECONDS = 30.0
 _WATCH_SECONDS = 0.25
 _MIB = 1024 * 1024
+_MAX_DEPTH = 32  # of folders in the home folder that are read
 _PASSWD = f"agent:x:1000:1000::{HOME}:/bin/bash\n"
 # Unpacks the files, says that all is ready, waits until the home folder has been opened, and becomes the program.
 _BEGIN = 'tar -x <&"$2" && echo >&"$0" && read -r _ <&"$1"; eval "exec $0>&- $1<&- $2<&-"; shift 2; exec "$@"'
@@ -62,7 +63,7 @@ class Sandbox:
             home: descriptor of the home folder, which the sandbox takes over.
             limits: what the processes may use.
         """
-        self.process, self.ended_for = process, None
+        self.process = process
         self.ended_for: str | None = None
         self._init, self._home, self._limits = init, home, limits
         self._watching = asyncio.ensure_future(self._watch())
@@ -97,11 +98,11 @@ class Sandbox:
         """Return the regular files of the home folder by their paths in it; call `end` before.
 
         Raises:
-            EnvironmentFailed: a process still runs.
+            EnvironmentFailed: a process still runs, or the files were given up.
         """
-        if self.running:
-            raise EnvironmentFailed("the files of a sandbox are read after its end")
-        return await in_thread(lambda: dict(_files(self._home, "", self._limits.files)))
+        if self.running or self._home < 0:
+            raise EnvironmentFailed("the files of a sandbox are read between `end` and `close`")
+        return await in_thread(lambda: _files(self._home, self._limits))
 
     async def _watch(self) -> None:
         """End the sandbox when its processes together, or its files, are over a limit that the kernel does not keep."""
@@ -153,6 +154,7 @@ async def start_sandbox(
         os.write(names_in, _PASSWD.encode())
         ours.close(names_in)
         archive = ours.add(await in_thread(lambda: _archive(files)))
+        as_root = os.geteuid() == 0
         theirs = (info_in, ready_in, go_out, names, archive)
         process = await asyncio.create_subprocess_exec(
             *_bubblewrap(limits, info_in, names),
@@ -164,7 +166,9 @@ async def start_sandbox(
             pass_fds=(*theirs, *pass_fds),
             start_new_session=True,
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TERM": "dumb", "PAGER": "cat"},
-            **({"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}),
+            user=_NOBODY if as_root else None,
+            group=_NOBODY if as_root else None,
+            extra_groups=[] if as_root else None,
         )
         ours.close(*theirs)
         try:
@@ -179,7 +183,7 @@ async def start_sandbox(
                 process.kill()
             await process.wait()
             if isinstance(error, OSError | ValueError | TimeoutError):
-                raise EnvironmentFailed(f"no sandbox was started: {error or 'it took too long'}") from error
+                raise EnvironmentFailed(f"no sandbox was started: {str(error) or 'it took too long'}") from error
             raise
         return Sandbox(process, init, home, limits)
 
@@ -270,23 +274,47 @@ def _archive(files: Mapping[str, bytes]) -> int:
     return descriptor
 
 
-def _files(folder: int, path: str, most: int) -> list[tuple[str, bytes]]:
-    """Return the regular files below a folder, by its descriptor, without following any link."""
-    found: list[tuple[str, bytes]] = []
-    for name in sorted(os.listdir(folder))[:most]:
-        kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-        if stat.S_ISDIR(kind):
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-            try:
-                found += _files(inner, f"{path}{name}/", most - len(found))
-            finally:
-                os.close(inner)
-        elif stat.S_ISREG(kind):
-            with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
-                found.append((f"{path}{name}", file.read()))
-        if len(found) >= most:
-            break
+def _files(home: int, limits: Limits) -> dict[str, bytes]:
+    """Return the regular files below a folder, by its descriptor, without following any link.
+
+    Left out is what a program can make to harm its reader: files that can't be read, folders deeper than `_MAX_DEPTH`,
+    and what is beyond the limits of files and bytes, as files with holes may be.
+
+    Args:
+        home: descriptor of the folder.
+        limits: of the sandbox.
+    """
+    found: dict[str, bytes] = {}
+    room = limits.disk_mib * _MIB
+    for path, folder, name in _walk(home, "", _MAX_DEPTH):
+        # A pipe without a writer would block for ever if it were opened in the usual way.
+        with (
+            contextlib.suppress(OSError),
+            open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file,
+        ):
+            state = os.fstat(file.fileno())
+            if stat.S_ISREG(state.st_mode) and state.st_size <= room and len(found) < limits.files:
+                found[path] = file.read(state.st_size)
+                room -= state.st_size
     return found
+
+
+def _walk(folder: int, path: str, depth: int) -> Iterator[tuple[str, int, str]]:
+    """Give the path, the folder's descriptor and the name of everything below a folder that is no folder itself."""
+    names = []
+    with contextlib.suppress(OSError):
+        names = sorted(os.listdir(folder))
+    for name in names:
+        try:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError:  # no folder, or one that can't be read
+            yield f"{path}{name}", folder, name
+            continue
+        try:
+            if depth:
+                yield from _walk(inner, f"{path}{name}/", depth - 1)
+        finally:
+            os.close(inner)
 
 
 def _resident(process: int) -> int:

@@ -131,11 +131,7 @@ class Shell:
                         await asyncio.wait_for(self._news.wait(), 0.1)  # the end of the shell brings no news
         await self._quiet()
         text = self._output.take().rstrip("\n")
-        if not self.sandbox.running:
-            return f"{text}\n{self._ending()}".strip()
-        if self._busy:
-            return f"{text}\n(still running)".strip()
-        return text if self._code == "0" else f"{text}\n(exit code {self._code})".strip()
+        return f"{text}\n{self._state()}".strip("\n")
 
     async def _quiet(self) -> None:
         """Wait until the terminal brings no more: the kernel hands on what was written a little later."""
@@ -146,6 +142,14 @@ class Shell:
                 await asyncio.wait_for(self._news.wait(), _QUIET_SECONDS)
             except TimeoutError:
                 return
+
+    def _state(self) -> str:
+        """Return how the shell stands, in words; "": it has ended its command, whose exit code was 0."""
+        if not self.sandbox.running:
+            return self._ending()
+        if self._busy:
+            return "(still running)"
+        return "" if self._code == "0" else f"(exit code {self._code})"
 
     def _ending(self) -> str:
         reason = self.sandbox.ended_for
@@ -201,9 +205,7 @@ async def start_shell(files: Mapping[str, bytes], limits: Limits) -> Shell:
             *("setsid", "--ctty", "bash", "--noprofile", "--norc", "--noediting", "-i"),
         )
         inherited = (status_in, commands_out)
-        sandbox = await start_sandbox(
-            bash, files, limits, stdin=program_end, stdout=program_end, pass_fds=inherited
-        )
+        sandbox = await start_sandbox(bash, files, limits, stdin=program_end, stdout=program_end, pass_fds=inherited)
         owned.close(program_end, *inherited)
     except BaseException:
         owned.close_all()

@@ -10,7 +10,7 @@ from palestra.envs.task_splits import Split, draw_tasks
 
 _WORDS = (
     *("amber", "basalt", "cedar", "delta", "ember", "fjord", "garnet", "harbor", "indigo", "juniper", "kelp", "lagoon"),
-    *("maple", "nectar", "onyx", "pebble", "quartz", "raven", "saffron", "tundra", "umber", "violet", "willow", "zephyr"),
+    *("maple", "nectar", "onyx", "pebble", "quartz", "raven", "saffron", "tundra", "umber", "violet", "willow"),
 )
 _LEVELS = ("INFO", "WARN", "ERROR", "DEBUG")
 Task = dict[str, Any]
@@ -43,7 +43,8 @@ def _draw(source: random.Random) -> Task:
 def _find(source: random.Random) -> Task:
     """Make a folder of notes, of which one has a word."""
     word, *others = source.sample(_WORDS, 8)
-    paths = sorted({f"notes/{source.choice(others)}/{source.choice(_WORDS)}{source.randrange(100)}.txt" for _ in range(12)})
+    names = [(source.choice(others), source.choice(_WORDS), source.randrange(100)) for _ in range(12)]
+    paths = sorted({f"notes/{folder}/{name}{number}.txt" for folder, name, number in names})
     files = {path: _lines(source, others, 5) for path in paths}
     wanted = source.choice(paths)
     files[wanted] = f"{files[wanted]}{source.choice(others)} {word}\n"
@@ -54,7 +55,7 @@ def _find(source: random.Random) -> Task:
 def _count(source: random.Random) -> Task:
     """Make a log, and ask how many of its lines have a level."""
     level = source.choice(_LEVELS)
-    lines = [f"{source.choice(_LEVELS)} {source.choice(_WORDS)} {source.randrange(1000)}" for _ in range(source.randint(40, 90))]
+    lines = [f"{source.choice(_LEVELS)} {source.choice(_WORDS)}" for _ in range(source.randint(40, 90))]
     count = sum(line.startswith(f"{level} ") for line in lines)
     prompt = f"How many lines of events.log begin with {level}? Finish with the number."
     return {"prompt": prompt, "files": {"events.log": "\n".join(lines) + "\n"}, "expected": str(count)}
@@ -87,7 +88,12 @@ def _git(source: random.Random) -> Task:
         "&& git add . && git commit -qm start"
     )
     expected = {"branch": branch, "file": f"{name}.txt", "text": f"{word}\n"}
-    return {"prompt": prompt, "files": {"README": _lines(source, list(_WORDS), 2)}, "begin": begin, "expected": expected}
+    return {
+        "prompt": prompt,
+        "files": {"README": _lines(source, list(_WORDS), 2)},
+        "begin": begin,
+        "expected": expected,
+    }
 
 
 # A function's name, a wrong body, and what it is to return.
