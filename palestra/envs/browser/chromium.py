@@ -82,6 +82,7 @@ class SharedBrowser:
         """
         self.hosts, self.starts = hosts, 0
         self._users, self._changing = 0, asyncio.Lock()
+        self._broken = False  # whether it has opened no context, although it counts as connected
         self._driver: Playwright | None = None
         self._browser: Browser | None = None
         self._refuses: socket.socket | None = None
@@ -125,17 +126,23 @@ class SharedBrowser:
         Raises:
             EnvironmentFailed: the browser does not start, or died at this moment.
         """
-        async with self._changing:
-            browser = await self._ensure()
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                return await browser.new_context(accept_downloads=False, service_workers="block", **settings)
-        except Exception as error:
-            raise EnvironmentFailed(f"the browser opened no context: {first_line(error)}") from error
+        for attempt in range(2):
+            async with self._changing:
+                browser = await self._ensure()
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    return await browser.new_context(accept_downloads=False, service_workers="block", **settings)
+            except Exception as error:
+                # A browser counts as connected until its driver says otherwise, which a driver that has died does not.
+                if self._browser is browser:
+                    self._broken = True
+                if attempt:
+                    raise EnvironmentFailed(f"the browser opened no context: {first_line(error)}") from error
+        raise AssertionError("the second attempt returns or raises")
 
     async def _ensure(self) -> Browser:
         """Return the running browser, started if it is needed; the caller holds the lock."""
-        if self._browser is not None and self._browser.is_connected():
+        if self._browser is not None and self._browser.is_connected() and not self._broken:
             return self._browser
         path = chromium_path()
         from playwright.async_api import async_playwright
@@ -156,7 +163,7 @@ class SharedBrowser:
         except Exception as error:
             await self._stop()
             raise EnvironmentFailed(f"Chromium ({path}) does not start: {first_line(error)}") from error
-        self.starts += 1
+        self.starts, self._broken = self.starts + 1, False
         return self._browser
 
     def _arguments(self) -> list[str]:

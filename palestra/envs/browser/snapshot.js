@@ -11,6 +11,8 @@
 
   const SILENT = new Set(["SCRIPT", "STYLE", "NOSCRIPT", "TEMPLATE", "HEAD", "BR", "HR"]);
   const SHAPES = new Set(["rect", "circle", "ellipse", "polygon", "polyline", "path", "line"]);
+  const EIGHTHS = [4, 2, 6, 1, 7]; // of an element's size, the middle first
+  const POINTS = EIGHTHS.flatMap((down) => EIGHTHS.map((across) => [across, down]));
   const words = (text) => (text || "").replace(/\s+/g, " ").trim();
   const shown = (element) => element.checkVisibility({ checkVisibilityCSS: true });
 
@@ -81,7 +83,8 @@
         } else if (child.nodeType === Node.ELEMENT_NODE) walk(child, here, label);
       }
       if (element.shadowRoot) for (const child of element.shadowRoot.children) walk(child, here, label);
-      if (lines.length === before && acts(element)) numbered(element, mark(element));
+      const box = element.getBoundingClientRect();
+      if (lines.length === before && box.width * box.height && acts(element)) numbered(element, mark(element));
     };
     if (document.body) walk(document.body, false, false);
     window.__palestra.elements = elements;
@@ -93,9 +96,9 @@
     if (!element?.isConnected || !shown(element)) return null;
     element.scrollIntoView({ block: "nearest", inline: "nearest", behavior: "instant" });
     for (const box of element.getClientRects()) {
-      for (const [across, down] of [[2, 2], [1, 2], [3, 2], [2, 1], [2, 3], [1, 1], [3, 3], [3, 1], [1, 3]]) {
-        const x = box.x + (box.width * across) / 4;
-        const y = box.y + (box.height * down) / 4;
+      for (const [across, down] of POINTS) {
+        const x = box.x + (box.width * across) / 8;
+        const y = box.y + (box.height * down) / 8;
         let hit = document.elementFromPoint(x, y);
         while (hit?.shadowRoot?.elementFromPoint(x, y) && hit.shadowRoot.elementFromPoint(x, y) !== hit) {
           hit = hit.shadowRoot.elementFromPoint(x, y);
