@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +149,18 @@ def _draw(page: str | None, source: random.Random) -> dict[str, Any]:
 
 
 def pages_folder() -> Path:
-    """Return the folder with MiniWoB's pages. The package itself is not imported: it would need Selenium.
+    """Return the folder with MiniWoB's pages.
+
+    The package is found by its record and not by an import, which would need Selenium, and would find any other module
+    of this name, such as a script of the user's.
 
     Raises:
         ConfigError: the package is not installed.
     """
-    spec = find_spec("miniwob")
-    if spec is None or spec.origin is None:
-        raise ConfigError("this environment needs MiniWoB's pages; run: pip install --no-deps miniwob==1.1")
-    return Path(spec.origin).parent / "html"
+    try:
+        return Path(str(distribution("miniwob").locate_file("miniwob/html")))
+    except PackageNotFoundError:
+        raise ConfigError("this environment needs MiniWoB's pages; run: pip install --no-deps miniwob==1.1") from None
 
 
 class _Pages(SimpleHTTPRequestHandler):

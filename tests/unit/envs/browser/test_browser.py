@@ -25,7 +25,8 @@ FORM = """<!doctype html><title>Form</title><h1>Order</h1><p>Please <b>fill in</
 <label>Name <input id=name placeholder="your name"></label><input type=password value=abc>
 <select id=size><option>small<option>large</select><label><input type=checkbox> gift</label>
 <button disabled>later</button><button id=send>Send</button><a href="/next">more</a>
-<span id=icon style="cursor:pointer;display:inline-block;width:9px;height:9px" class="trash"></span><p style="display:none">hidden</p>
+<span id=icon style="cursor:pointer;display:inline-block;width:9px;height:9px" class="trash"></span>
+<p style="display:none">hidden</p>
 <div style="height:3000px"></div><p id=far>far below</p>
 <script>
 document.getElementById("send").addEventListener("click", () => {
@@ -59,6 +60,12 @@ def command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+async def act_until_it_fails(environment: Visit) -> None:
+    for _ in range(50):
+        await act(environment, ("click", {"ref": 6}))
+        await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -241,9 +248,7 @@ async def test_what_dies_fails_its_episodes_and_is_replaced(visit, blow):
             os.kill(main.pid, signal.SIGKILL)
         for one in (environment, beside):
             with pytest.raises(EnvironmentFailed):
-                for _ in range(50):
-                    await act(one, ("click", {"ref": 6}))
-                    await asyncio.sleep(0.05)
+                await act_until_it_fails(one)
         await asyncio.gather(*(one.reset({"url": f"http://{pages.host}/"}) for one in (environment, beside)))
         assert "sent" in (await act(environment, ("click", {"ref": 6})))[1]
         assert browser.starts == (1 if blow == "page" else 2)
@@ -293,5 +298,5 @@ def test_hosts_have_a_form():
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="needs Chromium; run: apt-get install chromium$"):
+    with pytest.raises(ConfigError, match=r"needs Chromium; run: apt-get install chromium$"):
         Visit()

@@ -167,5 +167,5 @@ asyncio.run(main())
 
 async def test_what_can_not_be_started_is_a_failure_of_the_environment():
     assert "not found" in await said("no-such-program 2>&1")
-    with pytest.raises(EnvironmentFailed, match="no sandbox was started|started no program"):
+    with pytest.raises(EnvironmentFailed, match=r"no sandbox was started|started no program"):
         await run_once(["true"], {"a": b"", "a/b": b""}, SMALL, seconds=5)

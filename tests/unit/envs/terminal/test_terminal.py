@@ -50,7 +50,10 @@ SOLUTIONS = {
     "find": lambda task: (f"grep -rl {task['prompt'].split(' word ')[1].split('.')[0]} notes", task["expected"]),
     "count": lambda task: ("wc -l events.log", task["expected"]),
     "edit": lambda task: (
-        "sed -i 's/^{1} = .*/{1} = {3}/' settings.ini".format(*task["prompt"].split(), "", ""),
+        "sed -i 's/^{1} = .*/{1} = {3}/' settings.ini".format(
+            *task["prompt"].split(),
+            "",
+        ),
         "done",
     ),
     "git": lambda task: (
