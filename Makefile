@@ -17,7 +17,7 @@ FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples) and not (model or service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (model or service or browser) and not ($(OWN_COMMAND))
 
-.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries bench clean
+.PHONY: machine prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,13 @@ frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three framewor
 libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry, PettingZoo, TextArena, Tinker's cookbook
 	$(BIN)/pytest tests/libraries -m libraries
 
+PROGRAMS := chromium bwrap git tar Xvfb xdotool setpriv
+PACKAGES := chromium bubblewrap git tar xvfb xdotool util-linux python3-tk
+
+machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
+	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
+	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(PACKAGES); }
+
 prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
 	$(BIN)/python scripts/prose.py
 
@@ -98,8 +105,10 @@ $(RUNTIME): requirements.lock pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Of miniwob, only its pages are used; what it depends on would be a second driver of browsers.
 $(DEV): $(RUNTIME) requirements-dev.lock
 	$(PIP) install --quiet -r requirements-dev.lock
+	$(PIP) install --quiet --no-deps miniwob==1.1.0
 	@touch $@
 
 # Agent frameworks, in an environment of their own. The copy says which versions it has.

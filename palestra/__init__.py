@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from palestra.envs import ConcurrentEnvironment as ConcurrentEnvironment
     from palestra.envs import ContinuousEnvironment as ContinuousEnvironment
     from palestra.envs import Coordinator as Coordinator
+    from palestra.envs import DesktopEnvironment as DesktopEnvironment
     from palestra.envs import Environment as Environment
     from palestra.envs import Fault as Fault
     from palestra.envs import FrozenLake as FrozenLake
@@ -159,6 +160,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "ConcurrentEnvironment",
         "ContinuousEnvironment",
         "Coordinator",
+        "DesktopEnvironment",
         "Environment",
         "Fault",
         "FrozenLake",

@@ -12,6 +12,7 @@ from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment, SerialEnvironment
 from palestra.envs.continuous import ContinuousEnvironment, run_virtual
 from palestra.envs.coordinator import Coordinator
+from palestra.envs.desktop import DesktopEnvironment
 from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.gomoku import Gomoku
 from palestra.envs.gomoku_duel import GomokuDuel
@@ -46,6 +47,7 @@ __all__ = [
     "ConcurrentEnvironment",
     "ContinuousEnvironment",
     "Coordinator",
+    "DesktopEnvironment",
     "Environment",
     "Fault",
     "FrozenLake",

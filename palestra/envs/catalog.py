@@ -18,6 +18,9 @@ from palestra.envs.browser.chromium import chromium_path
 from palestra.envs.browser.miniwob import MiniWoB, miniwob_tasks, pages_folder
 from palestra.envs.calculator import CalculatorEnvironment, calculator_tasks
 from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.desktop.display import check_installed as check_desktop
+from palestra.envs.desktop.environment import DesktopEnvironment
+from palestra.envs.desktop.tasks import desktop_tasks
 from palestra.envs.environment import Environment
 from palestra.envs.gomoku import Gomoku, gomoku_tasks
 from palestra.envs.gomoku_duel import GomokuDuel
@@ -236,6 +239,12 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
             make=_maker("terminal", TerminalEnvironment),
             generate=terminal_tasks,
             check_installed=check_sandbox,
+        ),
+        "desktop": CatalogEntry(
+            summary="a window with fields, boxes and buttons, acted on by mouse and keyboard",
+            make=_maker("desktop", DesktopEnvironment),
+            generate=desktop_tasks,
+            check_installed=check_desktop,
         ),
     }
 )

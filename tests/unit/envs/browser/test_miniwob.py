@@ -14,8 +14,7 @@ from palestra.envs.browser.miniwob import PAGES, checked_page, page_server
 from palestra.errors import ConfigError
 from palestra.types.messages import text_message
 
-require("chromium")
-pytest.importorskip("playwright")
+require("chromium", packages=("miniwob", "playwright"))
 pytestmark = pytest.mark.browser
 
 

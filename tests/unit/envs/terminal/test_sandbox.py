@@ -124,6 +124,7 @@ async def test_memory_is_limited_for_one_process_and_for_all_together():
         assert sandbox.ended_for == "more than 256 MiB of memory"
 
 
+@pytest.mark.slow
 async def test_time_is_limited():
     started = time.monotonic()
     assert (await said("bash -c 'while :; do :; done'; echo $?", seconds=20)).split()[-1] in ("137", "152")
@@ -145,6 +146,7 @@ async def test_nothing_is_left_not_even_a_descriptor():
     assert not [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 async def test_a_sandbox_ends_with_the_process_that_made_it():
     script = """
 import asyncio, subprocess

@@ -100,6 +100,7 @@ async def test_a_shell_keeps_its_folder_and_its_variables(terminal):
     assert await output(terminal, "printf '\\033[31mred\\033[0m'; printf '\\033]0;title\\007'") == "red"
 
 
+@pytest.mark.slow
 async def test_a_program_that_waits_for_keys_gets_them():
     environment = TerminalEnvironment(command_seconds=0.5)
     try:
