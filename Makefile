@@ -19,7 +19,7 @@ FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples) and not (model or service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (model or service or browser) and not ($(OWN_COMMAND))
 
-.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners bench clean
+.PHONY: machine prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,13 @@ libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with
 partners: $(DEV) $(PARTNERS)/mcp/installed.txt $(PARTNERS)/openenv/installed.txt $(PARTNERS)/verifiers/installed.txt $(PARTNERS)/nemo-gym/installed.txt  ## environments and tools of other projects, each against the real one: MCP, OpenEnv, verifiers, NeMo Gym
 	$(BIN)/pytest tests/partners -m partners
 
+PROGRAMS := chromium bwrap git tar Xvfb xdotool setpriv
+PACKAGES := chromium bubblewrap git tar xvfb xdotool util-linux python3-tk
+
+machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
+	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
+	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(PACKAGES); }
+
 prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
 	$(BIN)/python scripts/prose.py
 
@@ -103,8 +110,10 @@ $(RUNTIME): requirements.lock pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Of miniwob, only its pages are used; what it depends on would be a second driver of browsers.
 $(DEV): $(RUNTIME) requirements-dev.lock
 	$(PIP) install --quiet -r requirements-dev.lock
+	$(PIP) install --quiet --no-deps miniwob==1.1.0
 	@touch $@
 
 # Agent frameworks, in an environment of their own. The copy says which versions it has.

@@ -48,28 +48,34 @@ if TYPE_CHECKING:
     from palestra.config import RolloutConfig as RolloutConfig
     from palestra.config import dump_config as dump_config
     from palestra.config import load_config as load_config
+    from palestra.envs import ActingEnvironment as ActingEnvironment
     from palestra.envs import AgentProtocol as AgentProtocol
     from palestra.envs import Arithmetic as Arithmetic
+    from palestra.envs import BrowserEnvironment as BrowserEnvironment
     from palestra.envs import CalculatorEnvironment as CalculatorEnvironment
     from palestra.envs import ConcurrentEnvironment as ConcurrentEnvironment
     from palestra.envs import ContinuousEnvironment as ContinuousEnvironment
     from palestra.envs import Coordinator as Coordinator
+    from palestra.envs import DesktopEnvironment as DesktopEnvironment
     from palestra.envs import Environment as Environment
     from palestra.envs import Fault as Fault
     from palestra.envs import FrozenLake as FrozenLake
     from palestra.envs import Gomoku as Gomoku
     from palestra.envs import GymnasiumEnvironment as GymnasiumEnvironment
     from palestra.envs import KuhnPoker as KuhnPoker
+    from palestra.envs import MiniWoB as MiniWoB
     from palestra.envs import MultiAgentEnvironment as MultiAgentEnvironment
     from palestra.envs import NemoGymEnvironment as NemoGymEnvironment
     from palestra.envs import OpenEnvEnvironment as OpenEnvEnvironment
     from palestra.envs import Outcome as Outcome
     from palestra.envs import PettingZooEnvironment as PettingZooEnvironment
+    from palestra.envs import Progress as Progress
     from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
     from palestra.envs import Stage as Stage
     from palestra.envs import Subagent as Subagent
     from palestra.envs import SubagentEnvironment as SubagentEnvironment
     from palestra.envs import TaskEnvironment as TaskEnvironment
+    from palestra.envs import TerminalEnvironment as TerminalEnvironment
     from palestra.envs import TimeLimit as TimeLimit
     from palestra.envs import ToolEnvironment as ToolEnvironment
     from palestra.envs import check_environment as check_environment
@@ -149,28 +155,34 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.runtime.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "dump_config", "load_config"),
     "palestra.envs": (
+        "ActingEnvironment",
         "AgentProtocol",
         "Arithmetic",
+        "BrowserEnvironment",
         "CalculatorEnvironment",
         "ConcurrentEnvironment",
         "ContinuousEnvironment",
         "Coordinator",
+        "DesktopEnvironment",
         "Environment",
         "Fault",
         "FrozenLake",
         "Gomoku",
         "GymnasiumEnvironment",
         "KuhnPoker",
+        "MiniWoB",
         "MultiAgentEnvironment",
         "NemoGymEnvironment",
         "OpenEnvEnvironment",
         "Outcome",
         "PettingZooEnvironment",
+        "Progress",
         "ReasoningEnvironment",
         "Stage",
         "Subagent",
         "SubagentEnvironment",
         "TaskEnvironment",
+        "TerminalEnvironment",
         "TimeLimit",
         "ToolEnvironment",
         "check_environment",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _EXTRAS = {
+    "browser": ("playwright",),
     "cluster": ("ray",),
     "postgres": ("psycopg",),
     "train": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import secrets
 import signal
@@ -16,6 +15,7 @@ from palestra.errors import ConfigError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from palestra.env_server import SessionLimits
@@ -158,6 +158,8 @@ def _key(file: Path | None) -> tuple[str, bool]:
 async def _serve(
     make: Callable[[], Environment | ConcurrentEnvironment], limits: SessionLimits, arguments: argparse.Namespace
 ) -> None:
+    import asyncio
+
     from palestra.env_server import SessionTable
     from palestra.env_server.app import served_environment
     from palestra.http.server import listen, url_of
@@ -205,6 +207,8 @@ async def _serve_openenv(
 
 def _stopped() -> asyncio.Event:
     """Return what is set by SIGINT and SIGTERM."""
+    import asyncio
+
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

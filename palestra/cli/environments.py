@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
         width = max(map(len, CATALOG))
         for name, entry in CATALOG.items():
             say(f"{name:<{width}}  {entry.summary}")
+            if (missing := entry.missing) is not None:
+                say(f"{'':<{width}}  missing: {missing}")
         say('\nto train on one:  palestra run job.toml, with  [environment] name = "…"  in it')
         return
     task = _task(arguments.task)

@@ -3,13 +3,16 @@
 Importing this package loads neither torch nor ray, so that a rollout worker stays small.
 """
 
+from palestra.envs.acting import ActingEnvironment, Progress
 from palestra.envs.arithmetic import Arithmetic
+from palestra.envs.browser import BrowserEnvironment, MiniWoB
 from palestra.envs.calculator import CalculatorEnvironment
 from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment, SerialEnvironment
 from palestra.envs.continuous import ContinuousEnvironment, run_virtual
 from palestra.envs.coordinator import Coordinator
+from palestra.envs.desktop import DesktopEnvironment
 from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.gomoku import Gomoku
 from palestra.envs.gomoku_duel import GomokuDuel
@@ -30,6 +33,7 @@ from palestra.envs.rewards import reward_function
 from palestra.envs.split_sum import SplitSum
 from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
 from palestra.envs.task_splits import Split
+from palestra.envs.terminal import TerminalEnvironment
 from palestra.envs.textarena import TextArenaEnvironment
 from palestra.envs.tool_environment import ToolEnvironment
 from palestra.envs.turn_clock import TimeLimit
@@ -37,13 +41,16 @@ from palestra.envs.turn_clock import TimeLimit
 __all__ = [
     "CATALOG",
     "DELEGATE",
+    "ActingEnvironment",
     "AgentProtocol",
     "Arithmetic",
+    "BrowserEnvironment",
     "CalculatorEnvironment",
     "CatalogEntry",
     "ConcurrentEnvironment",
     "ContinuousEnvironment",
     "Coordinator",
+    "DesktopEnvironment",
     "Environment",
     "Fault",
     "FrozenLake",
@@ -53,6 +60,7 @@ __all__ = [
     "GymnasiumVector",
     "KuhnPoker",
     "LeducPoker",
+    "MiniWoB",
     "MultiAgentEnvironment",
     "Negotiation",
     "NemoGymEnvironment",
@@ -61,6 +69,7 @@ __all__ = [
     "Outcome",
     "PettingZooEnvironment",
     "PrisonersDilemma",
+    "Progress",
     "ReasoningEnvironment",
     "SerialEnvironment",
     "Split",
@@ -69,6 +78,7 @@ __all__ = [
     "Subagent",
     "SubagentEnvironment",
     "TaskEnvironment",
+    "TerminalEnvironment",
     "TextArenaEnvironment",
     "TimeLimit",
     "ToolEnvironment",

@@ -5,16 +5,22 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
 from palestra.envs.arithmetic import Arithmetic, arithmetic_tasks
+from palestra.envs.browser.chromium import chromium_path
+from palestra.envs.browser.miniwob import MiniWoB, miniwob_tasks, pages_folder
 from palestra.envs.calculator import CalculatorEnvironment, calculator_tasks
 from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.desktop.display import check_installed as check_desktop
+from palestra.envs.desktop.environment import DesktopEnvironment
+from palestra.envs.desktop.tasks import desktop_tasks
 from palestra.envs.environment import Environment
 from palestra.envs.gomoku import Gomoku, gomoku_tasks
 from palestra.envs.gomoku_duel import GomokuDuel
@@ -28,6 +34,9 @@ from palestra.envs.prisoners_dilemma import PrisonersDilemma
 from palestra.envs.reasoning_gym import ReasoningEnvironment, reasoning_tasks
 from palestra.envs.split_sum import SplitSum, split_sum_tasks
 from palestra.envs.task_splits import Split, seed_tasks
+from palestra.envs.terminal.environment import TerminalEnvironment
+from palestra.envs.terminal.sandbox import check_installed as check_sandbox
+from palestra.envs.terminal.tasks import terminal_tasks
 from palestra.envs.textarena import TextArenaEnvironment
 from palestra.errors import ConfigError
 
@@ -42,14 +51,28 @@ class CatalogEntry:
     generate: Callable[[Split, int, int], list[dict[str, Any]]]
     """(split, count, seed) -> `count` distinct tasks, JSON objects with an `id`. Equal arguments give equal tasks, and
     no seed gives a task of the other split. Raises ConfigError if the split has fewer than `count` tasks."""
+    check_installed: Callable[[], object] = lambda: None
+    """Raises ConfigError if something that the environment needs is not installed; the message says how to get it."""
+
+    @property
+    def missing(self) -> str | None:
+        """Return what is not installed, and how to get it, in one line; None: nothing is missing."""
+        try:
+            self.check_installed()
+        except ConfigError as error:
+            return str(error)
+        return None
 
 
 def catalog_entry(name: str) -> CatalogEntry:
-    """Return the catalogue's environment of this name.
+    """Return the catalogue's environment of this name; `miniwob/click-button` is `miniwob` with tasks of one page.
 
     Raises:
         ConfigError: the catalogue has no environment `name`; the message suggests a similar one.
     """
+    whole, _, part = name.partition("/")
+    if part and whole == "miniwob":
+        return replace(CATALOG[whole], summary=f"the page {part} of MiniWoB++", generate=partial(miniwob_tasks, part))
     if name not in CATALOG:
         near = difflib.get_close_matches(name.lower(), CATALOG, n=1, cutoff=0.5)
         meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -125,6 +148,26 @@ def _gsm_symbolic(*, system: str = "End with the number alone on the last line."
     return ReasoningEnvironment("gsm_symbolic", system=system)
 
 
+def _needs(module: str, install: str) -> Callable[[], None]:
+    """Return a check that a module is installed, without importing it.
+
+    Args:
+        module: name of the module.
+        install: what pip is given to get it.
+    """
+
+    def check() -> None:
+        if find_spec(module) is None:
+            raise ConfigError(f"this environment needs {module}; run: pip install {install}")
+
+    return check
+
+
+def _check_miniwob() -> None:
+    chromium_path()
+    pages_folder()
+
+
 CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
     {
         "arithmetic": CatalogEntry(
@@ -176,31 +219,55 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
             summary="any game of OpenSpiel, each player an agent; settings.game names it",
             make=_maker("open-spiel", OpenSpielEnvironment, "clock"),
             generate=partial(seed_tasks, "spiel"),
+            check_installed=_needs("pyspiel", "'palestra[games]'"),
         ),
         "pettingzoo": CatalogEntry(
             summary="worlds of PettingZoo with discrete actions; settings.name, as classic/tictactoe_v3",
             make=_maker("pettingzoo", PettingZooEnvironment, "clock"),
             generate=partial(seed_tasks, "zoo"),
+            check_installed=_needs("pettingzoo", "'palestra[games]'"),
         ),
         "textarena": CatalogEntry(
             summary="games of TextArena, in free text; settings.id names it",
             make=_maker("textarena", TextArenaEnvironment, "clock"),
             generate=partial(seed_tasks, "arena"),
+            check_installed=_needs("textarena", "'palestra[games]'"),
         ),
         "frozen-lake": CatalogEntry(
             summary="a walk over ice with holes, on random maps (Gymnasium)",
             make=_maker("frozen-lake", FrozenLake, "size"),
             generate=frozen_lake_tasks,
+            check_installed=_needs("gymnasium", "gymnasium"),
         ),
         "countdown": CatalogEntry(
             summary="an expression of given numbers that makes a given number (reasoning-gym)",
             make=_maker("countdown", _countdown),
             generate=partial(reasoning_tasks, "countdown"),
+            check_installed=_needs("reasoning_gym", "reasoning-gym"),
         ),
         "gsm-symbolic": CatalogEntry(
             summary="word problems of school mathematics (reasoning-gym)",
             make=_maker("gsm-symbolic", _gsm_symbolic),
             generate=partial(reasoning_tasks, "gsm_symbolic"),
+            check_installed=_needs("reasoning_gym", "reasoning-gym"),
+        ),
+        "miniwob": CatalogEntry(
+            summary="small tasks on web pages, in a browser (MiniWoB++); miniwob/PAGE has the tasks of one page",
+            make=_maker("miniwob", MiniWoB),
+            generate=partial(miniwob_tasks, None),
+            check_installed=_check_miniwob,
+        ),
+        "terminal": CatalogEntry(
+            summary="small tasks in a shell: find, count, edit, git, mend a function; in a sandbox",
+            make=_maker("terminal", TerminalEnvironment),
+            generate=terminal_tasks,
+            check_installed=check_sandbox,
+        ),
+        "desktop": CatalogEntry(
+            summary="a window with fields, boxes and buttons, acted on by mouse and keyboard",
+            make=_maker("desktop", DesktopEnvironment),
+            generate=desktop_tasks,
+            check_installed=check_desktop,
         ),
     }
 )

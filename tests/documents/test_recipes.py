@@ -6,6 +6,7 @@ import re
 
 import pytest
 from frameworks.playing import ENVIRONMENT, missing
+from machine import require
 
 from documents.blocks import ROOT
 from documents.recipes import RECIPES, run
@@ -21,7 +22,7 @@ IN_ONE_PROCESS = (
     "own_environment",
     "subagents",
 )
-OTHERS = ("framework_agent", "kuhn_poker", "negotiation_seats", "resume", "service")
+OTHERS = ("framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
 
 
 def test_every_recipe_is_run():
@@ -65,6 +66,14 @@ def test_a_run_that_was_killed_is_continued(tmp_path):
     assert killed is not None
     assert 2 <= int(killed[1]) <= 4
     assert "steps trained: 1, 2, 3, 4;" in done.stdout
+
+
+@pytest.mark.browser
+def test_web_pages_are_trained_on(tmp_path):
+    require("chromium", packages=("miniwob",))
+    done = run("miniwob", tmp_path, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_test_is_in_one_tier_or_has_a_command_of_its_own(markers):
 
 def test_the_check_of_this_repository_builds_the_package_and_the_site_and_runs_both_tiers():
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
-    assert commands == ["make wheel", "make docs-site", "make test", "make test-rest"]
+    assert commands == ["make machine", "make wheel", "make docs-site", "make test", "make test-rest"]
 
 
 def test_the_second_tier_draws_all_examples():

@@ -1,0 +1,152 @@
+"""`ActingEnvironment`: an agent acts on a page, a terminal or a window by tools, and is shown what that looks like."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from palestra.envs.commands import command_call, commands_help
+from palestra.envs.environment import Environment, Step, StepMessage
+from palestra.envs.tool_environment import final_answer
+from palestra.errors import EnvironmentFailed
+from palestra.tools import Finish, Tool, ToolFailure, ToolManager, ToolResult
+from palestra.types.messages import ChatMessage, ToolCall, text_message
+
+MAX_CALLS = 16  # of one reply that are done
+DONE = "done"  # what a tool returns that has nothing to say
+Actions = Literal["tools", "text"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How a task stands after an action."""
+
+    reward: float = 0.0  # of this action
+    over: bool = False  # whether the task has ended
+
+
+class ActingEnvironment(Environment):
+    """An environment in which calls are done one after another, and the state is shown after the last.
+
+    Implement `start`, `observe`, `progress` and `check_alive`. What an agent does wrong is text for the agent; what
+    breaks in the environment fails the episode, which is then played again without a reward.
+    """
+
+    reusable: ClassVar[bool] = True
+    answers: ClassVar[bool] = True  # whether the agent may end the episode by calling `finish`
+
+    def __init__(self, tools: Iterable[Tool], *, actions: Actions, max_steps: int, tool_seconds: float) -> None:
+        """Create the environment.
+
+        Args:
+            tools: what the agent may do.
+            actions: `tools`, tool calls; `text`, one line such as `click 3`, which small models write more easily.
+            max_steps: replies that the agent may make in an episode.
+            tool_seconds: a call that takes longer is a failure of the environment: tools have limits of their own.
+
+        Raises:
+            ValueError: `max_steps` is below 1.
+        """
+        if max_steps < 1:
+            raise ValueError("max_steps is at least 1")
+        self.max_steps: int = max_steps
+        self._steps = 0
+        self._manager = ToolManager([*tools, *([Finish()] if self.answers else [])], timeout_seconds=tool_seconds)
+        self._text_actions = actions == "text"
+        if self._text_actions:
+            self.system = "Reply with one line, which is one of:\n" + commands_help(self._manager.schemas)
+        else:
+            self.tools = self._manager.schemas
+
+    # Methods that a subclass implements or overrides.
+
+    @abstractmethod
+    async def start(self, task: Mapping[str, Any]) -> str:
+        """Begin the episode of `task` and return what the agent is to do."""
+
+    @abstractmethod
+    async def observe(self) -> str:
+        """Return what the world looks like now; "": the results of the calls say it all."""
+
+    @abstractmethod
+    async def progress(self, answer: str | None) -> Progress:
+        """Return how the task stands after an action.
+
+        Args:
+            answer: what the agent handed in by `finish`, which ends the episode in any case; None: it goes on.
+        """
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Check that the page, terminal or window can still be used.
+
+        Raises:
+            EnvironmentFailed: it can't, and the episode has to be played again.
+        """
+
+    async def cut_off(self) -> float:
+        """Return the reward of the last action of an episode that has had `max_steps` of them; by default 0."""
+        return 0.0
+
+    # Methods that a rollout calls.
+
+    async def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Begin the episode of `task`, and return what the agent is to do and what the world looks like."""
+        self._steps = 0
+        goal = await self.start(task)
+        return f"{goal}\n\n{await self.observe()}".strip(), {}
+
+    async def step_message(self, action: ChatMessage) -> StepMessage:
+        """Do the calls of a reply one after another, and show the world as it is then."""
+        self.check_alive()
+        self._steps += 1
+        reward, over = 0.0, False
+        results: list[ToolResult] = []
+        for number, call in enumerate(action.tool_calls or self._command(action.text)):
+            if over or number >= MAX_CALLS:
+                results.append(_not_done(call, "the episode is over" if over else f"{MAX_CALLS} calls at a time"))
+                continue
+            (result,) = await self._manager.execute_calls([call])
+            self.check_alive()
+            if result.failure is ToolFailure.TIMED_OUT:
+                raise EnvironmentFailed(result.content)
+            results.append(result)
+            answer = final_answer(ChatMessage(role="assistant", content=(), tool_calls=(call,)))
+            after = await self.progress(answer)
+            reward, over = reward + after.reward, after.over or answer is not None
+        cut_off = not over and self._steps >= self.max_steps
+        if cut_off:
+            reward += await self.cut_off()
+        return await self._shown(action, results, over=over or cut_off), reward, over, cut_off, {}
+
+    async def _shown(self, action: ChatMessage, results: list[ToolResult], *, over: bool) -> tuple[ChatMessage, ...]:
+        """Return the results of calls, and the world as it is now unless the episode is over."""
+        answers = tuple(result.message for result in results) if action.tool_calls else ()
+        if over:
+            return answers
+        said = [result.content for result in results if not action.tool_calls and result.content != DONE]
+        if not results:
+            said = ["That is no action: " + ("reply with one line." if self._text_actions else "call a tool.")]
+        seen = "\n\n".join(text for text in (*said, await self.observe()) if text)
+        return (*answers, text_message("user", seen)) if seen or not answers else answers
+
+    def _command(self, text: str) -> tuple[ToolCall, ...]:
+        """Return the call that a line of text stands for, where actions are text."""
+        call = command_call(text, self._manager.schemas) if self._text_actions else None
+        return () if call is None else (call,)
+
+    def step(self, action: str) -> Step:
+        """Refuse to be called: calls are a part of a message, which `step_message` takes.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("an ActingEnvironment takes messages: call step_message")
+
+
+def _not_done(call: ToolCall, reason: str) -> ToolResult:
+    failure = ToolFailure.RAISED
+    content = f"Error: not done: {reason}."
+    return ToolResult(call_id=call.id, name=call.function.name, content=content, failure=failure, seconds=0.0)

@@ -1,0 +1,199 @@
+"""Environment `desktop`: a window on a screen of its own, which an agent acts on with mouse and keyboard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
+from palestra.envs.desktop.display import Display, check_installed, end, start_display
+from palestra.errors import EnvironmentFailed
+from palestra.threads import in_thread
+from palestra.tools import BadArguments, FunctionTool
+
+SIZE = (320, 200)  # pixels of the screen, wide and high
+_PROGRAM = Path(__file__).parent / "window.py"
+Pixels = Annotated[int, Field(ge=0, lt=10_000)]
+
+
+class DesktopEnvironment(ActingEnvironment):
+    """A window with fields, boxes and buttons; the reward is 1 if the right button is pressed over the right contents.
+
+    Each episode has a screen (Xvfb) and a program of its own; the agent's actions go through xdotool. Pressing a button
+    ends the episode.
+    """
+
+    answers: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        observation: Literal["widgets", "screenshot"] = "widgets",
+        actions: Actions = "tools",
+        max_steps: int = 10,
+        timeout_seconds: float = 15.0,
+    ) -> None:
+        """Create the environment; a screen is made for each episode.
+
+        Args:
+            observation: what the agent reads: `widgets`, the window's parts with their places, as a tree of
+                accessibility has them; `screenshot`, nothing but the goal: a scripted agent looks at `screenshot`.
+            actions: `tools`, tool calls; `text`, one line such as `click 40 20`.
+            max_steps: replies that the agent may make in an episode.
+            timeout_seconds: limit for one action, and for one answer of the window.
+
+        Raises:
+            ConfigError: Xvfb, xdotool or tkinter is not installed.
+            ValueError: a number is not above 0.
+        """
+        check_installed()
+        if not timeout_seconds > 0:
+            raise ValueError("timeout_seconds is above 0")
+        tools = [FunctionTool(self.click), FunctionTool(self.type), FunctionTool(self.key)]
+        super().__init__(tools, actions=actions, max_steps=max_steps, tool_seconds=2 * timeout_seconds)
+        self._shows, self._seconds = observation, timeout_seconds
+        self._task: Mapping[str, Any] = {}
+        self._display: Display | None = None
+        self._window: asyncio.subprocess.Process | None = None
+        self._failure: EnvironmentFailed | None = None
+
+    async def click(self, x: Pixels, y: Pixels) -> str:
+        """Click at a place of the screen.
+
+        Args:
+            x: Pixels from the left.
+            y: Pixels from the top.
+        """
+        return await self._xdotool("mousemove", str(x), str(y), "click", "1")
+
+    async def type(self, text: Annotated[str, Field(max_length=200)]) -> str:
+        """Type text where the cursor is.
+
+        Args:
+            text: The text.
+        """
+        return await self._xdotool("type", "--delay", "1", "--", text.replace("\0", ""))
+
+    async def key(self, key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\+[A-Za-z0-9_]+)*$", max_length=50)]) -> str:
+        """Press a key.
+
+        Args:
+            key: Its name, such as Tab, Return, space, BackSpace, ctrl+a.
+        """
+        return await self._xdotool("key", "--", key)
+
+    async def screenshot(self) -> bytes:
+        """Return what the screen shows now, as PNG.
+
+        Raises:
+            EnvironmentFailed: there is no screen.
+        """
+        if self._display is None:
+            raise EnvironmentFailed("there is no screen: the episode has not begun")
+        return await in_thread(self._display.screenshot)
+
+    async def start(self, task: Mapping[str, Any]) -> str:
+        """Start a screen with the task's window, and return what the agent is to do."""
+        await self.close()
+        self._task, self._failure = task, None
+        self._display = await start_display(*SIZE)
+        pipe = asyncio.subprocess.PIPE
+        shown = {"width": SIZE[0], "height": SIZE[1], **{key: task[key] for key in ("fields", "boxes", "buttons")}}
+        program = [sys.executable, "-I", str(_PROGRAM), json.dumps(shown)]
+        self._window = await self._display.start(program, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL)
+        await self._ask()
+        return str(task["prompt"])
+
+    async def observe(self) -> str:
+        """Return the window's parts, one a line."""
+        if self._shows == "screenshot":
+            return ""
+        lines = []
+        for one in (await self._ask())["widgets"]:
+            value = {"field": f' "{one["value"]}"', "box": " (ticked)" if one["value"] else ""}.get(one["kind"], "")
+            lines.append(f"{one['kind']} {one['name']}{value} at {one['x']} {one['y']}")
+        return "\n".join(lines)
+
+    async def progress(self, answer: str | None) -> Progress:
+        """Return 1 if the button that was pressed is the right one and the window held the right contents."""
+        state = await self._ask()
+        found = {"pressed": state["pressed"], "values": state["values"]}
+        return Progress(reward=float(found == self._task["expected"]), over=state["pressed"] is not None)
+
+    def check_alive(self) -> None:
+        """Check that the screen and the window are there.
+
+        Raises:
+            EnvironmentFailed: one is not, or does not answer.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if (
+            self._display is None
+            or not self._display.running
+            or self._window is None
+            or self._window.returncode is not None
+        ):
+            raise self._fail("the screen, or the program in it, has ended")
+
+    async def close(self) -> None:
+        """End the window and the screen."""
+        if (window := self._window) is not None:
+            self._window = None
+            await end(window)
+        if (display := self._display) is not None:
+            self._display = None
+            await display.close()
+
+    async def _xdotool(self, *arguments: str) -> str:
+        """Run xdotool on the screen.
+
+        Raises:
+            BadArguments: xdotool knows no such key.
+            EnvironmentFailed: it takes too long.
+        """
+        self.check_alive()
+        assert self._display is not None, "check_alive has looked"
+        process = await self._display.start(
+            ["xdotool", *arguments], stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(self._seconds):
+                _, errors = await process.communicate()
+        except TimeoutError:
+            await end(process)
+            raise self._fail(f"xdotool took longer than {self._seconds:g} s") from None
+        if "No such key name" in errors.decode(errors="replace"):
+            raise BadArguments(f"there is no key {arguments[-1]!r}")
+        if process.returncode:
+            raise self._fail(f"xdotool failed: {errors.decode(errors='replace').strip()}")
+        return DONE
+
+    async def _ask(self) -> dict[str, Any]:
+        """Return what the window says of itself.
+
+        Raises:
+            EnvironmentFailed: it does not answer.
+        """
+        self.check_alive()
+        window = self._window
+        assert window is not None, "check_alive has looked"
+        assert window.stdin is not None, "the window was started with pipes"
+        assert window.stdout is not None, "the window was started with pipes"
+        window.stdin.write(b"\n")
+        try:
+            async with asyncio.timeout(self._seconds):
+                found: dict[str, Any] = json.loads(await window.stdout.readline())
+        except (TimeoutError, ValueError, OSError) as error:
+            raise self._fail("the window does not answer") from error
+        return found
+
+    def _fail(self, reason: str) -> EnvironmentFailed:
+        self._failure = EnvironmentFailed(reason)
+        return self._failure

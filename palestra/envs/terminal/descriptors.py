@@ -1,0 +1,78 @@
+"""`Descriptors`: file descriptors that are closed exactly once, at the end of a block at the latest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Self
+
+
+class Descriptors:
+    """Descriptors of a block. A number that is closed twice may be another file's by then, so each is forgotten."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._open: set[int] = set()
+
+    def add(self, descriptor: int) -> int:
+        """Take over a descriptor and return it."""
+        self._open.add(descriptor)
+        return descriptor
+
+    def pipe(self) -> tuple[int, int]:
+        """Return both ends of a new pipe, the reading one first."""
+        reading, writing = os.pipe()
+        return self.add(reading), self.add(writing)
+
+    def close(self, *descriptors: int) -> None:
+        """Close some of the descriptors now; those that are closed already are left alone."""
+        for descriptor in descriptors:
+            if descriptor in self._open:
+                self._open.remove(descriptor)
+                os.close(descriptor)
+
+    def close_all(self) -> None:
+        """Close all that are open."""
+        self.close(*self._open)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_all()
+
+
+async def read(descriptor: int, most: int = 10_000) -> bytes:
+    """Read a pipe to its end, or its first bytes, without a thread that could not be stopped.
+
+    Args:
+        descriptor: the reading end.
+        most: number of bytes after which reading stops.
+    """
+    loop, found = asyncio.get_running_loop(), bytearray()
+    os.set_blocking(descriptor, False)
+    while len(found) < most:
+        await readable(loop, descriptor)
+        try:
+            chunk = os.read(descriptor, most - len(found))
+        except BlockingIOError:
+            continue
+        if not chunk:
+            break
+        found += chunk
+    return bytes(found)
+
+
+async def readable(loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
+    """Wait until a descriptor can be read from."""
+    waiting: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiting.done():
+            waiting.set_result(None)
+
+    loop.add_reader(descriptor, wake)
+    try:
+        await waiting
+    finally:
+        loop.remove_reader(descriptor)

@@ -1,0 +1,126 @@
+"""A window on a screen of its own: what an agent sees and does, the picture of it, and what breaks."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+
+import psutil
+import pytest
+from machine import require
+from PIL import Image
+
+from palestra.envs import DesktopEnvironment, catalog_entry, check_environment
+from palestra.envs.desktop.tasks import desktop_tasks
+from palestra.errors import EnvironmentFailed
+from palestra.types.messages import text_message
+
+require("Xvfb", "xdotool", "setpriv")
+TASK = {
+    "id": "w",
+    "prompt": "Write Ada into Name. Tick Gift. Then press Save.",
+    "fields": ["Name", "City"],
+    "boxes": ["Gift"],
+    "buttons": ["Save", "Delete"],
+    "expected": {"pressed": "Save", "values": {"Name": "Ada", "City": "", "Gift": True}},
+}
+
+
+@pytest.fixture
+async def desktop():
+    environment = DesktopEnvironment(actions="text")
+    yield environment
+    await environment.close()
+
+
+async def do(environment: DesktopEnvironment, *commands: str) -> tuple[float, bool, str]:
+    reward, over, text = 0.0, False, ""
+    for command in commands:
+        messages, reward, over, _, _ = await environment.step_message(text_message("assistant", command))
+        text = messages[-1].text if messages else ""
+    return reward, over, text
+
+
+def places(text: str) -> dict[str, str]:
+    return {name: at for name, at in re.findall(r"^\w+ (\w+).* at (\d+ \d+)$", text, re.MULTILINE)}
+
+
+async def test_a_window_is_filled_in_by_mouse_and_keyboard(desktop):
+    text, _ = await desktop.reset(TASK)
+    assert [line.partition(" at ")[0] for line in text.splitlines()] == [
+        *(TASK["prompt"], "", 'field Name ""', 'field City ""', "box Gift", "button Save", "button Delete")
+    ]
+    at = places(text)
+    _, over, text = await do(desktop, f"click {at['Name']}", "type Adax", "key BackSpace", f"click {at['Gift']}")
+    assert not over
+    assert 'field Name "Ada"' in text
+    assert "box Gift (ticked)" in text
+    assert (await do(desktop, f"click {at['Save']}"))[:2] == (1.0, True)
+    at = places((await desktop.reset(TASK))[0])  # a new window, with nothing in it
+    assert (await do(desktop, f"click {at['Save']}"))[:2] == (0.0, True)
+
+
+async def test_its_picture_shows_what_was_done(desktop):
+    text, _ = await desktop.reset(TASK)
+    before = Image.open(io.BytesIO(await desktop.screenshot()))
+    assert (before.size, before.mode) == ((320, 200), "RGB")
+    x, y = map(int, places(text)["Name"].split())
+    assert before.getpixel((x, y)) == (255, 255, 255)  # the field is white, what is around it is not
+    assert before.getpixel((310, 190)) not in ((255, 255, 255), (0, 0, 0))
+    await do(desktop, f"click {x} {y}", "type MMMM")
+    after = Image.open(io.BytesIO(await desktop.screenshot()))
+    left = range(x - 70, x)
+    dark = [sum(sum(picture.getpixel((place, y))) < 300 for place in left) for picture in (before, after)]
+    assert dark[0] < 5 < dark[1]
+
+
+async def test_what_an_agent_does_wrong_is_said(desktop):
+    await desktop.reset(TASK)
+    for command in ("key NoSuchKey", "key a;b", "click x y", "click 5", "click -1 5", "press Save", "type"):
+        _, over, text = await do(desktop, command)
+        assert not over
+        assert text.startswith(("Error: ", "That is no action"))
+
+
+@pytest.mark.parametrize("blow", ["window", pytest.param("Xvfb", marks=pytest.mark.slow)])
+async def test_what_dies_fails_the_episode_and_leaves_nothing(desktop, blow):
+    await desktop.reset(TASK)
+    children = psutil.Process().children(recursive=True)
+    (victim,) = [one for one in children if any(blow in part for part in one.cmdline()[:3])]
+    os.kill(victim.pid, signal.SIGKILL)
+    psutil.wait_procs([victim], timeout=5)
+    with pytest.raises(EnvironmentFailed):
+        await do(desktop, "click 5 5", "click 5 5", "click 5 5")
+    at = places((await desktop.reset(TASK))[0])
+    assert (await do(desktop, f"click {at['Delete']}"))[:2] == (0.0, True)
+    folder = desktop._display._folder.name
+    await desktop.close()
+    assert not psutil.Process().children()
+    assert not os.path.exists(folder)
+
+
+@pytest.mark.slow
+async def test_no_one_without_the_cookie_sees_the_screen(desktop):
+    await desktop.reset(TASK)
+    display = desktop._display._variables["DISPLAY"]
+    strangers = await desktop._display.start(
+        ["env", "XAUTHORITY=/nowhere", "xdotool", "getmouselocation"], stdout=-3, stderr=-3
+    )
+    assert await strangers.wait() != 0
+    friends = await desktop._display.start(["xdotool", "getmouselocation"], stdout=-3, stderr=-3)
+    assert await friends.wait() == 0, display
+
+
+def test_tasks_name_what_their_window_has():
+    for task in desktop_tasks("validation", 20, 1):
+        assert task["expected"]["pressed"] in task["buttons"]
+        assert {*task["expected"]["values"]} == {*task["fields"], *task["boxes"]}
+        assert task["expected"]["pressed"] in task["prompt"]
+
+
+@pytest.mark.slow
+def test_it_keeps_to_what_environments_have_to_do():
+    entry = catalog_entry("desktop")
+    check_environment(entry.make, entry.generate("train", 1, 1))

@@ -1,0 +1,173 @@
+"""What a program in a sandbox can reach, use and leave behind: nothing, little, and files that are only read."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from machine import require
+
+from palestra.envs.terminal.sandbox import Limits, run_once, start_sandbox
+from palestra.errors import EnvironmentFailed
+
+require("bwrap", "git")
+SMALL = Limits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
+
+
+async def said(command: str, files=None, limits: Limits = SMALL, seconds: float = 10.0) -> str:
+    return (await run_once(["bash", "-c", command], files or {}, limits, seconds=seconds)).decode(errors="replace")
+
+
+async def left(command: str, limits: Limits = SMALL) -> dict[str, bytes]:
+    sandbox = await start_sandbox(
+        ["bash", "-c", command], {"a/b": b"hello"}, limits, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    async with sandbox:
+        await asyncio.wait_for(sandbox.process.wait(), 20)
+        await sandbox.end()
+        return await sandbox.read_files()
+
+
+async def test_files_go_in_and_come_out():
+    files = {"one.txt": b"1\n", "deep/er/two.bin": bytes(range(256)), "ümlaut": b""}
+    assert await said("find . -type f | sort; cat deep/er/two.bin | wc -c", files) == (
+        "./deep/er/two.bin\n./one.txt\n./ümlaut\n256\n"
+    )
+    assert await left("cat a/b > c; mkdir d; echo x > d/e; rm a/b") == {"c": b"hello", "d/e": b"x\n"}
+
+
+async def test_there_is_no_network_not_even_this_machine():
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        port = server.server_address[1]
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+        assert "ConnectionRefusedError" in await said(f'python3 -c "{code}" 2>&1')
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0  # the test can fail
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "inet 127.0.0.1" in await said("ip -4 addr")
+    assert await said("ip -4 addr | grep -c inet") == "1\n"
+
+
+async def test_the_machine_is_neither_seen_nor_written(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    tried = ["/etc/shadow", "/root", "/home", "/var", "/sys", str(tmp_path), str(Path(__file__).parent), "/run"]
+    assert await said(f"for place in {' '.join(tried)}; do ls $place > /dev/null 2>&1 && echo $place; done; true") == ""
+    written = "for place in / /usr /etc /dev /usr/bin; do touch $place/x 2> /dev/null && echo $place; done; true"
+    assert await said(written) == ""
+    assert int(await said("ps -e --no-headers | wc -l")) < 8
+    assert await said("id -un") == "agent\n"
+    assert await said("unshare -U true 2>/dev/null || echo no") == "no\n"
+    assert str(os.getpid()) not in await said("ls /proc")
+
+
+async def test_links_out_of_the_sandbox_are_not_followed(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    made = f"ln -s {tmp_path}/secret file; ln -s {tmp_path} folder; ln -s / root; mkfifo pipe; echo 1 > own; rm -r a"
+    assert await left(made) == {"own": b"1\n"}
+
+
+async def test_a_fork_bomb_stays_small_and_ends_with_the_sandbox():
+    bomb = "bomb() { bomb | bomb & }; bomb; sleep 60"
+    sandbox = await start_sandbox(["bash", "-c", bomb], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    async with sandbox:
+        await asyncio.sleep(0.5)
+        inside = psutil.Process(sandbox.process.pid).children(recursive=True)
+        assert 2 < len(inside) <= SMALL.processes + 3  # with those of bubblewrap itself
+    assert not [one for one in inside if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_the_disk_is_small_for_bytes_and_for_files():
+    wrote = await said("head -c 20M /dev/zero > big; ls -s --block-size=M big | cut -d' ' -f1; ls -s /tmp | head -1")
+    assert "8M" in wrote
+    many = await left("for i in $(seq 4000); do : > f$i; done; sleep 5")
+    assert len(many) <= SMALL.files
+
+
+async def test_files_with_holes_are_not_read_into_memory():
+    files = await left("for i in $(seq 50); do truncate -s 8M hole$i; done")
+    assert sum(map(len, files.values())) <= SMALL.disk_mib * 1024 * 1024
+
+
+async def test_deep_folders_do_not_hurt_their_reader():
+    files = await left("for i in $(seq 300); do mkdir d; cd d; done; echo 1 > bottom; cd /work; echo 2 > top")
+    assert files["top"] == b"2\n"
+    assert not [path for path in files if path.endswith("bottom")]
+
+
+async def test_memory_is_limited_for_one_process_and_for_all_together():
+    assert "MemoryError" in await said("python3 -c 'bytearray(400 << 20)' 2>&1")
+    each = "python3 -c 'import time; x = bytearray(100 << 20); time.sleep(20)' & "
+    sandbox = await start_sandbox(
+        ["bash", "-c", each * 4 + "wait"], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    async with sandbox:
+        await asyncio.wait_for(sandbox.process.wait(), 15)
+        assert sandbox.ended_for == "more than 256 MiB of memory"
+
+
+@pytest.mark.slow
+async def test_time_is_limited():
+    started = time.monotonic()
+    assert (await said("bash -c 'while :; do :; done'; echo $?", seconds=20)).split()[-1] in ("137", "152")
+    assert time.monotonic() - started < 15  # two seconds of processor time
+    assert await said("sleep 60", seconds=0.3) == ""
+    assert time.monotonic() - started < 18
+
+
+async def test_output_is_cut():
+    assert len(await run_once(["yes"], {}, SMALL, seconds=10, max_bytes=1000)) == 1000
+
+
+async def test_nothing_is_left_not_even_a_descriptor():
+    await said("true")
+    before = psutil.Process().num_fds()
+    for _ in range(5):
+        await said("sleep 100 & echo started; sleep 0.05")
+    assert psutil.Process().num_fds() == before
+    assert not [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+async def test_a_sandbox_ends_with_the_process_that_made_it():
+    script = """
+import asyncio, subprocess
+from palestra.envs.terminal.sandbox import Limits, start_sandbox
+async def main():
+    await start_sandbox(["sleep", "4321"], {}, Limits(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    print("started", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        inside = psutil.Process(process.pid).children(recursive=True)
+        assert any("4321" in one.cmdline() for one in inside)
+        process.kill()
+    _, alive = psutil.wait_procs(inside, timeout=5)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_what_can_not_be_started_is_a_failure_of_the_environment():
+    assert "not found" in await said("no-such-program 2>&1")
+    with pytest.raises(EnvironmentFailed, match=r"no sandbox was started|started no program"):
+        await run_once(["true"], {"a": b"", "a/b": b""}, SMALL, seconds=5)

@@ -1,0 +1,172 @@
+"""The terminal as an environment: commands, keys, tasks of all kinds, right and wrong, and what breaks from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from machine import require
+
+from palestra.envs import TerminalEnvironment, catalog_entry, check_environment
+from palestra.envs.terminal.tasks import KINDS, terminal_tasks
+from palestra.errors import EnvironmentFailed
+from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
+
+require("bwrap", "git")
+TASK = {"id": "t", "kind": "count", "prompt": "Count.", "files": {"a": "1\n"}, "begin": "", "expected": "7"}
+
+
+def one_of(kind: str) -> dict:
+    return next(task for task in terminal_tasks("train", 40, 1) if task["kind"] == kind)
+
+
+def said(text: str) -> ChatMessage:
+    return text_message("assistant", text)
+
+
+def calls(*asked: tuple[str, dict]) -> ChatMessage:
+    made = tuple(
+        ToolCall(id=f"c{number}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
+        for number, (name, arguments) in enumerate(asked)
+    )
+    return ChatMessage(role="assistant", content=(), tool_calls=made)
+
+
+@pytest.fixture
+async def terminal():
+    environment = TerminalEnvironment(actions="text", max_steps=8, command_seconds=5)
+    yield environment
+    await environment.close()
+
+
+async def output(environment: TerminalEnvironment, command: str) -> str:
+    messages, *_ = await environment.step_message(said(f"run {command}"))
+    return messages[-1].text if messages else ""
+
+
+SOLUTIONS = {
+    "find": lambda task: (f"grep -rl {task['prompt'].split(' word ')[1].split('.')[0]} notes", task["expected"]),
+    "count": lambda task: ("wc -l events.log", task["expected"]),
+    "edit": lambda task: (
+        "sed -i 's/^{1} = .*/{1} = {3}/' settings.ini".format(
+            *task["prompt"].split(),
+            "",
+        ),
+        "done",
+    ),
+    "git": lambda task: (
+        "git checkout -qb {branch} && printf '{text}' > {file} && git add . && git commit -qm more".format(
+            **{**task["expected"], "text": task["expected"]["text"].strip()}
+        ),
+        "done",
+    ),
+    "fix": lambda task: (
+        "printf 'def {function}(a, b):\\n    return dict([{values}])[(a, b)]\\n' > {module}.py".format(
+            **{
+                **task["expected"],
+                "values": ", ".join(
+                    f"(({a}, {b}), {value})"
+                    for (a, b), value in zip(task["expected"]["arguments"], task["expected"]["values"], strict=True)
+                ),
+            }
+        ),
+        "done",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_kind_of_task_is_scored_by_what_was_done(terminal, kind):
+    task = one_of(kind)
+    command, answer = SOLUTIONS[kind](task)
+    text, _ = await terminal.reset(task)
+    assert text == task["prompt"]
+    await output(terminal, command)
+    assert (await terminal.step_message(said(f"finish {answer}")))[1:4] == (1.0, True, False)
+    await terminal.reset(task)  # nothing of the solution is there any more
+    wrong = "nothing" if kind in ("find", "count") else "done"
+    assert (await terminal.step_message(said(f"finish {wrong}")))[1:4] == (0.0, True, False)
+
+
+async def test_a_shell_keeps_its_folder_and_its_variables(terminal):
+    await terminal.reset(TASK)
+    assert await output(terminal, "mkdir b; cd b; X=3") == ""
+    assert await output(terminal, "pwd; echo $X; false") == "/work/b\n3\n(exit code 1)"
+    assert await output(terminal, "echo 'open") == (
+        "bash: unexpected EOF while looking for matching `''\n(exit code 2)"
+    )
+    assert await output(terminal, "printf '\\033[31mred\\033[0m'; printf '\\033]0;title\\007'") == "red"
+
+
+@pytest.mark.slow
+async def test_a_program_that_waits_for_keys_gets_them():
+    environment = TerminalEnvironment(command_seconds=0.5)
+    try:
+        await environment.reset(TASK)
+        messages, reward, over, _, _ = await environment.step_message(
+            calls(
+                ("run", {"command": "read x; echo got $x; cat"}), ("run", {"command": "ls"}), ("keys", {"keys": "hi\n"})
+            )
+        )
+        assert [message.text for message in messages] == [
+            "(still running)",
+            "Error: bad arguments for run: the last command has not ended; send it keys, such as C-c.",
+            "got hi\n(still running)",
+        ]
+        messages, *_ = await environment.step_message(calls(("keys", {"keys": "C-c"}), ("run", {"command": "echo on"})))
+        assert [message.text for message in messages] == ["(exit code 130)", "on"]
+        assert (reward, over) == (0.0, False)
+    finally:
+        await environment.close()
+
+
+async def test_a_hundred_megabytes_of_output_are_a_few_kilobytes_of_text(terminal):
+    await terminal.reset(TASK)
+    text = await output(terminal, "head -c 100000000 /dev/zero | tr '\\0' x; echo the end")
+    assert len(text) < 10_000
+    assert "bytes are left out" in text
+    assert text.endswith("the end")
+
+
+async def test_what_ends_the_shell_is_the_agents_own_doing(terminal):
+    await terminal.reset(TASK)
+    assert "the terminal has ended" in await output(terminal, "exit 3")
+    assert "the terminal has ended" in await output(terminal, "ls")
+    assert (await terminal.step_message(said("finish 7")))[1:3] == (1.0, True)
+
+
+async def test_what_kills_the_sandbox_from_outside_is_a_failure(terminal):
+    await terminal.reset(TASK)
+    shell = terminal._opened()
+    os.kill(shell.sandbox.process.pid, signal.SIGKILL)
+    await shell.sandbox.process.wait()
+    with pytest.raises(EnvironmentFailed, match="killed from outside, by signal 9"):
+        await terminal.step_message(said("run ls"))
+    await terminal.reset(TASK)  # played again
+    assert await output(terminal, "cat a") == "1"
+
+
+async def test_an_episode_that_is_cut_off_is_scored_as_it_was_left():
+    task = one_of("edit")
+    environment = TerminalEnvironment(actions="text", max_steps=2)
+    try:
+        await environment.reset(task)
+        assert (await environment.step_message(said("run ls")))[1:4] == (0.0, False, False)
+        assert (await environment.step_message(said(f"run {SOLUTIONS['edit'](task)[0]}")))[1:4] == (1.0, False, True)
+    finally:
+        await environment.close()
+
+
+async def test_what_is_no_action_is_said(terminal):
+    await terminal.reset(TASK)
+    messages, reward, over, _, _ = await terminal.step_message(said("Let me think."))
+    assert (messages[0].text, reward, over) == ("That is no action: reply with one line.", 0.0, False)
+    assert "run COMMAND: Run a command in the shell." in str(terminal.system)
+
+
+@pytest.mark.slow
+def test_the_terminal_keeps_to_what_environments_have_to_do():
+    entry = catalog_entry("terminal")
+    check_environment(entry.make, entry.generate("train", 1, 1))
