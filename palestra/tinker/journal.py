@@ -65,6 +65,7 @@ class Journal:
 
         Raises:
             InvalidRequest: another request of the target had this number.
+            NotFound: the model is gone.
             Expired: a model has executed the request, and nothing of it is known any more.
             TooManyRequests: too many requests of the tenant wait.
         """
@@ -78,8 +79,10 @@ class Journal:
                 if known.digest != digest:
                     raise InvalidRequest(f"{target} had another request with the number {seq_id}", "seq_id")
                 return str(known.request_id), False
-            done = select(models.c.model_id).where(models.c.model_id == target, models.c.executed >= seq_id)
-            if connection.execute(done).first() is not None:
+            executed = connection.execute(select(models.c.executed).where(models.c.model_id == target)).scalar()
+            if executed is None and extra is None and not sequences:  # it was forgotten a moment ago
+                raise NotFound(f"there is no model {target!r} of this key")
+            if executed is not None and executed >= seq_id:
                 raise Expired(f"the request {seq_id} to {target} was executed, and its result is not kept any more")
             size, samples = (
                 sa.func.coalesce(sa.func.sum(column), 0) for column in (sa.func.length(table.c.body), table.c.sequences)

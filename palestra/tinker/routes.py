@@ -27,6 +27,7 @@ from palestra.tinker.listing import add_listing
 from palestra.tinker.service import TinkerService
 from palestra.tinker.tables import DONE, FORGOTTEN, PENDING
 from palestra.tinker.wire import (
+    CopyWeights,
     CreateSession,
     Finish,
     InOrder,
@@ -39,6 +40,7 @@ from palestra.tinker.wire import (
 API = "/api/v1"
 _PROTOBUF_RESULTS = ("forward_backward", "sample")  # kinds of requests
 GONE = 410
+_TOKEN = "x-tinker-weights-access-token"
 
 
 def tinker_error(failure: Failure) -> dict[str, Any]:
@@ -227,14 +229,23 @@ def _add_info(app: FastAPI, service: TinkerService, caller: Caller) -> None:
             }
         )
 
-    def add_refused(route: str) -> None:
-        @app.post(f"{API}/{route}", name=route)
-        async def refused(request: Request) -> Response:
-            """Say that this is not supported."""
-            raise UnsupportedField(f"{route} is not supported here", None)
+    @app.post(f"{API}/copy_weights")
+    async def copy_weights(request: Request) -> Response:
+        """Copy a checkpoint, under a path of the key's own."""
+        asked = await read_request(CopyWeights, request, pool)
+        if asked.weights_access_token is not None or _TOKEN in request.headers:
+            raise UnsupportedField(
+                "weights_access_token is not supported here: a key copies its own checkpoints, and those that another "
+                "has published",
+                "weights_access_token",
+            )
+        path = await service.copies.copy(caller.tenant(request), asked, request.headers.get("x-idempotency-key"))
+        return _json({"tinker_path": path})
 
-    for route in ("create_custom_loss", "copy_weights"):
-        add_refused(route)
+    @app.post(f"{API}/create_custom_loss")
+    async def create_custom_loss(request: Request) -> Response:
+        """Say that nothing that is sent is executed."""
+        raise UnsupportedField("create_custom_loss is not supported here: losses run in the client", None)
 
 
 def _whose(body: bytes) -> tuple[str, int]:

@@ -195,6 +195,17 @@ class WeightsInfo(Body):
     tinker_path: Name
 
 
+class CopyWeights(Body):
+    """Copy a checkpoint: to a model of a session by its number there, or to a new one; there are no projects here."""
+
+    source_path: Name
+    session_id: Name | None = None
+    model_seq_id: Number | None = None
+    destination_project_id: str | None = Field(None, max_length=256)
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
 class SetTTL(Body):
     """When a checkpoint expires; None: never."""
 
