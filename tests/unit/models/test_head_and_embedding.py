@@ -167,22 +167,23 @@ def test_in_bfloat16_engine_and_trainer_say_the_same_and_nearly_what_float32_say
     with torch.inference_mode():
         found, wanted = logits(trainer, ids), logits(exact, ids)
         assert torch.equal(logits(engine, ids), found)
-        assert distance(found, wanted) < 0.03
+        assert distance(found, wanted) < 0.05
 
 
 def test_the_likeliest_logits_have_the_products_of_the_head_in_float32():
-    """So that they are nearer to those of float64 than all the others, which are rounded to bfloat16."""
+    """What is rounded is the vector of low rank, as the output of every product; the others are rounded once more."""
     model = adapted(TINY, CONFIGS["head"], torch.bfloat16)
     model.adapter.freeze(torch.bfloat16)
     head, hidden = model.adapter.layers["lm_head"], torch.randn((5, 64), generator=torch.Generator().manual_seed(1))
     hidden = hidden.bfloat16().float()
     with torch.inference_mode():
         found = model.logits(hidden)
-        low = (hidden.double() @ head.lora_A.weight.double().T) * head.scale
+        low = ((hidden.bfloat16() @ head.lora_A.weight.T) * head.scale).double()
         wanted = hidden.double() @ head.weight.double().T + low @ head.lora_B.weight.double().T
-        largest = wanted.topk(4).indices
         off = (found.double() - wanted).abs()
-    assert float(off.gather(1, largest).max()) < 0.3 * float(off.max())
+        largest = wanted.topk(8).indices
+    assert float(off.gather(1, largest).max()) < 1e-6
+    assert float(off.max()) > 1e-3
 
 
 @pytest.mark.slow

@@ -71,6 +71,8 @@ class Owned:
             ("GET", "samplers/{sampler_id}", None),
             ("POST", "asample", {"sampling_session_id": self.sampler, "seq_id": 0, "prompt": prompt}),
             ("POST", "retrieve_future", {"request_id": self.request}),
+            ("POST", "retrieve_futures", {"target": {"sampling_session_id": self.sampler}, "timeout": 0}),
+            ("POST", "join_sampling_session", {"sampling_session_id": self.sampler}),
             ("POST", "cancel_future", {"request_id": self.request}),
             ("GET", "training_runs/{model_id}", None),
             ("GET", "training_runs/{model_id}/checkpoints", None),
