@@ -85,7 +85,7 @@ def test_another_tenant_copies_what_is_published_alone(server, ada):
     ada.good(f"training_runs/{model.model_id}/checkpoints/sampler_weights/shown/publish", {})
     mine = copy(ben, path).json()["tinker_path"]
     assert ada.http.delete(f"training_runs/{model.model_id}/checkpoints/sampler_weights/shown").status_code == 200
-    assert len(ben.sample(ben.sampler(model_path=mine), [1, 2], max_tokens=3).sequences[0].tokens) <= 3
+    assert ben.sample(ben.sampler(model_path=mine), [1, 2], max_tokens=3).sequences[0].tokens
     assert copy(ada, mine, "k2").status_code == 404
 
 
