@@ -280,7 +280,7 @@ class _Pass:
         self.readers: dict[str, list[str]] = {}
 
     def begin(self, rows: RowGroups, add: _Add | None) -> None:
-        """Keep what a pass needs."""
+        """Keep the rows of a pass, and what adds their products of low rank."""
         self.rows, self.add = rows, add
 
     def flat(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -110,7 +110,7 @@ def part_of_base(limits: BaseLimits, adapters: int) -> Amounts:
     """Return what of a base server is counted for the tenant of a job: as much as its adapters take of all places.
 
     So it does not depend on the other jobs there, and is known when the job is submitted. Places that no job has are
-    counted for nobody.
+    counted for no tenant.
 
     Args:
         limits: the operator's.
