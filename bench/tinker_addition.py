@@ -1,14 +1,16 @@
 """Sums by a loop of the Tinker SDK over several seeds: `python bench/tinker_addition.py --seeds 0 1 2 3 4`.
 
 The same tasks, prompts, group sizes, adapter and learning rate as `recipes/addition.py --lora`, with advantages and
-weights computed in the loop as `grpo` computes them. The server is a process of its own, `palestra tinker`. The part
-`addition-tinker` of docs/learning.md is replaced, with its picture.
+weights computed in the loop as `grpo` computes them. The server is a process of its own, `palestra tinker`. A seed
+whose result is below `--folder` is not repeated. The part `addition-tinker` of docs/learning.md is replaced, with its
+picture, and has seconds and memory of the parts `addition` (full weights) and `addition-lora` beside its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import socket
@@ -19,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -39,8 +42,8 @@ RECIPE = Recipe(
     heading="Addition by a loop of the Tinker SDK",
     about="""
 `bench/tinker_addition.py`: {steps} steps of 16 sums x 6 answers by the unmodified SDK against `palestra tinker`, with
-`importance_sampling`, an adapter of rank 16, and a learning rate that falls from 3e-4 to 0. Tasks, prompts and held-out
-sums are those above; seconds and memory are the server's.
+`importance_sampling`, an adapter of rank 16 on all linear layers, and a learning rate that falls from 3e-4 to 0. Tasks,
+prompts and held-out sums are those above. Wall seconds are of the whole run, CPU seconds and memory of the server.
 """,
     measure="held-out sums answered right",
 )
@@ -76,7 +79,7 @@ class Loop:
             seed: of the adapter and of the order of tasks.
         """
         self.model = service.create_lora_training_client(
-            base_model="SmolLM2-135M-Instruct", rank=16, seed=seed
+            base_model="SmolLM2-135M-Instruct", rank=16, seed=seed, train_unembed=False
         ).result()
         self.tokenizer = self.model.get_tokenizer()
         self.training, self.validation = sums()
@@ -173,21 +176,52 @@ def play(seed: int, steps: int) -> Outcome:
     )
 
 
+def result_of(folder: Path, seed: int, steps: int) -> Outcome:
+    """Return the outcome of a seed, which is run if its file is not there."""
+    saved = folder / f"seed-{seed}-steps-{steps}.json"
+    if not saved.is_file():
+        saved.write_text(json.dumps(asdict(play(seed, steps))))
+    fields = json.loads(saved.read_text())
+    return Outcome(**{**fields, "shares": tuple(tuple(each) for each in fields["shares"])})
+
+
+def compared(page: str, outcomes: list[Outcome], steps: int) -> str:
+    """Return a table of means: full weights and an adapter, as docs/learning.md has them, and this loop."""
+    lines = ["| means over the seeds | right at the end | wall s | CPU s | peak MiB |", "|---|---|---|---|---|"]
+    for name, title in (("addition", "full weights, a job"), ("addition-lora", "an adapter, a job")):
+        section = page.partition(f"<!-- {name} -->")[2].partition(f"<!-- end of {name} -->")[0]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
+        if not rows:
+            raise SystemExit(f"docs/learning.md has no table of {name}; run `python bench/learning.py {name}` first")
+        places = [rows[0].index(column) for column in (f"step {steps}", "wall s", "CPU s", "peak MiB")]
+        right, *costs = (fmean(float(row[place]) for row in rows[2:]) for place in places)
+        lines.append(f"| {title} | {right:.2f} | {' | '.join(f'{cost:.0f}' for cost in costs)} |")
+    ends, walls = [o.validation()[-1][1] for o in outcomes], [o.wall_seconds for o in outcomes]
+    cpu, peaks = [o.cpu_seconds for o in outcomes], [o.peak_mib for o in outcomes]
+    costs = " | ".join(f"{fmean(values):.0f}" for values in (walls, cpu, peaks))
+    lines.append(f"| an adapter, a loop of the SDK | {fmean(ends):.2f} | {costs} |")
+    return "\n".join([*lines, "", "The parts above name the machines and the days of the first two rows.", ""])
+
+
 def main() -> None:
-    """Run all seeds, one after another."""
+    """Run the seeds that are missing, one after another, and write page and picture."""
     parser = argparse.ArgumentParser(description="Sums by a loop of the Tinker SDK.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "addition-tinker")
     arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for seed in arguments.seeds:
-        outcomes.append(play(seed, arguments.steps))
+        outcomes.append(result_of(arguments.folder, seed, arguments.steps))
         print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
     draw(RECIPE, outcomes, picture(RECIPE))
     text = part(RECIPE, outcomes, arguments.steps).replace(
         f"bench/learning.py {RECIPE.name}", "bench/tinker_addition.py"
     )
-    PAGE.write_text(written(PAGE.read_text(), RECIPE.name, text))
+    page = PAGE.read_text()
+    text += "\n" + compared(page, outcomes, arguments.steps)
+    PAGE.write_text(written(page, RECIPE.name, text))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from palestra.config.loading import (
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
 from palestra.config.policy import (
+    ALL_LINEAR,
     DEFAULT_CONTEXT,
     AdapterConfig,
     PolicyConfig,
@@ -63,6 +64,7 @@ from palestra.config.seats import SeatsConfig
 
 __all__ = [
     "ALGORITHM_NAMES",
+    "ALL_LINEAR",
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
     "REWARD_NAME",

@@ -14,6 +14,7 @@ from palestra.config.section import UNLIMITED, Positive, Section
 from palestra.config.shared_base import check_address
 
 DEFAULT_CONTEXT = 4096
+ALL_LINEAR = "all-linear"  # as a target of an adapter: all linear layers but the head
 _OF_TRAINING = ("optimizer", "algorithm", "updates")  # keys that a frozen policy does not have
 
 
@@ -60,8 +61,9 @@ class AdapterConfig(Section):
     )
     targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = Field(
         "all-linear",
-        description="Layers that get matrices: `all-linear` (never the head that predicts tokens), or a list of the "
-        "ends of their names, such as `q_proj`.",
+        description="Layers that get matrices: `all-linear` (all but the head that predicts tokens), or a list of the "
+        "ends of their names, such as `q_proj`. The head (`lm_head` in most models) and the embedding of tokens "
+        '(`embed_tokens`) may be in the list, and so may `all-linear`: `["all-linear", "lm_head"]`.',
     )
     rslora: bool = Field(
         False,

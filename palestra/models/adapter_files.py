@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
@@ -19,7 +20,8 @@ from palestra.models.adapters import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT puts the model of transformers into two others
-_MATRIX = re.compile(rf"{re.escape(_PREFIX)}(.+\.lora_[AB]\.weight)")
+_MATRIX = re.compile(rf"{re.escape(_PREFIX)}(.+\.(?:lora_[AB]\.weight|lora_embedding_[AB]))")
+_OWN = re.compile(rf"{re.escape(_PREFIX)}(.+)\.base_layer\.weight")  # a base's own, see `_read_weights`
 # What changes the product of a layer, or which weights are trained, with the value that changes nothing.
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
@@ -41,7 +43,7 @@ class SavedAdapter:
 
     Attributes:
         base: the model that it is for: a name as `PolicyConfig.model` has it, or a folder.
-        config: rank and scale; `targets` are the full names of its layers.
+        config: rank and scale; `targets` are the full names of its layers, the embedding and the head among them.
         weights: its matrices, by the names of `Adapter.named_parameters`.
     """
 
@@ -110,7 +112,8 @@ def read_adapter(folder: Path) -> SavedAdapter:
         )
     layers = sorted({name.rpartition(".lora_")[0] for name in weights})
     for name, matrix in weights.items():
-        if matrix.ndim != 2 or (matrix.shape[0] if ".lora_A." in name else matrix.shape[1]) != rank:
+        down = name.endswith((".lora_A.weight", ".lora_embedding_A"))
+        if matrix.ndim != 2 or matrix.shape[0 if down else 1] != rank:
             raise ModelError(f"{name} in {folder} has the shape {tuple(matrix.shape)}, and the rank is {rank}")
     try:
         scale = {"alpha": data.get("lora_alpha"), "rslora": bool(data.get("use_rslora", False))}
@@ -136,18 +139,29 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the matrices of an adapter, [r, in] and [out, r], by the names of `Adapter.named_parameters`.
 
+    Beside the matrices of an embedding or a head PEFT writes the base's own weights of that layer, which training an
+    adapter never changes; they are not read.
+
     Raises:
-        ModelError: the file can't be read, or there is something else than matrices of linear layers.
+        ModelError: the file can't be read, or there is something else than matrices of linear layers and the embedding.
     """
+    found, own = dict[str, Tensor](), set[str]()
     try:
-        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+        with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                if (match := _OWN.fullmatch(name)) is not None:
+                    own.add(match[1])
+                elif (match := _MATRIX.fullmatch(name)) is not None:
+                    found[match[1]] = file.get_tensor(name)
+                else:
+                    raise ModelError(
+                        f"the adapter in {folder} has {name}, and only those of linear layers and the embedding are "
+                        "supported"
+                    )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{folder / WEIGHTS} can't be read: {type(error).__name__}: {error}") from error
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if (match := _MATRIX.fullmatch(name)) is None:
-            raise ModelError(f"the adapter in {folder} has {name}, and only those of linear layers are supported")
-        found[match[1]] = tensor
+    if alone := sorted(own - {name.partition(".lora_")[0] for name in found}):
+        raise ModelError(f"the adapter in {folder} has weights of {alone[0]} itself, and only matrices are supported")
     return found
 
 

@@ -1,20 +1,23 @@
-"""LoRA: matrices of low rank beside linear layers whose own weights never change (Hu et al. 2021, "LoRA").
+"""LoRA: matrices of low rank beside layers whose own weights never change (Hu et al. 2021, "LoRA").
 
 A layer of weights W computes W x + scale B A x, with A [r, in] and B [out, r]. B is zero at first, so that a new
 adapter changes nothing. Only A and B have gradients and moments of an optimizer, and only they are published and saved.
+The head that predicts tokens is such a layer as well; for the embedding of tokens see `LoraEmbedding`. Where a model
+ties both, they share W and never a product: each may have matrices of its own, or none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.config import AdapterConfig
+from palestra.config import ALL_LINEAR, AdapterConfig
 from palestra.errors import ConfigError, ModelError
+from palestra.models.lora_embedding import LORA_EMBEDDING, LoraEmbedding
 
 _A, _B = "lora_A", "lora_B"
 
@@ -54,6 +57,14 @@ class LoraLinear(nn.Module):
         # The scale is applied where there are fewest numbers, and the sum is rounded once.
         return torch.addmm(out, F.linear(x, self.lora_A.weight) * self.scale, self.lora_B.weight.t())
 
+    def products_at(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return the product of low rank with `x`, [M, in], at some of the outputs, int64 [M, K]: float32 [M, K].
+
+        The matrices are rounded as in `add_product`, and so is the vector of low rank.
+        """
+        low = F.linear(x, self.lora_A.weight.to(x.dtype)) * self.scale
+        return (self.lora_B.weight[tokens].to(x.dtype).float() * low.float().unsqueeze(1)).sum(dim=-1)
+
 
 def _unfilled(width: int, out: int, device: torch.device) -> nn.Linear:
     """Return a float32 layer without bias whose weights, [out, width], are not filled."""
@@ -68,8 +79,10 @@ class Adapter:
     Attributes:
         config: rank, scale and targets.
         base: name of the model that they stand in, as `PolicyConfig.model` has it.
-        layers: the layers that have them, by their names in the model of transformers.
-        targets: ends of names that stand for these layers and no others.
+        layers: the linear layers that have them, by their names in the model of transformers; also the head.
+        embedding: that of tokens, by its name, if it has some.
+        head: name of the layer that predicts tokens; None: the model has no linear one.
+        targets: ends of names that stand for all these and no others.
     """
 
     def __init__(
@@ -86,28 +99,49 @@ class Adapter:
         Raises:
             ConfigError: the model has no such layer, or one is too narrow.
         """
-        linear = linear_layers(model)
-        chosen = target_layers(linear, config) if names is None else names
-        if unknown := [name for name in chosen if name not in linear]:
+        linear, head, embedding = linear_layers(model), head_layer(model), embedding_layer(model)
+        known: dict[str, nn.Linear | nn.Embedding] = {**linear, **head, **embedding}
+        chosen = frozenset(target_layers(linear, known, config) if names is None else names)
+        if unknown := sorted(chosen - known.keys()):
             raise ConfigError(f"the adapter is for a layer {unknown[0]}, and the model {base!r} has none of this name")
+        for name in [name for name in known if name in chosen]:
+            _check_rank(name, known[name], config.rank)
         self.config, self.base = config, base
-        self.layers: dict[str, LoraLinear] = {}
-        for name in [name for name in linear if name in frozenset(chosen)]:
-            _check_rank(name, linear[name], config.rank)
-            self.layers[name] = LoraLinear(linear[name], config)
-            model.set_submodule(name, self.layers[name])
-        self.targets = _short_names(self.layers, linear)
+        self.layers = {name: LoraLinear(layer, config) for name, layer in (linear | head).items() if name in chosen}
+        for name, layer in self.layers.items():
+            model.set_submodule(name, layer)
+        self.embedding = {name: LoraEmbedding(layer, config) for name, layer in embedding.items() if name in chosen}
+        self.head = next(iter(head), None)
+        self.targets = _short_names(self.names, known)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all layers that have matrices."""
+        return [*self.layers, *self.embedding]
+
+    @property
+    def on_head(self) -> bool:
+        """Return whether the head that predicts tokens has matrices."""
+        return self.head in self.layers
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each matrix with its name in the model of transformers, always in the same order."""
-        return [
+        linear = [
             (f"{name}.{key}.weight", getattr(layer, key).weight)
             for name, layer in self.layers.items()
             for key in (_A, _B)
         ]
+        embedding = [(f"{n}.{key}", p) for n, layer in self.embedding.items() for key, p in layer.named_parameters()]
+        return [*linear, *embedding]
+
+    def body_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the matrices that the last hidden states depend on: all but those of the head."""
+        return [(name, p) for name, p in self.named_parameters() if not name.startswith(f"{self.head}.")]
 
     def fill(self, seed: int) -> None:
         """Draw A uniformly as PEFT does (He et al. 2015, with a = sqrt(5)), and set B to zero.
+
+        For the embedding it is the other way round; see `LoraEmbedding.fill`.
 
         Args:
             seed: of the draw, which is made on the CPU, so that it is the same for every device.
@@ -119,6 +153,8 @@ class Adapter:
                 nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=draw)
                 layer.lora_A.weight.copy_(drawn)
                 layer.lora_B.weight.zero_()
+        for embedding in self.embedding.values():
+            embedding.fill(draw)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Copy matrices, [r, in] and [out, r], by the names of `named_parameters`.
@@ -147,29 +183,44 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def target_layers(linear: Mapping[str, nn.Linear], config: AdapterConfig) -> list[str]:
+def head_layer(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layer of a model that predicts tokens, by its name; empty: there is none."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is head}
+
+
+def embedding_layer(model: nn.Module) -> dict[str, nn.Embedding]:
+    """Return the embedding of tokens of a model, by its name; empty: there is none."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return {n: one for n, one in model.named_modules() if isinstance(one, nn.Embedding) and one is embedding}
+
+
+def target_layers(linear: Collection[str], known: Collection[str], config: AdapterConfig) -> list[str]:
     """Return the names of the layers that an adapter is for.
 
     Args:
-        linear: the model's linear layers.
-        config: its `targets` are all, or endings of names.
+        linear: the model's linear layers without its head.
+        known: these, and the head and the embedding.
+        config: its `targets` are all linear layers, or endings of names.
 
     Raises:
         ConfigError: a target is no layer's.
     """
-    if config.targets == "all-linear":
-        if not linear:
-            raise ConfigError("the model has no linear layer that an adapter could stand beside")
-        return list(linear)
-    for target in config.targets:
-        if not any(_ends(name, target) for name in linear):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ConfigError(f"adapter.targets names {target!r}, which is none of the model's layers: {known}")
-    return [name for name in linear if any(_ends(name, target) for target in config.targets)]
+    targets = [config.targets] if isinstance(config.targets, str) else config.targets
+    everything = ALL_LINEAR in targets
+    if everything and not linear:
+        raise ConfigError("the model has no linear layer that an adapter could stand beside")
+    for target in targets:
+        if target != ALL_LINEAR and not any(_ends(name, target) for name in known):
+            ends = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
+            raise ConfigError(f"adapter.targets names {target!r}, which is none of the model's layers: {ends}")
+    return [n for n in known if (everything and n in linear) or any(_ends(n, target) for target in targets)]
 
 
 def merge(model: nn.Module, weights: Mapping[str, Tensor], scale: float) -> None:
     """Add the products of an adapter to a model's own weights, which are float32.
+
+    A model whose head and embedding are tied is untied if the adapter is for one of them: their products differ.
 
     Args:
         model: of transformers.
@@ -179,20 +230,37 @@ def merge(model: nn.Module, weights: Mapping[str, Tensor], scale: float) -> None
     Raises:
         ModelError: the model has no such layer, or one of another shape.
     """
-    linear = linear_layers(model)
-    ending = f".{_A}.weight"
-    for name in (key.removesuffix(ending) for key in weights if key.endswith(ending)):
-        a, b = weights[f"{name}{ending}"], weights[f"{name}.{_B}.weight"]
-        if name not in linear or linear[name].weight.shape != (len(b), a.shape[1]):
-            raise ModelError(f"the model has no layer {name} of shape {(len(b), a.shape[1])}, which the adapter is for")
+    head, embedding = head_layer(model), embedding_layer(model)
+    known: dict[str, nn.Linear | nn.Embedding] = {**linear_layers(model), **head, **embedding}
+    names = list(dict.fromkeys(key.partition(".lora_")[0] for key in weights))
+    if any(name in head or name in embedding for name in names):
+        _untie(model, [*head.values(), *embedding.values()])
+    for name in names:
+        ends = LORA_EMBEDDING if name in embedding else (f"{_A}.weight", f"{_B}.weight")
+        if any(f"{name}.{end}" not in weights for end in ends):
+            raise ModelError(f"the adapter lacks {' or '.join(f'{name}.{end}' for end in ends)}")
+        a, b = (weights[f"{name}.{end}"].float() for end in ends)
+        product = (b @ a).T if name in embedding else b @ a
+        if name not in known or known[name].weight.shape != product.shape:
+            raise ModelError(f"the model has no layer {name} of shape {tuple(product.shape)}, which the adapter is for")
         with torch.no_grad():
-            linear[name].weight += scale * (b.float() @ a.float()).to(linear[name].weight)
+            known[name].weight += scale * product.to(known[name].weight)
 
 
-def _short_names(layers: Collection[str], linear: Collection[str]) -> list[str]:
-    """Return the last parts of the names of layers, or all of them if other linear layers have the same last part."""
+def _untie(model: nn.Module, layers: Sequence[nn.Linear | nn.Embedding]) -> None:
+    """Give each of some layers weights of its own, and let the model's configuration say so."""
+    kept = set[int]()
+    for layer in layers:
+        if id(layer.weight) in kept:
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        kept.add(id(layer.weight))
+
+
+def _short_names(layers: Collection[str], known: Collection[str]) -> list[str]:
+    """Return the last parts of the names of layers, or all of them if other layers have the same last part."""
     last = sorted({name.rpartition(".")[2] for name in layers})
-    same = {name for name in linear if name.rpartition(".")[2] in last}
+    same = {name for name in known if name.rpartition(".")[2] in last}
     return last if same == set(layers) else list(layers)
 
 
@@ -200,9 +268,11 @@ def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _check_rank(name: str, layer: nn.Linear, rank: int) -> None:
+def _check_rank(name: str, layer: nn.Linear | nn.Embedding, rank: int) -> None:
     """Raise ConfigError if a product of this rank could be any change of the layer, so that it is none of low rank."""
     out, width = layer.weight.shape
+    if isinstance(layer, nn.Embedding):
+        out, width = width, out
     if rank > min(out, width):
         raise ConfigError(
             f"adapter.rank is {rank}, and the layer {name} has {width} inputs and {out} outputs; a rank is at most the "

@@ -29,7 +29,7 @@ from palestra.errors import ModelError
 from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer_source, write_adapter
 from palestra.models.adapters import Adapter, merge
 from palestra.models.catalog import model_folder, quiet_transformers
-from palestra.models.exact_logits import sharpened
+from palestra.models.exact_logits import AdaptedHead, sharpened
 
 if TYPE_CHECKING:
     from palestra.models.packed import PackedLayers
@@ -337,7 +337,7 @@ class CausalLM:
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
             out: Tensor = (head(hidden) if self.packed is None else self.packed.head.product(hidden, 0)).float()
-        if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear):
+        if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear | AdaptedHead):
             out = sharpened(out, hidden, head, self.compute_dtype)
         config = self.config
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
@@ -379,6 +379,12 @@ class CausalLM:
             parameter.copy_(given[name])
         if self.packed is not None:
             self.packed.take(given)
+
+    def body_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the weights that may change and that the last hidden states depend on: without those of the head."""
+        if self.adapter is not None:
+            return self.adapter.body_parameters()
+        return list(self.model.base_model.named_parameters())
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write what may change, configuration and tokenizer for Hugging Face's libraries, loadable without Palestra.

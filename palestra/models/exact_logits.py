@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,18 @@ EXACT_LOGITS = 16
 _EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hidden], exist at the same time
 
 
-def sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dtype) -> Tensor:
+@runtime_checkable
+class AdaptedHead(Protocol):
+    """An output layer with weights [V, hidden] beside which there are products of low rank."""
+
+    weight: nn.Parameter
+
+    def products_at(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return the products of low rank for rows `x`, [M, hidden], at tokens, int64 [M, K]: float32 [M, K]."""
+        ...
+
+
+def sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, dtype: torch.dtype) -> Tensor:
     """Replace the largest logits of each row by float32 products with the rounded weights, in place.
 
     Args:
@@ -21,7 +34,7 @@ def sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dtyp
         head: the output layer, weights [V, hidden].
         dtype: precision to which the weights are rounded, as in the product that made the logits.
     """
-    bias = dict(head.named_parameters()).get("bias")
+    bias = getattr(head, "bias", None)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         largest = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
         pieces = []
@@ -31,4 +44,6 @@ def sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dtyp
             exact = (head.weight[tokens].to(dtype).float() * rows.unsqueeze(1)).sum(dim=-1)
             pieces.append(exact if bias is None else exact + bias[tokens].float())
         lacking = torch.cat(pieces) - logits.gather(1, largest) if pieces else logits.new_zeros(largest.shape)
+        if isinstance(head, AdaptedHead) and pieces:
+            lacking += head.products_at(hidden.to(dtype), largest)
     return logits.scatter_add_(1, largest, lacking)

@@ -157,7 +157,7 @@ def _check_same(name: str, saved: SavedAdapter, adapter: Adapter) -> None:
                 f"adapter.{key} is {getattr(ours, key)!r}, and the adapter in {name}, which is to be trained on, has "
                 f"{getattr(theirs, key)!r}; take the same"
             )
-    if other := set(saved.layers) ^ set(adapter.layers):
+    if other := set(saved.layers) ^ set(adapter.names):
         raise ConfigError(
             f"adapter.targets names other layers than those of the adapter in {name}, which is to be trained on: they "
             f"differ in {min(other)}"

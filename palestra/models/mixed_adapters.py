@@ -6,18 +6,19 @@ of all adapters in the pass are stacked, padded with zeros to the largest rank, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.models.adapter_stacks import ALIGNED, Stacks, stacked
-from palestra.models.adapters import Adapter, LoraLinear, linear_layers
+from palestra.models.adapters import Adapter, LoraLinear, embedding_layer, head_layer, linear_layers
 from palestra.models.causal_lm import AttentionBackend, CausalLM
+from palestra.models.lora_embedding import LoraEmbedding
+from palestra.models.row_groups import RowGroups, Runs, separately
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
-Runs = Sequence[tuple[Adapter | None, int]]
 
 # A product of few rows with the matrices of all adapters costs less than a call for each of them (docs/adapters.md).
 _FEW_ROWS = 128
@@ -42,11 +43,15 @@ class MixedModel:
         """
         self.base, self._exact = base, exact
         self.model = base.on_same_weights()
-        self._now = _Pass()
-        linear = linear_layers(self.model.model)
-        self._aligned = all(size % ALIGNED == 0 for layer in linear.values() for size in layer.weight.shape)
-        for name, layer in linear.items():
+        self._least = MIN_ROWS if exact else 1
+        self._now = _Pass(self._least)
+        linear, head = linear_layers(self.model.model), head_layer(self.model.model)
+        self._aligned, self._head_aligned = _are_aligned(linear), _are_aligned(head)
+        for name, layer in (linear | head).items():
             self.model.model.set_submodule(name, _MixedLinear(name, layer, self._now))
+        for name, embedding in embedding_layer(self.model.model).items():
+            # Before the hook of `CausalLM` that rounds embeddings: the sum is rounded once.
+            embedding.register_forward_hook(_MixedEmbedding(name, self._now), prepend=True)
         self._stacks = Stacks()
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, runs: Runs) -> Tensor:
@@ -58,9 +63,26 @@ class MixedModel:
             attention: knows which tokens see each other.
             runs: how many of the rows, in order, have which adapter, N in all; None: the base alone.
         """
-        self._now.add = self._way(runs, ids.device)
+        rows = RowGroups(runs, ids.device)
+        self._now.begin(rows, self._way(rows, runs, self._aligned))
         try:
             return self.model.hidden(ids, positions, attention)
+        finally:
+            self._now.clear()
+
+    def logits(self, hidden: Tensor, runs: Runs) -> Tensor:
+        """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden]; see `CausalLM.logits`.
+
+        Args:
+            hidden: of a pass, or of several.
+            runs: how many of the rows, in order, have which adapter, M in all; None: the base alone.
+        """
+        if not any(adapter is not None and adapter.on_head for adapter, _ in runs):
+            return self.model.logits(hidden)
+        rows = RowGroups(runs, hidden.device)
+        self._now.begin(rows, self._way(rows, runs, self._head_aligned))
+        try:
+            return self.model.logits(hidden)
         finally:
             self._now.clear()
 
@@ -72,17 +94,23 @@ class MixedModel:
         """Drop what is kept of an adapter's matrices, which are not needed any more."""
         self._stacks.forget(adapter)
 
-    def _way(self, runs: Runs, device: torch.device) -> _Add | None:
-        """Return what adds the products of low rank in a pass; None: no row has an adapter."""
-        rows = RowGroups(runs, device)
+    def _way(self, rows: RowGroups, runs: Runs, aligned: bool) -> _Add | None:
+        """Return what adds the products of low rank of linear layers in a pass; None: no row has an adapter.
+
+        Args:
+            rows: the rows of `runs`.
+            runs: how many rows have which adapter.
+            aligned: whether grouped products can multiply the layers' matrices.
+        """
         if not any(rows.adapters):
             return None
         if len(rows.adapters) == 1:  # the numbers of a policy that has a pass for itself never depend on passes before
             return _One(rows)
         if self._exact:
-            return _Separate(rows, MIN_ROWS)
+            return _Separate(rows, self._least)
+        device = rows.device
         dtype, known = self.model.compute_dtype, bool(self._now.readers)  # not in the first pass
-        grouped = self._aligned and (device.type == "cpu" or dtype == torch.bfloat16)
+        grouped = aligned and (device.type == "cpu" or dtype == torch.bfloat16)
         if known and not torch.is_grad_enabled():
             finite = self._stacks.hold(rows.adapters)
             # A matrix that is not finite would spoil rows of other adapters where all are multiplied together.
@@ -91,56 +119,6 @@ class MixedModel:
             if grouped:
                 return _KeptGroups(RowGroups(runs, device, self._stacks.adapters), self._stacks, dtype, self._now)
         return _Grouped(rows, dtype) if grouped else _Separate(rows, 1)
-
-
-class RowGroups:
-    """The rows of a pass by their adapters.
-
-    Attributes:
-        adapters: those in the pass, each once, behind those that were to come first; None: the base alone.
-        sizes: how many rows each has.
-        order: int64 [N], which puts the rows of an adapter one after another; None: they lie so.
-        back: int64 [N], the inverse of `order`.
-    """
-
-    def __init__(self, runs: Runs, device: torch.device, first: Sequence[Adapter] = ()) -> None:
-        """Sort rows.
-
-        Args:
-            runs: how many of the rows, in order, have which adapter.
-            device: of `order` and `back`.
-            first: adapters whose rows come first, in this order, also those that have none.
-        """
-        places: dict[int, list[int]] = {id(adapter): [] for adapter in first}
-        by_id: dict[int, Adapter | None] = {id(adapter): adapter for adapter in first}
-        start = 0
-        for adapter, count in runs:
-            by_id[id(adapter)] = adapter
-            places.setdefault(id(adapter), []).extend(range(start, start + count))
-            start += count
-        self.adapters = list(by_id.values())
-        self.sizes = [len(places[key]) for key in by_id]
-        flat = [place for key in by_id for place in places[key]]
-        self.order: Tensor | None = None
-        if flat != list(range(start)):
-            self.order = torch.tensor(flat, device=device)
-            self.back = self.order.argsort()
-        self.device, self._start = device, start
-
-    def __len__(self) -> int:
-        return self._start
-
-    def layers(self, name: str) -> list[LoraLinear | None]:
-        """Return the layer of each adapter of a name; None: it has none there."""
-        return [None if adapter is None else adapter.layers.get(name) for adapter in self.adapters]
-
-    def sorted(self, rows: Tensor) -> Tensor:
-        """Return rows [N, d] by adapter."""
-        return rows if self.order is None else rows.index_select(0, self.order)
-
-    def restored(self, rows: Tensor) -> Tensor:
-        """Return rows [N, d] that lie by adapter in the order of the pass."""
-        return rows if self.order is None else rows.index_select(0, self.back)
 
 
 class _One:
@@ -164,22 +142,10 @@ class _Separate:
 
     def __call__(self, name: str, out: Tensor, x: Tensor) -> Tensor:
         """Return `out` [N, out] plus the products with `x` [N, in]; see `_Add`."""
-        rows = self._rows
-        layers = rows.layers(name)
+        layers = self._rows.layers(name)
         if not any(layers):
             return out
-        pieces = []
-        parts = (torch.split(rows.sorted(matrix), rows.sizes) for matrix in (out, x))
-        for layer, base, own in zip(layers, *parts, strict=True):
-            count, lacking = len(own), self._least - len(own)
-            if layer is None:
-                pieces.append(base)
-            elif lacking > 0:
-                more = [torch.cat((part, part[:1].expand(lacking, -1))) for part in (base, own)]
-                pieces.append(layer.add_product(*more)[:count])
-            else:
-                pieces.append(layer.add_product(base, own))
-        return rows.restored(torch.cat(pieces))
+        return separately(self._rows, layers, self._least, LoraLinear.add_product, out, x)
 
 
 class _Grouped:
@@ -295,19 +261,27 @@ class _Pass:
     """The pass that is running: what adds the products of low rank, and the input that was rounded last.
 
     Attributes:
-        add: None: no row of the pass has an adapter.
+        add: for linear layers; None: no row of the pass has an adapter.
+        rows: None: no pass is running.
+        least: so many rows of an adapter at least are computed together where its rows are multiplied by themselves.
         readers: for each layer that reads another input than the layer before, it and those after it that read the
             same; known after the first pass.
         leader: the first layer that reads the input that was rounded last.
     """
 
     add: _Add | None = None
+    rows: RowGroups | None = None
     leader: str = ""
     _given: Tensor | None = None
     _flat: Tensor | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, least: int) -> None:
+        self.least = least
         self.readers: dict[str, list[str]] = {}
+
+    def begin(self, rows: RowGroups, add: _Add | None) -> None:
+        """Keep the rows of a pass, and what adds their products of low rank."""
+        self.rows, self.add = rows, add
 
     def flat(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the input of a layer, [..., in], as [N, in] in the precision of products: once for all its readers."""
@@ -320,7 +294,7 @@ class _Pass:
 
     def clear(self) -> None:
         """Forget the pass."""
-        self.add = self._given = self._flat = None
+        self.rows = self.add = self._given = self._flat = None
 
 
 class _MixedLinear(nn.Module):
@@ -339,3 +313,37 @@ class _MixedLinear(nn.Module):
         if self._now.add is not None:
             out = self._now.add(self._name, out, flat)
         return out.view(*x.shape[:-1], -1)
+
+    def products_at(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return the products of low rank with `x`, [M, in], at some outputs, [M, K]; see `LoraLinear.products_at`."""
+        none = torch.zeros(tokens.shape, dtype=torch.float32, device=x.device)
+        if self._now.rows is None or not any(layers := self._now.rows.layers(self._name)):
+            return none
+        return separately(self._now.rows, layers, self._now.least, _add_at, none, x, tokens)
+
+
+def _add_at(layer: LoraLinear, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
+    """Return `out`, [M, K], plus the products of a layer; see `LoraLinear.products_at`."""
+    return out + layer.products_at(x, tokens)
+
+
+class _MixedEmbedding:
+    """Adds the products of low rank of a pass to what an embedding returns: those of each adapter by themselves.
+
+    There is one embedding, so that a grouped product would save a call for each adapter in a pass, and no more.
+    """
+
+    def __init__(self, name: str, now: _Pass) -> None:
+        """Stand beside the embedding of a name; `now` is of the model."""
+        self._name, self._now = name, now
+
+    def __call__(self, _layer: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        """Return embeddings, [..., d], with the products for token ids, [...]."""
+        if self._now.rows is None or not any(layers := self._now.rows.embeddings(self._name)):
+            return out
+        add, flat = LoraEmbedding.add_product, out.flatten(0, -2)
+        return separately(self._now.rows, layers, self._now.least, add, flat, inputs[0].flatten()).view(out.shape)
+
+
+def _are_aligned(layers: dict[str, nn.Linear]) -> bool:
+    return all(size % ALIGNED == 0 for layer in layers.values() for size in layer.weight.shape)

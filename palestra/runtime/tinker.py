@@ -104,7 +104,7 @@ async def tinker_server(
 
 def _base(name: str, model: Any, tokenizer: Any) -> Base:
     """Return what clients and adapters need to know of a loaded model."""
-    from palestra.models.adapters import linear_layers
+    from palestra.models.adapters import head_layer, linear_layers
     from palestra.models.catalog import model_folder
 
     return Base(
@@ -116,6 +116,7 @@ def _base(name: str, model: Any, tokenizer: Any) -> Base:
         vocab_size=model.vocab_size,
         max_context=model.max_positions,
         layers=tuple(linear_layers(model.model)),
+        head=next(iter(head_layer(model.model)), None),
     )
 
 

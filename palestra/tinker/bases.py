@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from palestra.config import AdapterConfig
+from palestra.config import ALL_LINEAR, AdapterConfig
 from palestra.errors import InvalidRequest, NotFound
 
 ALPHA = 32.0  # of every adapter: the API has no key for it, and its documentation names this one
@@ -25,6 +25,7 @@ class Base:
         vocab_size: number of tokens, V.
         max_context: most tokens of prompt and reply together, or of a datum's input and its last target.
         layers: names of all linear layers but the head.
+        head: name of the layer that predicts tokens; None: the model has no linear one.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Base:
     vocab_size: int
     max_context: int
     layers: tuple[str, ...]
+    head: str | None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -42,29 +44,32 @@ class Base:
         found = self.tokenizer.eos_token_id
         return () if found is None else (int(found),)
 
-    def adapter(self, rank: int, attention: bool, mlp: bool) -> AdapterConfig:
+    def adapter(self, rank: int, attention: bool, mlp: bool, unembed: bool) -> AdapterConfig:
         """Return the configuration of an adapter.
 
         Args:
             rank: of the product of two matrices.
             attention: whether the layers of attention get one.
             mlp: whether all other linear layers but the head get one.
+            unembed: whether the head gets one; the embedding never does, as the API has no key for it.
 
         Raises:
             InvalidRequest: the rank is not positive, or no layer is left.
         """
         if rank < 1:
             raise InvalidRequest(f"lora_config.rank is {rank}, and has to be at least 1", "lora_config.rank")
-        targets: Literal["all-linear"] | list[str] = "all-linear"
-        if not (attention and mlp):
+        head = [self.head] if unembed and self.head is not None else []
+        if attention and mlp:
+            targets = [ALL_LINEAR, *head]
+        else:
             chosen = [name for name in self.layers if attention == _is_attention(name) and (attention or mlp)]
-            if not chosen:
-                raise InvalidRequest(
-                    f"no layer of {self.name} is left for the adapter: the embedding and the head get none here, so at "
-                    "least one of train_attn and train_mlp has to be true",
-                    "lora_config",
-                )
-            targets = _short(chosen, self.layers)
+            targets = [*(_short(chosen, self.layers) if chosen else []), *head]
+        if not targets:
+            raise InvalidRequest(
+                f"no layer of {self.name} is left for the adapter: at least one of train_attn, train_mlp and "
+                "train_unembed has to be true",
+                "lora_config",
+            )
         return AdapterConfig(rank=rank, alpha=ALPHA, targets=targets)
 
 

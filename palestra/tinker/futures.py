@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 
-from palestra.tinker.journal import Journal
+from palestra.tinker.journal import Completion, Journal
 from palestra.tinker.records import Request
 from palestra.tinker.tables import PENDING
 
@@ -22,9 +23,9 @@ class Futures:
         self._journal = journal
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
-    def settled(self, request_id: str) -> None:
-        """Wake those who wait for a request, which has a result on the disk now."""
-        for waiter in self._waiting.pop(request_id, ()):
+    def settled(self, name: str) -> None:
+        """Wake those who wait for a request that has a result on the disk now, or for any of a sampler."""
+        for waiter in self._waiting.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -39,20 +40,45 @@ class Futures:
         Raises:
             NotFound: the tenant has no such request.
         """
-        # Waiting begins before the look, so that a result which comes between the two is not missed.
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(request_id, set()).add(waiter)
-        try:
+        with self._waiter(request_id) as waiter:
             found = await self._journal.request(tenant, request_id)
             if found.state != PENDING:
                 return found
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await waiter
+            await _wait(waiter, seconds)
             return await self._journal.request(tenant, request_id)
+
+    async def completions(self, sampler_id: str, clone: int, after: int, seconds: float) -> list[Completion]:
+        """Return which requests to a sampler have results, after waiting for one; see `Journal.completions`.
+
+        Args:
+            sampler_id: of the sampler.
+            clone: which of its clients asks.
+            after: place of the last that the client knows.
+            seconds: how long to wait.
+        """
+        with self._waiter(sampler_id) as waiter:
+            if found := await self._journal.completions(sampler_id, clone, after):
+                return found
+            await _wait(waiter, seconds)
+        return await self._journal.completions(sampler_id, clone, after)
+
+    @contextlib.contextmanager
+    def _waiter(self, name: str) -> Iterator[asyncio.Future[None]]:
+        """Yield a future that `settled` sets; waiting begins before the look, so that no result between is missed."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, set()).add(waiter)
+        try:
+            yield waiter
         finally:
-            known = self._waiting.get(request_id)
+            known = self._waiting.get(name)
             if known is not None:
                 known.discard(waiter)
                 if not known:
-                    del self._waiting[request_id]
+                    del self._waiting[name]
+
+
+async def _wait(waiter: asyncio.Future[None], seconds: float) -> None:
+    """Return when a future is set, or after some time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await waiter

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
@@ -24,6 +24,24 @@ from palestra.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 from palestra.types.clock import Clock
 
 Operation = Callable[[Connection], None]
+CLONE = 1_000_000_000  # how many numbers of requests each client of a sampler has
+MOST_COMPLETIONS = 1000  # in one answer
+
+
+class Completion(NamedTuple):
+    """A request for samples that has a result.
+
+    Attributes:
+        place: among those of its sampler, from 1 on.
+        request_id: of the request.
+        state: as of `Request`.
+        size: bytes of the result; None: it is not kept any more.
+    """
+
+    place: int
+    request_id: str
+    state: str
+    size: int | None
 
 
 class Journal:
@@ -65,6 +83,7 @@ class Journal:
 
         Raises:
             InvalidRequest: another request of the target had this number.
+            NotFound: the model is gone.
             Expired: a model has executed the request, and nothing of it is known any more.
             TooManyRequests: too many requests of the tenant wait.
         """
@@ -78,8 +97,10 @@ class Journal:
                 if known.digest != digest:
                     raise InvalidRequest(f"{target} had another request with the number {seq_id}", "seq_id")
                 return str(known.request_id), False
-            done = select(models.c.model_id).where(models.c.model_id == target, models.c.executed >= seq_id)
-            if connection.execute(done).first() is not None:
+            executed = connection.execute(select(models.c.executed).where(models.c.model_id == target)).scalar()
+            if executed is None and extra is None and not sequences:  # it was forgotten a moment ago
+                raise NotFound(f"there is no model {target!r} of this key")
+            if executed is not None and executed >= seq_id:
                 raise Expired(f"the request {seq_id} to {target} was executed, and its result is not kept any more")
             size, samples = (
                 sa.func.coalesce(sa.func.sum(column), 0) for column in (sa.func.length(table.c.body), table.c.sequences)
@@ -157,6 +178,11 @@ class Journal:
             values = {"state": state, "result": result, "ended_at": self.clock.now()}
             if not keep_body:
                 values["body"] = None
+            if request.kind == "sample":
+                newest = sa.func.coalesce(sa.func.max(table.c.completed), 0)
+                values["completed"] = (
+                    1 + connection.execute(select(newest).where(table.c.target == request.target)).scalar_one()
+                )
             connection.execute(sa.update(table).where(table.c.request_id == request.request_id).values(values))
             if request.kind != "sample":
                 here = sa.update(models).where(models.c.model_id == request.target)
@@ -183,6 +209,25 @@ class Journal:
         if found is None:
             raise NotFound(f"there is no request {request_id!r} of this key")
         return found
+
+    async def completions(self, sampler_id: str, clone: int, after: int) -> list[Completion]:
+        """Return requests of one client of a sampler that have a result, in the order in which they got it.
+
+        Args:
+            sampler_id: of the sampler.
+            clone: which client: its requests have numbers from `clone * CLONE` on.
+            after: place of the last that is known already.
+        """
+        table, first = tables.requests, clone * CLONE
+        columns = (table.c.completed, table.c.request_id, table.c.state, sa.func.length(table.c.result))
+        query = (
+            select(*columns)
+            .where(table.c.target == sampler_id, table.c.completed > after)
+            .where(table.c.seq_id >= first, table.c.seq_id < first + CLONE)
+            .order_by(table.c.completed)
+            .limit(MOST_COMPLETIONS)
+        )
+        return await self.db.read(lambda c: [Completion(*row) for row in c.execute(query)])
 
     async def pending(self) -> list[Request]:
         """Return all requests without a result, and without their bodies."""

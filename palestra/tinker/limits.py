@@ -29,6 +29,8 @@ class Limits:
         future_seconds: how long a result is kept.
         forgotten: most requests of a tenant of which it is known that their results were forgotten.
         forgotten_seconds: how long that is known, after the result.
+        kept_seconds: how long a session that is over is listed, and a model of it without checkpoints after its last
+            use.
         session_seconds: how long a session counts as alive after its last heartbeat.
         poll_seconds: how long an answer waits for a result.
         checkpoint_steps: optimizer steps between two checkpoints of a model, from which it is restored.
@@ -53,6 +55,7 @@ class Limits:
     future_seconds: float = 24 * 3600.0
     forgotten: int = 100_000
     forgotten_seconds: float = 8 * 24 * 3600.0
+    kept_seconds: float = 90 * 24 * 3600.0
     session_seconds: float = 600.0
     poll_seconds: float = 30.0
     checkpoint_steps: int = 16

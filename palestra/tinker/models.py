@@ -15,7 +15,7 @@ from palestra.http.bodies import parse_body
 from palestra.tinker.bases import Base
 from palestra.tinker.journal import Journal
 from palestra.tinker.model import Model
-from palestra.tinker.records import ModelRecord
+from palestra.tinker.records import COPIED, ModelRecord
 from palestra.tinker.sessions import Sessions
 from palestra.tinker.training import Workshop, usable
 from palestra.tinker.wire import CreateModel, LoadWeights
@@ -80,7 +80,7 @@ class Models:
         if lora is None:
             raise InvalidRequest("lora_config is missing, and only adapters are trained here", "lora_config")
         base = self._shop.bases.of(asked.base_model)
-        adapter = base.adapter(lora.rank, lora.train_attn, lora.train_mlp)
+        adapter = base.adapter(lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
         data = {"layers": lora.model_dump(include={"train_attn", "train_mlp", "train_unembed"})}
         record = await self._new_model(
             tenant, (asked.session_id, asked.model_seq_id), base, adapter, lora.seed, data, asked.user_metadata
@@ -117,7 +117,7 @@ class Models:
             self._shop.bases.of(found.base),
             found.adapter,
             0,
-            {name: value for name, value in found.data.items() if name != "user_metadata"},
+            {name: value for name, value in found.data.items() if name not in ("user_metadata", COPIED)},
             asked.user_metadata,
         )
         return await self._accept_first("load_weights", record, body), record.model_id
@@ -184,10 +184,15 @@ class Models:
 
         Raises:
             NotFound: the tenant has no such model.
-            InvalidRequest: another request had the number.
+            InvalidRequest: another request had the number, or the model is one of a copied checkpoint.
             TooManyRequests: too many requests of the tenant wait.
         """
         record = await self._sessions.model(tenant, model_id)
+        if COPIED in record.data:
+            raise InvalidRequest(
+                f"{model_id} has a copy of {record.data[COPIED]}, and is never trained; make a training client from "
+                "the copy's path"
+            )
         limits, identity = self._shop.limits, _identity(kind, body)
         request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, limits, identity=identity)
         self.notify(record)

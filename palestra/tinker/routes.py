@@ -25,11 +25,14 @@ from palestra.tinker.downloads import FILES, Links, add_downloads
 from palestra.tinker.limits import Limits
 from palestra.tinker.listing import add_listing
 from palestra.tinker.service import TinkerService
-from palestra.tinker.tables import DONE, FORGOTTEN, PENDING
+from palestra.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 from palestra.tinker.wire import (
+    CopyWeights,
     CreateSession,
     Finish,
     InOrder,
+    JoinSampler,
+    OfFutures,
     OfModel,
     OfRequest,
     OfSession,
@@ -39,6 +42,7 @@ from palestra.tinker.wire import (
 API = "/api/v1"
 _PROTOBUF_RESULTS = ("forward_backward", "sample")  # kinds of requests
 GONE = 410
+_TOKEN = "x-tinker-weights-access-token"
 
 
 def tinker_error(failure: Failure) -> dict[str, Any]:
@@ -115,8 +119,8 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
     @app.post(f"{API}/client/config")
     async def client_config(request: Request) -> Response:
-        """Say that no optional part of the protocol is used."""
-        return _json({})
+        """Say which optional parts of the protocol are used: those that save a client requests."""
+        return _json({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
 
     @app.post(f"{API}/client/dynamic_config")
     async def dynamic_config(request: Request) -> Response:
@@ -227,14 +231,23 @@ def _add_info(app: FastAPI, service: TinkerService, caller: Caller) -> None:
             }
         )
 
-    def add_refused(route: str) -> None:
-        @app.post(f"{API}/{route}", name=route)
-        async def refused(request: Request) -> Response:
-            """Say that this is not supported."""
-            raise UnsupportedField(f"{route} is not supported here", None)
+    @app.post(f"{API}/copy_weights")
+    async def copy_weights(request: Request) -> Response:
+        """Copy a checkpoint, under a path of the key's own."""
+        asked = await read_request(CopyWeights, request, pool)
+        if asked.weights_access_token is not None or _TOKEN in request.headers:
+            raise UnsupportedField(
+                "weights_access_token is not supported here: a key copies its own checkpoints, and those that another "
+                "has published",
+                "weights_access_token",
+            )
+        path = await service.copies.copy(caller.tenant(request), asked, request.headers.get("x-idempotency-key"))
+        return _json({"tinker_path": path})
 
-    for route in ("create_custom_loss", "copy_weights"):
-        add_refused(route)
+    @app.post(f"{API}/create_custom_loss")
+    async def create_custom_loss(request: Request) -> Response:
+        """Say that nothing that is sent is executed."""
+        raise UnsupportedField("create_custom_loss is not supported here: losses run in the client", None)
 
 
 def _whose(body: bytes) -> tuple[str, int]:
@@ -257,6 +270,13 @@ def _add_sampling(app: FastAPI, service: TinkerService, caller: Caller) -> None:
         """Begin to sample from a base model or a checkpoint."""
         sampler = await service.samples.create(caller.tenant(request), await request.body())
         return _json({"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id})
+
+    @app.post(f"{API}/join_sampling_session")
+    async def join_sampling_session(request: Request) -> Response:
+        """Give one more client of a sampler a number of its own."""
+        asked = await read_request(JoinSampler, request, pool)
+        number = await service.saved.join_sampler(caller.tenant(request), asked.sampling_session_id)
+        return _json({"type": "join_sampling_session", "client_counter": number})
 
     @app.get(f"{API}/samplers/{{sampler_id}}")
     async def get_sampler(sampler_id: str, request: Request) -> Response:
@@ -289,6 +309,25 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: Caller) -> None:
         if found.state == DONE and found.kind in _PROTOBUF_RESULTS:
             return Response(found.result, media_type=protobuf.CONTENT_TYPE)
         return Response(found.result, media_type="application/json")
+
+    @app.post(f"{API}/retrieve_futures")
+    async def retrieve_futures(request: Request) -> Response:
+        """Say which requests to a sampler have results, after waiting for one for some time."""
+        asked = parse_body(OfFutures, await request.body())
+        sampler = await service.saved.sampler(caller.tenant(request), asked.target.sampling_session_id)
+        usual = service.limits.poll_seconds
+        seconds = usual if asked.timeout is None else min(asked.timeout, usual)
+        clone = asked.target.cloned_sampler_id
+        found = await service.futures.completions(sampler.sampler_id, clone, asked.prev_cursor, seconds)
+        completions = [
+            {"state": "failed", "request_id": one.request_id}
+            if one.state == FAILED
+            else {"state": "finished", "request_id": one.request_id, "response_payload_uncompressed_size": one.size}
+            for one in found
+        ]
+        return _json(
+            {"completions": completions, "cursor": max((one.place for one in found), default=asked.prev_cursor)}
+        )
 
     @app.post(f"{API}/cancel_future")
     async def cancel_future(request: Request) -> Response:

@@ -56,7 +56,7 @@ class Samples:
             bases: the base models.
             limits: of the tenants.
             parts: what is on the disk.
-            settled: is called with the id of each request that has a result.
+            settled: is called with the id of each request that has a result, and with that of its sampler.
             spawn: starts a task under a name.
         """
         self._engine, self._adapters, self._load = engine, adapters, load
@@ -109,7 +109,8 @@ class Samples:
             raise TooManyRequests(
                 f"the session has {self._limits.samplers} samplers, which is the most; another ServiceClient has others"
             )
-        await self._saved.write(self._saved.insert_sampler(sampler))
+        if known is None:
+            await self._saved.write(self._saved.insert_sampler(sampler))
         return sampler
 
     async def accept(self, tenant: str, asked: Sample, body: bytes) -> str:
@@ -168,7 +169,7 @@ class Samples:
             await self._journal.finish(request, result)
         finally:
             self._tasks.pop(request.request_id, None)
-        self._settled(request.request_id)
+        self._settle(request)
 
     @contextlib.asynccontextmanager
     async def _policy_of(self, sampler: Sampler, base: Base) -> AsyncIterator[str]:
@@ -203,7 +204,12 @@ class Samples:
         await asyncio.wait((task,))
         if (await self._journal.request(tenant, request_id)).state == PENDING:
             await self._journal.fail(request, "the request was cancelled", "user")
-            self._settled(request_id)
+            self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        """Wake those who wait for a request, or for any of its sampler."""
+        self._settled(request.request_id)
+        self._settled(request.target)
 
     async def remove(self, folder: Path) -> None:
         """Remove the files of an adapter, and free its memory in the engine."""

@@ -132,6 +132,18 @@ class Saved:
             raise NotFound(f"there is no sampling session {sampler_id!r} of this key")
         return _sampler(row)
 
+    async def join_sampler(self, tenant: str, sampler_id: str) -> int:
+        """Return the number of one more client of a sampler, from 1 on; no other client gets it.
+
+        Raises:
+            NotFound: the tenant has no such sampler.
+        """
+        await self.sampler(tenant, sampler_id)
+        table = tables.samplers
+        here = sa.update(table).where(table.c.sampler_id == sampler_id)
+        joined = here.values(clones=table.c.clones + 1).returning(table.c.clones)
+        return int(await self.db.write(lambda c: c.execute(joined).scalar_one()))
+
     async def samplers(self, session_id: str) -> list[Sampler]:
         """Return the samplers of a session."""
         query = select(tables.samplers).where(tables.samplers.c.session_id == session_id)

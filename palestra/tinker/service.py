@@ -16,6 +16,7 @@ from palestra.engine.base import Engine
 from palestra.errors import Conflict, Forbidden, StoreError
 from palestra.threads import in_thread
 from palestra.tinker.bases import Bases
+from palestra.tinker.copies import Copies
 from palestra.tinker.futures import Futures
 from palestra.tinker.journal import Journal
 from palestra.tinker.limits import Limits
@@ -42,6 +43,7 @@ class TinkerService:
         futures: waits for results.
         models: accepts requests to models.
         samples: accepts requests for samples.
+        copies: copies checkpoints.
         bases: the base models.
         limits: of the tenants.
     """
@@ -81,6 +83,7 @@ class TinkerService:
         self.models = Models(workshop, self.journal, self.sessions, settled, self._spawn)
         parts = (self.journal, self.sessions, self.saved)
         self.samples = Samples(engine, adapters, load, bases, limits, parts, settled, self._spawn)
+        self.copies = Copies(self.sessions, self.saved, limits, folder)
         self._failed: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -255,6 +258,9 @@ class TinkerService:
         for tenant, session_id in await self.sessions.dead(self.limits.session_seconds):
             await self._end_session(tenant, session_id)
         await self.journal.forget_results(self.limits)
+        for _, model_id in await self.sessions.unused(self.limits.kept_seconds):
+            await self.models.unload(model_id)
+        await self.sessions.forget(self.limits.kept_seconds)
 
     async def _end_session(self, tenant: str, session_id: str) -> None:
         """Take a session's models out of memory, and remove its samplers."""

@@ -110,11 +110,23 @@ class Sessions:
                     f"this key has {most} models already, which is the most; closing a ServiceClient, or "
                     f"{session_seconds:g} s without its heartbeats, frees those of its session"
                 )
-            row = {name: getattr(record, name) for name in _MODEL_FIELDS} | {
-                "adapter": record.adapter.model_dump_json(),
-                "data": to_json(dict(record.data)),
-            }
-            connection.execute(models.insert(), row)
+            connection.execute(models.insert(), _row_of(record))
+
+        return insert
+
+    def insert_copy(self, record: ModelRecord) -> Operation:
+        """Return an operation that adds a model that is never trained, and its session, which is over, unless known.
+
+        Args:
+            record: of the model.
+        """
+        table, now = tables.sessions, self.clock.now()
+        session = {"session_id": record.session_id, "tenant": record.tenant, "created_at": now, "seen_at": now}
+
+        def insert(connection: Connection) -> None:
+            if connection.execute(select(table).where(table.c.session_id == record.session_id)).first() is None:
+                connection.execute(table.insert(), session | {"finished_at": now, "data": to_json({})})
+            connection.execute(tables.models.insert(), _row_of(record))
 
         return insert
 
@@ -167,6 +179,58 @@ class Sessions:
             .distinct()
         )
         return await self.db.read(lambda c: [(row.tenant, row.session_id) for row in c.execute(query)])
+
+    async def unused(self, kept_seconds: float) -> list[tuple[str, str]]:
+        """Return the tenants and ids of models that nothing has used for long, and that have no checkpoint.
+
+        Their sessions are over for as long. A model of a saved checkpoint is listed as long as the checkpoint is there.
+
+        Args:
+            kept_seconds: how long a model is kept after its last use.
+        """
+        models = tables.models
+        query = select(models.c.tenant, models.c.model_id).where(*self._unused(kept_seconds))
+        return await self.db.read(lambda c: [(row.tenant, row.model_id) for row in c.execute(query)])
+
+    async def forget(self, kept_seconds: float) -> None:
+        """Delete the rows of `unused` models with their requests, and of sessions over for as long that have nothing.
+
+        An id is never given again: of a model that was deleted nothing is executed any more.
+
+        Args:
+            kept_seconds: how long a model is kept after its last use, and a session after its end.
+        """
+        models, sessions, requests, samplers = tables.models, tables.sessions, tables.requests, tables.samplers
+
+        def delete(connection: Connection) -> None:
+            gone = select(models.c.model_id).where(*self._unused(kept_seconds))
+            connection.execute(sa.delete(requests).where(requests.c.target.in_(gone)))
+            connection.execute(sa.delete(models).where(models.c.model_id.in_(gone)))
+            empty = [~sa.exists().where(other.c.session_id == sessions.c.session_id) for other in (models, samplers)]
+            connection.execute(sa.delete(sessions).where(self._over_for(kept_seconds), *empty))
+
+        await self.db.write(delete)
+
+    def _over_for(self, seconds: float) -> sa.ColumnElement[bool]:
+        """Return whether a session has been over, or without a heartbeat, for so long."""
+        sessions = tables.sessions
+        return sa.func.coalesce(sessions.c.finished_at, sessions.c.seen_at) < self.clock.now() - seconds
+
+    def _unused(self, kept_seconds: float) -> list[sa.ColumnElement[bool]]:
+        models, sessions, requests = tables.models, tables.sessions, tables.requests
+        over = select(sessions.c.session_id).where(self._over_for(kept_seconds))
+        waits = sa.and_(requests.c.target == models.c.model_id, requests.c.state == tables.PENDING)
+        return [
+            models.c.used_at < self.clock.now() - kept_seconds,
+            models.c.session_id.in_(over),
+            ~sa.exists().where(tables.checkpoints.c.model_id == models.c.model_id),
+            ~sa.exists().where(waits),
+        ]
+
+
+def _row_of(record: ModelRecord) -> dict[str, Any]:
+    adapter, data = record.adapter.model_dump_json(), to_json(dict(record.data))
+    return {name: getattr(record, name) for name in _MODEL_FIELDS} | {"adapter": adapter, "data": data}
 
 
 def _model(row: Any) -> ModelRecord:

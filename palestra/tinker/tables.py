@@ -62,6 +62,8 @@ requests = Table(
     Column("result", LargeBinary),  # NULL: there is none yet, or not any more
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
+    Column("completed", Integer),  # of a request for samples, its place among all of its sampler that have a result
+    Index("requests_completed", "target", "completed"),
     Index("requests_in_order", "target", "seq_id", unique=True),
     Index("requests_of_tenant", "tenant", "state", "ended_at"),
 )
@@ -97,6 +99,7 @@ samplers = Table(
     Column("folder", String),  # of an adapter; NULL: the base model
     Column("is_private", Integer, nullable=False),  # whether the folder is this sampler's alone, and ends with it
     Column("created_at", Float, nullable=False),
+    Column("clones", Integer, nullable=False, server_default="0"),  # clients that have joined the first one
     Index("samplers_of_session", "session_id"),
 )
 
@@ -124,6 +127,11 @@ SCHEMA = Schema(
         (
             "ALTER TABLE requests ADD COLUMN sequences INTEGER NOT NULL DEFAULT 0",
             "ALTER TABLE checkpoints ADD COLUMN public INTEGER NOT NULL DEFAULT 0",
+        ),
+        (
+            "ALTER TABLE requests ADD COLUMN completed INTEGER",
+            "CREATE INDEX requests_completed ON requests (target, completed)",
+            "ALTER TABLE samplers ADD COLUMN clones INTEGER NOT NULL DEFAULT 0",
         ),
     ),
     read_version=_read_version,

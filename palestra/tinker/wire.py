@@ -7,7 +7,7 @@ leave a gap, behind which all later requests of the model wait.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -193,6 +193,38 @@ class WeightsInfo(Body):
     """A question about a checkpoint, by its path."""
 
     tinker_path: Name
+
+
+class CopyWeights(Body):
+    """Copy a checkpoint: to a model of a session by its number there, or to a new one; there are no projects here."""
+
+    source_path: Name
+    session_id: Name | None = None
+    model_seq_id: Number | None = None
+    destination_project_id: str | None = Field(None, max_length=256)
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class JoinSampler(Body):
+    """One more client of a sampler begins."""
+
+    sampling_session_id: Name
+
+
+class FuturesTarget(JoinSampler):
+    """One client of a sampler; the first has the number 0."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    cloned_sampler_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
+class OfFutures(Body):
+    """Which requests to a sampler have results, beyond those that are known; None: wait as long as usual."""
+
+    target: FuturesTarget
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
 
 
 class SetTTL(Body):

@@ -143,10 +143,7 @@ class _ValueNet:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each weight that is trained once, with its name."""
-        own = self._model.own_parameters()
-        if self._model.adapter is None:  # without the head that predicts tokens
-            own = list(self._model.model.base_model.named_parameters())
-        body = [(f"body.{name}", parameter) for name, parameter in own]
+        body = [(f"body.{name}", parameter) for name, parameter in self._model.body_parameters()]
         return [*body, *((f"value_head.{name}", parameter) for name, parameter in self._head.named_parameters())]
 
     def __call__(self, micro: MicroBatch, nodes: Tensor | None = None) -> Tensor:

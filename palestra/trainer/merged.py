@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from palestra.models.mixed_adapters import MixedModel, Runs
+from palestra.models.mixed_adapters import MixedModel
+from palestra.models.row_groups import Runs
 from palestra.trainer.base import OptimParams
 from palestra.trainer.pieces import GradientPieces
 from palestra.trainer.token_forward import flat_inputs
@@ -66,4 +67,5 @@ def _add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel, failures:
         except Exception as error:  # noqa: BLE001 - fails this request alone
             failures[number], own.grad = error, None
         gradients.append(torch.zeros_like(own) if own.grad is None else own.grad)
-    hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
+    if hidden.requires_grad:  # not where all adapters are those of heads alone
+        hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]

@@ -190,7 +190,9 @@ class GradientPieces(_GradientOf):
 
     def _compute(self, micro: MicroBatch) -> None:
         self.keep_gradient()
-        self.gradient.loss_of(micro).backward()  # type: ignore[no-untyped-call]
+        loss = self.gradient.loss_of(micro)
+        if loss.requires_grad:  # not where an adapter is of the head alone and no token is trained
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def take_next(self) -> MicroBatch:
         """Return the next micro-batch, whose gradient the caller adds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import threading
@@ -19,6 +20,13 @@ tinker = pytest.importorskip("tinker")
 types = tinker.types
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 STEPS, PROMPT = 6, [5, 6, 7]
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Find the connections that the SDK does not close here, and not in a later test."""
+    yield
+    gc.collect()
 
 
 class TinkerBase(Base):

@@ -26,6 +26,8 @@ from palestra.types.records import TrainSample
 
 TINY, STEPS = "tiny-random", 20
 SOME = ["q_proj", "down_proj"]
+EVERYTHING = ["all-linear", "lm_head", "embed_tokens"]
+TARGETS = {"a": EVERYTHING, "c": SOME, "d": ["lm_head"], "e": EVERYTHING, "f": SOME, "h": ["embed_tokens", "v_proj"]}
 # Not every rank is possible in deterministic mode on every machine: `check_determinism` refuses the others.
 RANKS = {"a": 4, "b": 1, "c": 13, "d": 4, "e": 1, "f": 13, "g": 4, "h": 1}
 
@@ -37,8 +39,7 @@ class Tenants:
         self.names, self.models = list(names), LoadedModels()
         precision = str(dtype).removeprefix("torch.")
         adapters = {
-            name: AdapterConfig(rank=RANKS[name], alpha=8.0, targets=SOME if RANKS[name] == 13 else "all-linear")
-            for name in names
+            name: AdapterConfig(rank=RANKS[name], alpha=8.0, targets=TARGETS.get(name, "all-linear")) for name in names
         }
         found = {
             name: PolicyModel(

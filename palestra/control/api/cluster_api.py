@@ -9,12 +9,13 @@ from starlette.requests import Request
 
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
-from palestra.control.placement.fitting import RunningJob
+from palestra.control.placement.fitting import NOTHING, RunningJob
 from palestra.control.rights.permissions import Action
 from palestra.control.store.decisions import is_draining
 from palestra.http.app import request_schema
 from palestra.types.control_wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
 from palestra.types.gpus import GpuReading
+from palestra.types.jobs import SHARES
 
 
 def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -103,11 +104,7 @@ def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
 
 
 def _in_use(running: Iterable[RunningJob]) -> InUse:
-    """Return the sum of what jobs hold."""
-    held = list(running)
-    return InUse(
-        jobs=len(held),
-        cpus=sum(job.needs.cpus for job in held),
-        gpus=sum(job.needs.gpus for job in held),
-        memory_gib=sum(job.needs.memory_gib for job in held),
-    )
+    """Return the sum of what jobs count for their tenant: what they hold, and their parts of base servers."""
+    counts = [job.counts for job in running]
+    cpus, gpus, memory = (sum(amounts) for amounts in zip(NOTHING, *counts, strict=True))
+    return InUse(jobs=len(counts), cpus=cpus / SHARES, gpus=gpus / SHARES, memory_gib=memory / 1024)

@@ -55,7 +55,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Submit a job. A job that could never start is refused, with the largest one that could."""
         body = await plane.body(SubmitJob, request)
         wanted = await request_of(plane, body, by)
-        if reason := await scheduler.refusal(wanted.resources, by.tenant):
+        if reason := await scheduler.refusal(wanted.resources, by.tenant, wanted.adapters):
             raise InvalidRequest(f"this job could never start: it {reason}", "resources")
         job = await store.submit_job(by.tenant, by.user, wanted, idempotency_key, by.limits.open_jobs)
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_SUBMIT.value, job.job_id, "ok")

@@ -34,6 +34,7 @@ log = logging.getLogger("palestra.control")
 END_SECONDS = 30.0  # a base server without jobs has nothing to save
 STEADY_SECONDS = 600.0  # a death after so long is no sign that the next one is near
 MOST_DEATHS = 3  # in a row, then it is not started again
+MOST_FAILED = 1000  # jobs of which it is kept why their base server went; a job beyond that is placed once more
 AGAIN_SECONDS = 5.0  # until a store that does not answer is asked again, and before a third start in a row
 
 
@@ -338,6 +339,8 @@ class BaseServers:
         text = f"the base server of {base.record.kind.model} could not go on: {reason}"
         self._failed_kinds[base.record.kind] = text
         self._failed_jobs |= dict.fromkeys((job.job_id for job in base.admitted.jobs), text)
+        for job_id in list(self._failed_jobs)[:-MOST_FAILED]:  # those that were cancelled meanwhile are never asked for
+            del self._failed_jobs[job_id]
         self._stop_jobs(base)
 
     def _stop_jobs(self, base: _Base) -> None:

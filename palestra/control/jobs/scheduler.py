@@ -30,10 +30,11 @@ from palestra.control.jobs.launcher import (
 from palestra.control.jobs.orders import order_of
 from palestra.control.jobs.rules import Rules
 from palestra.control.jobs.shared_jobs import KnownKinds, by_base
+from palestra.control.placement.bases import part_of_base
 from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_left
 from palestra.control.placement.placement import JobStart, PlacementPolicy
 from palestra.control.placement.reasons import refusal, short
-from palestra.control.placement.sharing import place_all
+from palestra.control.placement.sharing import no_room, place_all
 from palestra.control.placement.tenants import Quota
 from palestra.control.store import decisions
 from palestra.control.store.control_store import ControlStore
@@ -168,9 +169,17 @@ class JobScheduler:
         """Return what the jobs of a tenant may hold at the same time."""
         return await self._store.read(lambda c: decisions.quota_of(c, tenant)) or Quota()
 
-    async def refusal(self, needs: Resources, tenant: str) -> str | None:
-        """Return why a job of a tenant with these needs could never start; None: it could."""
-        return refusal(needs, self.nodes, tenant, await self.quota_of(tenant))
+    async def refusal(self, needs: Resources, tenant: str, adapters: int) -> str | None:
+        """Return why a job of a tenant could never start; None: it could.
+
+        Args:
+            needs: of the job.
+            tenant: the owner's.
+            adapters: that it has on a shared base; 0: it has none.
+        """
+        limits, quota = self._rules.bases, await self.quota_of(tenant)
+        found = refusal(needs, self.nodes, tenant, quota, part_of_base(limits, adapters))
+        return no_room(needs, limits, self.nodes) if found is None and adapters else found
 
     def seen(self, job_id: str) -> None:
         """Record that a job's client has sent a request."""
@@ -209,7 +218,7 @@ class JobScheduler:
         # Read after the queue, so that a job submitted under a new quota is not started under the old one.
         self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
         await self.bases.refresh(self.policy.quotas)
-        own, shared = by_base(queue.values(), await self._kinds.of(queue.values()), now)
+        own, shared = by_base(queue.values(), await self._kinds.of(queue.values()), self._rules.bases, now)
         for job_id, failure in self.bases.take_failures(shared).items():
             del shared[job_id]
             self._live(job_id, self._refuse(queue[job_id], failure))
@@ -254,6 +263,7 @@ class JobScheduler:
             since=now,
             expected_end=_expected_end(job, now),
             starting=starting,
+            beside=part_of_base(self._rules.bases, job.adapters),
         )
 
     def _live(self, job_id: str, life: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.config import JobConfig, parse_config
 from palestra.config.shared_base import PLACED
-from palestra.control.placement.bases import BaseLimits, WaitingForBase, too_many_adapters
+from palestra.control.placement.bases import BaseLimits, WaitingForBase, part_of_base, too_many_adapters
 from palestra.control.placement.queues import WaitingJob
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.types.bases import BaseKind
@@ -34,13 +34,14 @@ class KnownKinds:
 
 
 def by_base(
-    queue: Iterable[JobRecord], kinds: Mapping[str, BaseKind], now: float
+    queue: Iterable[JobRecord], kinds: Mapping[str, BaseKind], limits: BaseLimits, now: float
 ) -> tuple[list[WaitingJob], dict[str, WaitingForBase]]:
     """Return queued jobs as placement sees them: those with a model of their own, and by id those on a shared base.
 
     Args:
         queue: the jobs.
         kinds: of the base servers that some need, by job.
+        limits: of base servers.
         now: Unix seconds.
     """
     own, shared = list[WaitingJob](), dict[str, WaitingForBase]()
@@ -53,6 +54,7 @@ def by_base(
             needs=job.resources,
             private=job.private,
             expected_seconds=job.expected_seconds(now),
+            beside=part_of_base(limits, job.adapters),
         )
         if job.job_id in kinds:
             shared[job.job_id] = WaitingForBase(job=waiting, kind=kinds[job.job_id], adapters=job.adapters)

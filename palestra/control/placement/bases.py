@@ -4,17 +4,21 @@ A job goes to a serving base server of its kind that has room, the fullest one, 
 has room and none is starting, one more is asked for (`sharing` places it). A base server without jobs ends when it has
 been idle for long enough.
 
-With J waiting jobs and B base servers a call takes O(J B).
+A job never goes to a base server that leaves it no room on any node, however empty that is: it would wait for ever
+where the base server has other jobs.
+
+With J waiting jobs, B base servers and N nodes a call takes O(J B N).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palestra.control.placement.fitting import RunningJob
+from palestra.control.placement.fitting import Amounts, Node, RunningJob, added, counted
 from palestra.control.placement.queues import WaitingJob
+from palestra.control.placement.reasons import within
 from palestra.types.bases import BaseKind
 from palestra.types.jobs import Resources
 from palestra.types.states import BaseState
@@ -102,9 +106,23 @@ class BaseDecision:
     again_at: float | None
 
 
+def part_of_base(limits: BaseLimits, adapters: int) -> Amounts:
+    """Return what of a base server is counted for the tenant of a job: as much as its adapters take of all places.
+
+    So it does not depend on the other jobs there, and is known when the job is submitted. Places that no job has are
+    counted for no tenant.
+
+    Args:
+        limits: the operator's.
+        adapters: that the job has there.
+    """
+    return Amounts(*(amount * adapters // limits.adapters for amount in counted(limits.resources)))
+
+
 def choose_bases(
     queue: Iterable[WaitingForBase],
     bases: Iterable[RunningBase],
+    nodes: Sequence[Node],
     limits: BaseLimits,
     now: float,
     stopped: Mapping[str, str],
@@ -114,6 +132,7 @@ def choose_bases(
     Args:
         queue: jobs that wait and ask for a shared base, in the order of their turns.
         bases: that have not ended.
+        nodes: all known nodes; without any it is not known what a base server leaves.
         limits: the operator's.
         now: Unix seconds.
         stopped: reasons by job, of those that their tenants' quotas stop: they get the room that the others leave, and
@@ -126,7 +145,8 @@ def choose_bases(
     wanted: dict[BaseKind, list[WaitingForBase]] = {}
     for asking in sorted(queue, key=lambda asking: asking.job.job_id in stopped):
         own = [base for base in known if base.kind == asking.kind and base.state is not BaseState.ENDING]
-        fitting = [base for base in own if adapters[base.base_id] + asking.adapters <= limits.adapters]
+        beside = [base for base in own if _leaves_room(base, asking.job, nodes)]
+        fitting = [base for base in beside if adapters[base.base_id] + asking.adapters <= limits.adapters]
         serving = [base for base in fitting if base.state is BaseState.SERVING and base.waiting <= limits.waiting]
         starting = [base for base in fitting if base.state is BaseState.LOADING]
         if serving:
@@ -149,7 +169,7 @@ def choose_bases(
         chosen=chosen,
         waiting=waiting,
         wanted={kind: tuple(asking) for kind, asking in wanted.items()},
-        why={kind: _why_one_more(kind, known, limits) for kind in wanted},
+        why={kind: _why_one_more(kind, known, limits, asking[0].job, nodes) for kind, asking in wanted.items()},
         idle=tuple(name for name, end in ends.items() if end <= now),
         again_at=min((end for end in ends.values() if now < end < math.inf), default=None),
     )
@@ -160,11 +180,22 @@ def too_many_adapters(adapters: int, limits: BaseLimits) -> str:
     return f"has {adapters} adapters, and a base server of this service takes {limits.adapters}"
 
 
-def _why_one_more(kind: BaseKind, bases: Iterable[RunningBase], limits: BaseLimits) -> str:
-    """Return in words why a job needs a base server that is not there yet."""
+def _leaves_room(base: RunningBase, job: WaitingJob, nodes: Sequence[Node]) -> bool:
+    """Return whether some node could hold a job beside a base server, if nothing else were there."""
+    needs, held = counted(job.needs), counted(base.held.needs)
+    taken = (added(needs, held) if node.node_id == base.held.node_id else needs for node in nodes)
+    return not nodes or any(within(amounts, node.capacity) for amounts, node in zip(taken, nodes, strict=True))
+
+
+def _why_one_more(
+    kind: BaseKind, bases: Iterable[RunningBase], limits: BaseLimits, first: WaitingJob, nodes: Sequence[Node]
+) -> str:
+    """Return in words why the first job that needs a base server needs one that is not there yet."""
     own = [base for base in bases if base.kind == kind and base.state is BaseState.SERVING]
     if not own:
         return f"no base server has {kind.model}" + (" with deterministic = true" if kind.deterministic else "")
+    if not any(_leaves_room(base, first, nodes) for base in own):
+        return f"no node has room for the job beside the base server of {kind.model} that is there"
     if all(base.waiting > limits.waiting for base in own):
         return f"over {limits.waiting} requests wait at each base server of {kind.model}"
     return f"no base server of {kind.model} has room for its adapters ({limits.adapters} on each)"

@@ -31,6 +31,9 @@ class Amounts(NamedTuple):
     memory: int
 
 
+NOTHING = Amounts(0, 0, 0)
+
+
 class GpuShare(NamedTuple):
     """A part of one GPU, or all of it.
 
@@ -88,6 +91,7 @@ class RunningJob:
         since: when its start was decided, Unix seconds.
         expected_end: Unix seconds; None: unknown; infinite: it runs until it is stopped.
         starting: whether it is STARTING, so that it counts as one of the limited starts.
+        beside: counted for its tenant beside its needs: its part of a base server, which holds it on a node.
     """
 
     job_id: str
@@ -99,6 +103,12 @@ class RunningJob:
     since: float
     expected_end: float | None = None
     starting: bool = False
+    beside: Amounts = NOTHING
+
+    @property
+    def counts(self) -> Amounts:
+        """Return what is counted for its tenant."""
+        return added(counted(self.needs), self.beside)
 
 
 class Allocation(NamedTuple):
@@ -138,6 +148,11 @@ def counted(resources: Resources) -> Amounts:
     """Return what a job needs in whole numbers, memory rounded up."""
     memory = math.ceil(resources.memory_gib * 1024 - 1e-6)
     return Amounts(round(resources.cpus * SHARES), round(resources.gpus * SHARES), memory)
+
+
+def added(one: Amounts, other: Amounts) -> Amounts:
+    """Return the sum of two amounts."""
+    return Amounts(*map(int.__add__, one, other))
 
 
 def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[GpuShare, ...] | None:

@@ -33,7 +33,7 @@ from palestra.control.placement.fitting import (
     reserve,
 )
 from palestra.control.placement.queues import QueueEntry, TenantQueue, WaitingJob, in_order
-from palestra.control.placement.reasons import Shortage, behind, name_of, short, sizes_of, too_large
+from palestra.control.placement.reasons import Shortage, behind, name_of, short, sizes_of, too_large, with_part
 from palestra.control.placement.tenants import Quota, QuotaReservation, TenantUsage
 
 
@@ -148,13 +148,13 @@ def over_quota(
     found: dict[str, str] = {}
     held = list(running)
     for turn in in_order(_Placement(held, (), policy, now).lines(queue, held), now):
-        account, needs = turn.line.account, counted(turn.job.needs)
-        reason = account.refusal(needs) or account.obstacle(needs)
+        account, counts = turn.line.account, turn.job.counts
+        reason = account.refusal(counts) or account.obstacle(counts)
         if reason is None:
-            account.hold(needs, None)
+            account.hold(counts, None)
             turn.line.start(turn.job)
         else:
-            found[turn.job_id] = reason
+            found[turn.job_id] = with_part(reason, turn.job.beside)
     return found
 
 
@@ -197,14 +197,17 @@ class _Placement:
         for tenant, jobs in waiting.items():
             account = TenantUsage(tenant, self._policy.quotas.get(tenant, Quota()), total)
             for holder in held.get(tenant, ()):
-                account.hold(counted(holder.needs), holder.expected_end)
+                account.hold(holder.counts, holder.expected_end)
             lines.append(TenantQueue(account, jobs, held.get(tenant, ()), self._policy.aging_seconds))
         return lines
 
     def decide(self, turn: QueueEntry) -> None:
         """Start the job whose turn it is, or record why it waits."""
-        job, account, needs = turn.job, turn.line.account, counted(turn.job.needs)
-        if refusal := account.refusal(needs) or self._too_large(needs):
+        job, account, needs, counts = turn.job, turn.line.account, counted(turn.job.needs), turn.job.counts
+        if over := account.refusal(counts):
+            self._impossible[job.job_id] = with_part(over, job.beside)
+            return
+        if refusal := self._too_large(needs):
             self._impossible[job.job_id] = refusal
             return
         reason = self._obstacle(turn, needs)
@@ -213,8 +216,8 @@ class _Placement:
             return
         self._waiting[job.job_id] = self._behind(turn, needs) if reason is None else reason
         self._turns.append(turn)
-        if account.claim is None and self._reachable(needs) and account.will_allow(needs):
-            account.claim = QuotaReservation(name_of(job), (*needs, 1))
+        if account.claim is None and self._reachable(needs) and account.will_allow(counts):
+            account.claim = QuotaReservation(name_of(job), (*counts, 1))
 
     def decision(self) -> Decision:
         """Return the decision, after putting shortages into words."""
@@ -240,9 +243,9 @@ class _Placement:
         account = turn.line.account
         if self._policy.draining:
             return "the cluster is draining, so nothing starts"
-        if obstacle := account.obstacle(needs):
-            return obstacle
-        if claim := account.disturbs(needs):
+        if obstacle := account.obstacle(turn.job.counts):
+            return with_part(obstacle, turn.job.beside)
+        if claim := account.disturbs(turn.job.counts):
             self._held = True
             return f"behind {claim.name}: the quota of tenant {account.tenant} is kept for it"
         if self._best_fit(needs) is None:
@@ -328,7 +331,7 @@ class _Placement:
         if self._kept and self._kept.node is room:
             self._kept.lend(needs, devices, ends)
         room.hold(Allocation(self._now, job.job_id, ends, needs, devices))
-        turn.line.account.hold(needs, ends)
+        turn.line.account.hold(job.counts, ends)
         turn.line.start(job)
         self._starts.append(JobStart(job_id=job.job_id, node_id=room.node_id, devices=devices))
         self._starts_left -= 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from palestra.control.placement.fitting import RunningJob
+from palestra.control.placement.fitting import NOTHING, Amounts, RunningJob, added, counted
 from palestra.control.placement.tenants import TenantUsage
 from palestra.types.jobs import PRIORITIES, Priority, Resources
 
@@ -38,6 +38,7 @@ class WaitingJob:
         needs: resources that it asks for.
         private: whether other users of its tenant must not see its id.
         expected_seconds: how long it will run; None: unknown; infinite: until it is stopped.
+        beside: counted for its tenant beside its needs: its part of a base server, which holds it on a node.
     """
 
     job_id: str
@@ -47,6 +48,12 @@ class WaitingJob:
     needs: Resources
     private: bool = False
     expected_seconds: float | None = None
+    beside: Amounts = NOTHING
+
+    @property
+    def counts(self) -> Amounts:
+        """Return what is counted for its tenant."""
+        return added(counted(self.needs), self.beside)
 
 
 class QueueEntry(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import islice
 
-from palestra.control.placement.fitting import Amounts, FreeOnNode, Node, counted
+from palestra.control.placement.fitting import NOTHING, Amounts, FreeOnNode, Node, added, counted
 from palestra.control.placement.queues import QueueEntry, WaitingJob
 from palestra.control.placement.tenants import (
     CPUS,
@@ -24,7 +24,9 @@ from palestra.types.jobs import SHARES, Resources
 SHOWN = 3  # how many nodes a reason names
 
 
-def refusal(needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Quota | None = None) -> str | None:
+def refusal(
+    needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Quota | None = None, beside: Amounts = NOTHING
+) -> str | None:
     """Return why a job can never start, not even on an empty cluster; None: it can. For checking submissions.
 
     Dead and draining nodes count, because they may come back. Without any node no job is refused.
@@ -34,9 +36,16 @@ def refusal(needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Qu
         nodes: all known nodes.
         tenant: the owner's.
         quota: of the tenant; None: no limits.
+        beside: counted for the tenant beside the needs.
     """
-    amounts, nothing = counted(needs), Amounts(0, 0, 0)
-    return TenantUsage(tenant, quota or Quota(), nothing).refusal(amounts) or too_large(amounts, sizes_of(nodes))
+    amounts = counted(needs)
+    over = TenantUsage(tenant, quota or Quota(), NOTHING).refusal(added(amounts, beside))
+    return too_large(amounts, sizes_of(nodes)) if over is None else with_part(over, beside)
+
+
+def with_part(reason: str, beside: Amounts) -> str:
+    """Return why a quota stops a job, with what the amounts in the reason contain beside the job's own needs."""
+    return f"{reason} (with its part of a base server: {format_needs(beside)})" if any(beside) else reason
 
 
 def sizes_of(nodes: Iterable[Node]) -> list[Amounts]:
@@ -46,7 +55,7 @@ def sizes_of(nodes: Iterable[Node]) -> list[Amounts]:
 
 def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
     """Return why no node can hold a job, with the largest size that there is; None: a node can."""
-    if not sizes or any(_within(needs, size) for size in sizes):
+    if not sizes or any(within(needs, size) for size in sizes):
         return None
     for kind in (GPUS, CPUS, MEMORY):
         largest = max(size[kind] for size in sizes)
@@ -137,12 +146,12 @@ class Shortage:
     def _closed(self, needs: Amounts) -> str:
         """Return the reason of a job that only fits on nodes on which no job may start."""
         for node in self._nodes:
-            if _within(needs, node.capacity):
+            if within(needs, node.capacity):
                 return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
         return "waits for a node: there is none"
 
 
-def _within(needs: Amounts, size: Amounts) -> bool:
+def within(needs: Amounts, size: Amounts) -> bool:
     """Return whether a node of this size can hold these needs."""
     return all(map(int.__le__, needs, size))
 

@@ -7,10 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.control.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
-from palestra.control.placement.fitting import Node, RunningJob
+from palestra.control.placement.fitting import Node, RunningJob, added, counted
 from palestra.control.placement.placement import Decision, JobStart, PlacementPolicy, in_turn, over_quota, place
 from palestra.control.placement.queues import WaitingJob
+from palestra.control.placement.reasons import sizes_of, too_large, within
+from palestra.control.placement.tenants import format_needs
 from palestra.types.bases import BaseKind
+from palestra.types.jobs import Resources
 
 SERVICE = ""  # the tenant of what base servers hold; no tenant of the control plane is called so
 
@@ -50,8 +53,9 @@ def place_all(
 ) -> SharedDecision:
     """Decide which jobs start now, which base servers start for them, and which end.
 
-    A base server that is to start has its turn where the first job that needs it has, and counts against no quota. One
-    without jobs ends when it has been idle for long enough, or as soon as another job could start with its room; while
+    A base server that is to start has its turn where the first job that needs it has, and is placed where there is room
+    for that job beside it, if one node can hold both. The quotas of its jobs' tenants count it by parts. One without
+    jobs ends when it has been idle for long enough, or as soon as another job could start with its room; while
     a job waits for it, only one whose turn is before that job's gets its room.
 
     Args:
@@ -71,42 +75,54 @@ def place_all(
     order = in_turn(everything, [*jobs, *(base.held for base in known)], machines, policy, now)
     asking = [by_id[job_id] for job_id in order if job_id in by_id]
 
+    def able_of(choice: BaseDecision) -> dict[BaseKind, list[WaitingForBase]]:
+        """Return the jobs for which one more base server is to start, without those that could never start."""
+        found = {kind: [one for one in ones if one.job.job_id not in never] for kind, ones in choice.wanted.items()}
+        return {kind: able for kind, able in found.items() if able}
+
+    never = {job_id: reason for job_id, one in by_id.items() if (reason := no_room(one.job.needs, limits, machines))}
+
     def decide(without: Collection[str]) -> tuple[BaseDecision, Decision]:
         """Decide as if some base servers were not there."""
         present = [base for base in known if base.base_id not in without]
-        choice = choose_bases(asking, present, limits, now, stopped)
+        choice = choose_bases(asking, present, machines, limits, now, stopped)
         waiting = [*own, *(one.job for one in asking if one.job.job_id in choice.chosen)]
-        waiting += [_starter(kind, wanting, limits) for kind, wanting in choice.wanted.items()]
+        waiting += [_starter(kind, able[0].job, limits, machines) for kind, able in able_of(choice).items()]
         return choice, place(waiting, [*jobs, *(base.held for base in present)], machines, policy, now)
 
     choice, decision = decide(())
-    starters = {_starter_id(kind): kind for kind in choice.wanted}
+    starters = {_starter_id(kind): kind for kind in able_of(choice)}
     going = {choice.chosen.get(start.job_id) for start in decision.starts}
     over = [base_id for base_id in choice.idle if base_id not in going]
     idle = [base for base in known if base.idle_since is not None and base.base_id not in going.union(over)]
     early = _ended_for_room(choice.chosen, decision, idle, lambda ended: decide(ended)[1])
     ended = dict.fromkeys(over, f"it had no job for {limits.idle_seconds:g} s")
     ended |= dict.fromkeys(early, "it has no job, and another one waits for its room")
-    return _assembled(decision, choice, starters, ended)
+    return _assembled(decision, choice, starters, ended, never)
 
 
 def _assembled(
-    decision: Decision, choice: BaseDecision, starters: Mapping[str, BaseKind], ended: Mapping[str, str]
+    decision: Decision,
+    choice: BaseDecision,
+    starters: Mapping[str, BaseKind],
+    ended: Mapping[str, str],
+    never: Mapping[str, str],
 ) -> SharedDecision:
     """Return both decisions as one, in which base servers that are to start are no jobs any more."""
     reasons: dict[str, str] = {}
     for name, kind in starters.items():
-        obstacle = decision.waiting.get(name) or decision.impossible.get(name)
-        text = f"{choice.why[kind]}; one more " + (obstacle or "is started")
+        text = f"{choice.why[kind]}; one more " + decision.waiting.get(name, "is started")
         reasons |= dict.fromkeys((one.job.job_id for one in choice.wanted[kind]), text)
+    wanting = [one.job.job_id for ones in choice.wanted.values() for one in ones]
+    impossible = {job_id: never[job_id] for job_id in wanting if job_id in never}
     times = [time for time in (decision.again_at, choice.again_at) if time is not None]
     return SharedDecision(
         starts=tuple(start for start in decision.starts if start.job_id not in starters),
         bases={start.job_id: choice.chosen[start.job_id] for start in decision.starts if start.job_id in choice.chosen},
         new_bases={starters[start.job_id]: start for start in decision.starts if start.job_id in starters},
         ended=ended,
-        waiting={**_without(decision.waiting, starters), **choice.waiting, **reasons},
-        impossible=_without(decision.impossible, starters),
+        waiting={**_without(decision.waiting, starters), **choice.waiting, **_without(reasons, impossible)},
+        impossible={**decision.impossible, **impossible},
         again_at=min(times, default=None),
     )
 
@@ -160,15 +176,50 @@ def _starter_id(kind: BaseKind) -> str:
     return f"base of {kind.model}{', deterministic' if kind.deterministic else ''}"
 
 
-def _starter(kind: BaseKind, asking: Sequence[WaitingForBase], limits: BaseLimits) -> WaitingJob:
-    """Return a base server that is to start as a job for `place`, with the turn of the first job that needs it."""
-    first = asking[0].job
+def no_room(needs: Resources, limits: BaseLimits, nodes: Sequence[Node]) -> str | None:
+    """Return why a job can never start for which a base server has to be started; None: it can.
+
+    Dead and draining nodes count, because they may come back. Without any node no job is refused.
+
+    Args:
+        needs: of the job.
+        limits: of base servers.
+        nodes: all known nodes.
+    """
+    job, base, sizes = counted(needs), counted(limits.resources), sizes_of(nodes)
+    if (refusal := too_large(job, sizes)) is not None:
+        return refusal
+    if (refusal := too_large(base, sizes)) is not None:
+        return f"needs a base server, which {refusal}"
+    able = {node.node_id for node in nodes if within(base, node.capacity)}
+    others = {node.node_id for node in nodes if within(job, node.capacity)}
+    if not nodes or len(able | others) > 1 or _hold_both(needs, limits, nodes):
+        return None
+    return (
+        f"needs {format_needs(job)} beside its base server, which holds {format_needs(base)}; no node has room for "
+        "both, and no other node for one of them"
+    )
+
+
+def _hold_both(needs: Resources, limits: BaseLimits, nodes: Iterable[Node]) -> bool:
+    """Return whether a node can hold a base server and a job beside it."""
+    both = added(counted(needs), counted(limits.resources))
+    return any(within(both, node.capacity) for node in nodes)
+
+
+def _starter(kind: BaseKind, first: WaitingJob, limits: BaseLimits, nodes: Sequence[Node]) -> WaitingJob:
+    """Return a base server that is to start as a job for `place`, with the turn of the first job that needs it.
+
+    It asks for the room of that job as well, which the job gets when the base server listens.
+    """
+    base, job = limits.resources, first.needs
+    with_job = Resources(cpus=base.cpus + job.cpus, gpus=base.gpus, memory_gib=base.memory_gib + job.memory_gib)
     return WaitingJob(
         job_id=_starter_id(kind),
         tenant=SERVICE,
         priority=first.priority,
         submitted_at=first.submitted_at,
-        needs=limits.resources,
+        needs=with_job if _hold_both(first.needs, limits, nodes) else base,
         private=True,  # reasons for which others wait must not name its model
     )
 

@@ -25,7 +25,9 @@ from palestra.errors import ModelError
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import mask_bits, unpack_bits
-from palestra.models.mixed_adapters import MIN_ROWS, MixedModel, Runs
+from palestra.models.lora_embedding import LORA_EMBEDDING
+from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
+from palestra.models.row_groups import Runs
 from palestra.types.calls import Ids
 
 if TYPE_CHECKING:
@@ -133,7 +135,8 @@ class ModelRunner:
         """Sample the next token of B requests from their hidden states, [B, hidden]; the requests stay as they are."""
         lacking = self._min_rows - len(hidden)
         rows = torch.cat((hidden, hidden[:1].expand(lacking, -1))) if lacking > 0 else hidden
-        logits = self.model.logits(rows)[: len(requests)]
+        policies = [(request.policy, 1) for request in requests]
+        logits = self._logits(rows, policies)[: len(requests)]
         self.sampled_tokens += len(requests)
         return sample(logits, [self._row_sampling(request) for request in requests])
 
@@ -157,7 +160,7 @@ class ModelRunner:
             targets = tokens[start + 1 : end + 1].to(self._device)  # one less than hidden states at the end
             for first in range(0, len(targets), SCORED_AT_ONCE):
                 chosen = targets[first : first + SCORED_AT_ONCE]
-                logits = self.model.logits(hidden[first : first + len(chosen)]).float()
+                logits = self._logits(hidden[first : first + len(chosen)], [(policy, len(chosen))])
                 found += logits.log_softmax(dim=-1).gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
         return found
 
@@ -174,13 +177,27 @@ class ModelRunner:
         if lacking > 0:
             ids = torch.cat((ids, ids[:1].expand(lacking)))
             positions = torch.cat((positions, positions[:1].expand(lacking)))
-            policies = [*policies, (policies[0][0], lacking)]
         self.passes += 1
         ids, positions = ids.to(self._device), positions.to(self._device)
         if self._mixed is None:
             return self.model.hidden(ids, positions, attention)
-        runs: Runs = [(self.policies[name].model.adapter, count) for name, count in policies]
-        return self._mixed.hidden(ids, positions, attention, runs)
+        return self._mixed.hidden(ids, positions, attention, self._runs(policies, lacking))
+
+    def _logits(self, hidden: Tensor, policies: Sequence[tuple[str, int]]) -> Tensor:
+        """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden].
+
+        Args:
+            hidden: of rows, and behind them of copies of the first.
+            policies: how many of the rows, in order, belong to which policy.
+        """
+        if self._mixed is None:
+            return self.model.logits(hidden)
+        return self._mixed.logits(hidden, self._runs(policies, len(hidden) - sum(count for _, count in policies)))
+
+    def _runs(self, policies: Sequence[tuple[str, int]], lacking: int) -> Runs:
+        """Return how many rows have which adapter; the last, if any are lacking, are copies of the first."""
+        more = [(policies[0][0], lacking)] if lacking > 0 else []
+        return [(self.policies[name].model.adapter, count) for name, count in (*policies, *more)]
 
     def _row_sampling(self, request: Request) -> RowSampling:
         matcher = request.matcher
@@ -251,7 +268,7 @@ def _products(
         draw: of matrices in place of an adapter's, which are zero at first.
     """
     for name, weight in model.named_parameters():
-        if weight.ndim == 2:
+        if weight.ndim == 2 and not name.endswith(LORA_EMBEDDING[0]):  # of which columns are read, and none multiplied
             yield name, weight.shape[1], partial(_multiplied, weight)
     for packed in model.packed or ():
         yield " and ".join(packed.names), packed.width, packed.whole_product
@@ -259,6 +276,10 @@ def _products(
         added = torch.randn((rows, len(layer.lora_B.weight)), generator=draw).to(layer.weight)
         matrix = torch.randn(layer.lora_B.weight.shape, generator=draw).to(layer.lora_B.weight)
         yield f"{name}.lora_B.weight", matrix.shape[1], partial(_added, added, matrix)
+    for name, embedding in model.adapter.embedding.items() if model.adapter is not None else ():
+        added = torch.randn((rows, len(embedding.lora_embedding_B)), generator=draw).to(embedding.weight)
+        matrix = embedding.lora_embedding_B
+        yield f"{name}.lora_embedding_B", matrix.shape[1], partial(_added, added, matrix)
 
 
 def _multiplied(weight: Tensor, rows: Tensor) -> Tensor:

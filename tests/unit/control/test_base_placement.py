@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.control.placement.bases import BaseLimits, RunningBase, WaitingForBase
+from palestra.control.placement.bases import BaseLimits, RunningBase, WaitingForBase, part_of_base
+from palestra.control.placement.fitting import counted
 from palestra.control.placement.placement import PlacementPolicy
-from palestra.control.placement.sharing import SERVICE, place_all
+from palestra.control.placement.sharing import SERVICE, no_room, place_all
 from palestra.control.placement.tenants import Quota
 from palestra.types.bases import BaseKind
 from palestra.types.jobs import Resources
@@ -89,10 +90,7 @@ def test_a_base_server_that_finds_no_room_is_waited_for_with_the_reason():
     busy = runs(job("big", cpus=14.0), "a")
     found = decide([asks("j")], running=[busy])
     assert found.waiting == {
-        "j": "no base server has tiny; one more waits for 4 CPUs: node a has 2 free; node a is kept for it"
-    }
-    assert decide([asks("j")], nodes=[node("a", cpus=2.0)]).waiting == {
-        "j": "no base server has tiny; one more needs 4 CPUs on one node; the largest node has 2"
+        "j": "no base server has tiny; one more waits for 4.25 CPUs: node a has 2 free; node a is kept for it"
     }
     drained = decide([asks("j")], policy=PlacementPolicy(draining=True))
     assert drained.waiting == {"j": "no base server has tiny; one more the cluster is draining, so nothing starts"}
@@ -104,12 +102,99 @@ def test_a_job_with_more_adapters_than_any_base_takes_starts_none():
     assert not found.new_bases
 
 
-def test_base_servers_count_against_no_quota_and_jobs_on_them_do():
-    policy = PlacementPolicy(quotas={"t": Quota(cpus=0.25)})
-    assert list(decide([asks("j")], policy=policy).new_bases) == [TINY]
-    found = decide([asks("j"), asks("k", at=1.0)], [base("b")], policy=policy)
-    assert found.bases == {"j": "b"}
-    assert found.waiting == {"k": "quota of tenant t: 0.25 of 0.25 CPUs"}
+def parted(job_id, adapters=1, limits=LIMITS, **values) -> WaitingForBase:
+    """A job that is counted for its tenant with its part of a base server."""
+    asking = asks(job_id, adapters=adapters, **values)
+    return replace(asking, job=replace(asking.job, beside=part_of_base(limits, adapters)))
+
+
+def test_a_base_server_is_counted_for_the_tenants_of_its_jobs_by_parts():
+    """4 CPUs and a GPU for 4 adapters: each counts 1 CPU and a quarter of the GPU beside the job's own 0.25 CPU."""
+    limits = replace(LIMITS, resources=Resources(cpus=4.0, gpus=1.0))
+    nodes = (node("a", gpus=1),)
+    part = " (with its part of a base server: 0.25 GPU and 1 CPU)"
+    jobs = [parted(f"j{i}", limits=limits, at=float(i)) for i in range(4)]
+    policy = PlacementPolicy(quotas={"t": Quota(gpus=0.5)}, starts_at_once=9)
+    found = decide(jobs, [base("b")], nodes=nodes, policy=policy, limits=limits)
+    assert found.bases == {"j0": "b", "j1": "b"}
+    assert found.waiting["j2"] == f"quota of tenant t: 0.5 of 0.5 GPUs{part}"
+    policy = PlacementPolicy(quotas={"t": Quota(cpus=2.5)}, starts_at_once=9)
+    found = decide(jobs, [base("b")], nodes=nodes, policy=policy, limits=limits)
+    assert found.bases == {"j0": "b", "j1": "b"}
+    none = PlacementPolicy(quotas={"t": Quota(gpus=0.0)})
+    found = decide(jobs[:1], [base("b")], nodes=nodes, policy=none, limits=limits)
+    assert found.impossible == {"j0": f"needs 0.25 GPU; the quota of tenant t is 0{part}"}
+    assert not decide(jobs[:1], nodes=nodes, policy=none, limits=limits).new_bases
+    # Neighbours of other tenants change nothing, and what runs counts as what waits.
+    assert decide(jobs, [base("b", adapters=2)], nodes=nodes, policy=policy, limits=limits).bases == found_bases(2)
+    held = replace(runs(asks("k").job, "a"), beside=part_of_base(limits, 1))
+    one = decide(jobs, [base("b", adapters=1)], nodes=nodes, running=[held], policy=policy, limits=limits)
+    assert one.bases == found_bases(1)
+
+
+def found_bases(number: int) -> dict[str, str]:
+    return {f"j{i}": "b" for i in range(number)}
+
+
+@pytest.mark.parametrize("gpus", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("adapters", [1, 3, 16])
+def test_the_parts_of_all_places_are_never_more_than_the_base_server(gpus, adapters):
+    limits = BaseLimits(resources=Resources(cpus=3.0, gpus=gpus, memory_gib=7.0), adapters=adapters)
+    whole = counted(limits.resources)
+    parts = [part_of_base(limits, 1)] * adapters
+    for kind in range(3):
+        assert whole[kind] - adapters < sum(part[kind] for part in parts) <= whole[kind]
+    assert part_of_base(limits, adapters) == whole
+    assert part_of_base(limits, 0) == (0, 0, 0)
+
+
+def test_a_base_server_is_placed_where_its_first_job_has_room_beside_it():
+    limits = replace(LIMITS, resources=Resources(cpus=4.0))
+    tight, wide = node("a", cpus=4.0), node("b", cpus=4.25)
+    assert decide([asks("j")], nodes=(tight, wide), limits=limits).new_bases[TINY].node_id == "b"
+    # Where no node can hold both, two nodes do.
+    apart = decide([asks("j", cpus=2.0)], nodes=(tight, node("c", cpus=2.0)), limits=limits)
+    assert apart.new_bases[TINY].node_id == "a"
+    there = base("x", where="a", state=BaseState.SERVING)
+    assert decide([asks("j", cpus=2.0)], [there], nodes=(tight, node("c", cpus=2.0)), limits=limits).bases == {"j": "x"}
+    # The room of the job is kept from others that come with the same decision.
+    found = decide([asks("j", at=1.0)], nodes=(wide,), queue=[job("own", cpus=0.25, at=2.0)], limits=limits)
+    assert (list(found.new_bases), found.starts) == ([TINY], ())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cpus", "said"),
+    [
+        ((node("a", cpus=4.0),), 0.25, "needs 0.25 CPU beside its base server, which holds 4 CPUs; no node has room"),
+        ((node("a", cpus=2.0),), 0.25, "needs a base server, which needs 4 CPUs on one node; the largest node has 2"),
+        ((node("a", cpus=4.0), node("b", cpus=1.0)), 5.0, "needs 5 CPUs on one node; the largest node has 4"),
+    ],
+)
+def test_a_job_that_could_never_start_beside_a_base_server_is_impossible_and_starts_none(nodes, cpus, said):
+    found = decide([asks("j", cpus=cpus)], nodes=nodes)
+    assert list(found.impossible) == ["j"]
+    assert found.impossible["j"].startswith(said)
+    assert (found.new_bases, found.waiting) == ({}, {})
+    assert no_room(Resources(cpus=cpus), LIMITS, nodes) == found.impossible["j"]
+
+
+def test_a_job_that_an_idle_base_server_leaves_no_room_gets_another_in_its_place():
+    """It was started under other settings: the node could hold a base server and the job."""
+    wide = (node("a", cpus=4.25),)
+    too_wide = base("x", idle=95.0, cpus=4.25)
+    found = decide([asks("j")], [too_wide], nodes=wide)
+    assert found.ended == {"x": "it has no job, and another one waits for its room"}
+    assert found.waiting["j"].startswith("no node has room for the job beside the base server of tiny that is there; ")
+    assert decide([asks("j")], nodes=wide).new_bases[TINY].node_id == "a"
+    # One with jobs is left alone, and the job says what it waits for.
+    busy = decide([asks("j")], [base("x", adapters=1, cpus=4.25)], nodes=wide)
+    assert not busy.ended
+    assert "one more waits for 4.25 CPUs: node a has 0 free" in busy.waiting["j"]
+
+
+def test_jobs_of_their_own_never_wait_for_room_that_a_light_job_can_not_use():
+    found = decide([asks("j")], nodes=(node("a", cpus=4.0),), queue=[job("own", cpus=4.0, at=9.0)])
+    assert [start.job_id for start in found.starts] == ["own"]
 
 
 def test_a_tenant_gets_no_base_server_for_jobs_that_its_quota_stops():

@@ -10,7 +10,7 @@ import pytest
 
 from palestra.backend.admissions import FILE, Admissions
 from palestra.config import parse_config
-from palestra.control.api.cluster_api import _bases
+from palestra.control.api.cluster_api import _bases, _in_use
 from palestra.control.jobs.admitting import KEY_FILE
 from palestra.control.jobs.launcher import Ending
 from palestra.control.jobs.rules import Rules
@@ -298,3 +298,52 @@ async def test_a_tenant_sees_the_base_servers_of_its_jobs_and_the_operator_all(s
     assert [(view.model, view.jobs, view.own_jobs) for view in seen["default"]] == [("tiny-random", 1, 0)]
     assert [(view.jobs, view.own_jobs, view.adapters) for view in seen["a"]] == [(1, 1, 1)]
     assert seen["b"] == []
+
+
+async def test_a_job_that_could_never_start_beside_a_base_server_or_under_its_quota_is_refused(store, tmp_path):
+    await store.write(lambda c: accounts.add_tenant(c, "a", 0.0))
+    await store.write(lambda c: decisions.change_quota(c, "a", {"gpus": 0.25}))
+    whole = replace(LIMITS, resources=Resources(cpus=4.0, gpus=1.0))
+    async with schedules(store, tmp_path, FakeLauncher(), whole) as scheduler:
+        await until(lambda: _knows_nodes(scheduler))
+        assert await scheduler.refusal(LIGHT, "b", 0) is None
+        said = await scheduler.refusal(LIGHT, "b", 1)
+        assert said.startswith("needs 0.25 CPU beside its base server, which holds 1 GPU and 4 CPUs; no node has room")
+        quota = await scheduler.refusal(LIGHT, "a", 1)  # half of the places, and so half of the GPU
+        assert quota.startswith("needs 0.5 GPU; the quota of tenant a is 0.25 (with its part of a base server: 0.5 GPU")
+    async with schedules(store, tmp_path, FakeLauncher()) as scheduler:
+        await until(lambda: _knows_nodes(scheduler))
+        assert await scheduler.refusal(LIGHT, "a", 1) is None
+
+
+async def _knows_nodes(scheduler) -> bool:
+    return bool(scheduler.nodes)
+
+
+async def test_what_a_tenant_uses_has_its_parts_of_base_servers(store, tmp_path):
+    async with schedules(store, tmp_path, FakeLauncher()) as scheduler:
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        used = _in_use(scheduler.running.values())
+    assert (used.jobs, used.cpus, used.gpus) == (1, 0.75, 0.0)  # its own 0.25, and one of two places on 1 CPU
+
+
+async def test_why_base_servers_went_is_kept_for_a_bounded_number_of_jobs(store, tmp_path, monkeypatch):
+    """Jobs that are cancelled at the same moment never ask."""
+    monkeypatch.setattr("palestra.control.jobs.base_servers.MOST_FAILED", 3)
+    async with schedules(store, tmp_path, FakeLauncher()) as scheduler:
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        servers = scheduler.bases
+        monkeypatch.setattr(servers, "_stop_job", lambda job_id: None)
+        (base,) = servers._bases.values()
+        for number in range(10):
+            base.admitted.add(replace(job, job_id=f"job-{number}"))
+        servers._give_up(base, "it died")
+        base.admitted.add(replace(job, job_id="job-last"))
+        servers._give_up(base, "it died")
+        assert len(servers._failed_jobs) == 3
+        assert "job-last" in servers._failed_jobs
+        for number in range(10):
+            base.admitted.remove(f"job-{number}")
+        base.admitted.remove("job-last")

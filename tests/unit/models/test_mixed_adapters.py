@@ -51,10 +51,10 @@ class Sequences:
 class Bench:
     """A base with adapters that all change something, and the mixed model on it."""
 
-    def __init__(self, dtype=torch.float32, exact=False, configs=CONFIGS):
+    def __init__(self, dtype=torch.float32, exact=False, configs=CONFIGS, base=TINY):
         models = LoadedModels()
-        self.models = [models.adapted(TINY, config, seed, dtype, CPU)[0] for seed, config in enumerate(configs)]
-        self.base = models.frozen(TINY, dtype, CPU)[0]
+        self.models = [models.adapted(base, config, seed, dtype, CPU)[0] for seed, config in enumerate(configs)]
+        self.base = models.frozen(base, dtype, CPU)[0]
         draw = torch.Generator().manual_seed(1)
         for model in self.models:
             with torch.no_grad():

@@ -18,7 +18,6 @@ OF_NOBODY = {  # routes that show and change nothing of a tenant
     ("GET", "get_server_capabilities"),
     ("POST", "create_session"),
     ("POST", "create_custom_loss"),
-    ("POST", "copy_weights"),
 }
 BY_LINK = {("GET", "external_weights/{model_id}/{name}/{file:path}")}  # see test_downloads.py
 LISTS = {
@@ -72,6 +71,8 @@ class Owned:
             ("GET", "samplers/{sampler_id}", None),
             ("POST", "asample", {"sampling_session_id": self.sampler, "seq_id": 0, "prompt": prompt}),
             ("POST", "retrieve_future", {"request_id": self.request}),
+            ("POST", "retrieve_futures", {"target": {"sampling_session_id": self.sampler}, "timeout": 0}),
+            ("POST", "join_sampling_session", {"sampling_session_id": self.sampler}),
             ("POST", "cancel_future", {"request_id": self.request}),
             ("GET", "training_runs/{model_id}", None),
             ("GET", "training_runs/{model_id}/checkpoints", None),
@@ -81,6 +82,7 @@ class Owned:
             ("DELETE", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish", None),
             ("GET", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls", None),
             ("POST", "weights_info", {"tinker_path": self.path}),
+            ("POST", "copy_weights", {"source_path": self.path, "session_id": session_id, "model_seq_id": 9}),
         ]
 
     def url(self, route: str) -> str:

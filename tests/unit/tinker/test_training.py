@@ -97,9 +97,10 @@ def test_clipping_is_off_at_zero(ada):
 @pytest.mark.parametrize(
     ("lora", "layers"),
     [
-        ({"train_mlp": False}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        ({"train_attn": False}, {"gate_proj", "up_proj", "down_proj"}),
-        ({}, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ({"train_mlp": False}, {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}),
+        ({"train_attn": False, "train_unembed": False}, {"gate_proj", "up_proj", "down_proj"}),
+        ({"train_attn": False, "train_mlp": False}, {"lm_head"}),
+        ({}, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}),
     ],
 )
 def test_the_adapter_stands_beside_the_layers_that_were_asked_for(server, ada, lora, layers):
@@ -111,9 +112,8 @@ def test_the_adapter_stands_beside_the_layers_that_were_asked_for(server, ada, l
     assert {t.shape[0] for name, t in tensors.items() if ".lora_A." in name} == {3}
     info = ada.good("weights_info", {"tinker_path": path})
     assert (info["base_model"], info["lora_rank"]) == (TINY, 3)
-    assert [info[f"train_{kind}"] for kind in ("attn", "mlp")] == [
-        lora.get(f"train_{k}", True) for k in ("attn", "mlp")
-    ]
+    for kind in ("attn", "mlp", "unembed"):
+        assert info[f"train_{kind}"] == lora.get(f"train_{kind}", True)
 
 
 @pytest.mark.slow
@@ -244,11 +244,12 @@ def test_a_rank_that_no_layer_can_have_is_refused(ada, rank):
 def test_what_is_wrong_at_the_door_has_a_status(ada):
     ada.session()
     start = {"session_id": ada.session_id, "model_seq_id": 0, "base_model": TINY, "lora_config": {"rank": 2}}
+    nothing = {"train_mlp": False, "train_attn": False, "train_unembed": False}
     for body, status, said in (
         (start | {"base_model": "gpt-7"}, 404, "the model 'gpt-7' is not served here; there are 'tiny-random'"),
         (start | {"session_id": "session-x"}, 404, "no session 'session-x'"),
         (start | {"lora_config": None}, 422, "lora_config is missing"),
-        (start | {"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}}, 422, "no layer of tiny-random"),
+        (start | {"lora_config": {"rank": 2} | nothing}, 422, "no layer of tiny-random"),
         (start | {"optimizer_config": {"type": "dimuon"}}, 422, "the optimizer 'dimuon' is not supported"),
         (start | {"lora_config": {"rank": "two"}}, 422, "lora_config.rank"),
     ):
@@ -263,7 +264,7 @@ def test_what_is_wrong_at_the_door_has_a_status(ada):
     assert (packed.status_code, "compressed" in packed.json()["error"]) == (400, True)
     assert ada.post("forward_backward", b"\xff\xff").status_code == 422
     assert ada.post("forward_backward", {}).status_code == 400
-    assert ada.post("copy_weights", {}).status_code == 400
+    assert ada.post("create_custom_loss", {}).status_code == 400
     assert ada.post("no_such_route", {}).status_code == 404
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 CPU = torch.device("cpu")
 TINY = "tiny-random"
 LORA = AdapterConfig(rank=4, alpha=8.0)
+WIDE = LORA.model_copy(update={"targets": ["all-linear", "lm_head", "embed_tokens"]})
 SPEC = PolicySpec(model=TINY, adapter=LORA, seed=3)
 VALUE = LossSpec.of(ClippedValueLoss(clip=0.0))
 PARAMS = OptimParams(learning_rate=1e-2)
@@ -115,7 +118,7 @@ async def test_the_gradient_follows_from_that_of_full_weights_by_the_chain_rule(
 @pytest.mark.slow
 @pytest.mark.parametrize("critic", [None, "states", "actions"])
 async def test_going_on_from_a_checkpoint_is_bit_identical_to_never_stopping(tmp_path, critic):
-    spec = PolicySpec(model=TINY, adapter=LORA, seed=3, critic=critic)
+    spec = PolicySpec(model=TINY, adapter=WIDE, seed=3, critic=critic)
     trains_critic = critic == "states"
     async with trained(spec) as trainer:
         for number in range(3):
@@ -127,7 +130,7 @@ async def test_going_on_from_a_checkpoint_is_bit_identical_to_never_stopping(tmp
         folder = await trainer.save("policy", tmp_path, {"step": 2}, "s")
         assert not list(folder.glob("model*.safetensors"))
         assert sum(f.stat().st_size for f in folder.glob("*.safetensors")) < 1.5e6
-    async with trained(PolicySpec(model=TINY, adapter=LORA, seed=99, critic=critic)) as trainer:
+    async with trained(PolicySpec(model=TINY, adapter=WIDE, seed=99, critic=critic)) as trainer:
         assert (await trainer.load("policy", tmp_path))["step"] == 2
         await step(trainer, 2, trains_critic)
         found = (weights(trainer), moments(trainer), critic_state(trainer) if trains_critic else {})
@@ -230,6 +233,37 @@ async def test_the_critic_has_an_adapter_of_its_own_on_the_same_base(critic):
         assert [name for name in before if torch.equal(before[name], after[name]) and "lora_B" in name] == []
         assert same(weights(trainer), policy)
         assert same(base_of(model_of(trainer)), base)
+
+
+@pytest.mark.parametrize("critic", ["states", "actions"])
+async def test_the_critic_has_no_matrices_on_the_head_which_it_does_not_use(critic):
+    async with trained(PolicySpec(model=TINY, adapter=WIDE, seed=3, critic=critic)) as trainer:
+        names = {name for name, _ in critic_of(trainer).optimizer.parameters}
+        own = {f"body.{name}" for name in weights(trainer)}
+        assert own - names == {"body.lm_head.lora_A.weight", "body.lm_head.lora_B.weight"}
+        assert all(name.startswith("value_head.") for name in names - own)
+
+
+async def test_an_adapter_of_the_head_alone_is_trained_alone_and_in_a_pass_with_others():
+    """The hidden states have no gradient then, and a batch without a trained token has none at all."""
+    spec = PolicySpec(model=TINY, adapter=LORA.model_copy(update={"targets": ["lm_head"]}), seed=3)
+    found = []
+    for together in (False, True):
+        async with trained(spec) as trainer:
+            await trainer.create("other", spec)
+            before = weights(trainer)
+            batches = {"policy": batch(), "other": batch()[1:]}
+            works = [trainer.forward_backward(name, rows, LOSS, f"g{name}") for name, rows in batches.items()]
+            reports = await asyncio.gather(*works) if together else [await work for work in works]
+            assert all(report.trained_tokens for report in reports)
+            assert (await trainer.optim_step("policy", PARAMS, "u")).applied
+            after = weights(trainer)
+            assert torch.equal(after["lm_head.lora_A.weight"], before["lm_head.lora_A.weight"])  # B was zero
+            assert not torch.equal(after["lm_head.lora_B.weight"], before["lm_head.lora_B.weight"])
+            found.append(after)
+            nothing = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in batch()]
+            assert (await trainer.forward_backward("policy", nothing, LOSS, "g2")).trained_tokens == 0
+    close(found[0], found[1], 1e-6)
 
 
 async def test_two_policies_with_adapters_share_a_base_and_nothing_else():

@@ -25,11 +25,16 @@ from unit.trainer.test_critic import batch, same
 from unit.trainer.test_torch_trainer import close
 
 TINY = "tiny-random"
+WITH_HEAD = ["all-linear", "lm_head"]
 VALUE = LossSpec.of(ClippedValueLoss(clip=0.0))
 SPECS = {
     "a": PolicySpec(model=TINY, adapter=AdapterConfig(rank=4, alpha=8.0), seed=3),
-    "b": PolicySpec(model=TINY, adapter=AdapterConfig(rank=13, alpha=9.0, targets=["q_proj", "up_proj"]), seed=4),
-    "c": PolicySpec(model=TINY, adapter=AdapterConfig(rank=1, alpha=4.0, rslora=True), seed=5, critic="states"),
+    "b": PolicySpec(
+        model=TINY, adapter=AdapterConfig(rank=13, alpha=9.0, targets=["q_proj", "lm_head", "embed_tokens"]), seed=4
+    ),
+    "c": PolicySpec(
+        model=TINY, adapter=AdapterConfig(rank=1, alpha=4.0, rslora=True, targets=WITH_HEAD), seed=5, critic="states"
+    ),
     "full": PolicySpec(model=TINY),
 }
 LOSSES = {
