@@ -25,7 +25,7 @@ from palestra.tools.tool import BadArguments, Tool
 from palestra.types.tools import ToolSpec
 
 log = logging.getLogger("palestra.tools")
-RESTART_SECONDS = 60.0  # in which a shared server may be started anew `max_restarts` times
+RESTART_SECONDS = 60.0  # in which a shared server may be started again `max_restarts` times
 Schemas = Callable[[str, Sequence[Mapping[str, Any]]], dict[str, dict[str, Any]]]
 _BAD_ARGUMENTS = re.compile(r"invalid (params|arguments)|validation error", re.IGNORECASE)
 
@@ -38,7 +38,7 @@ class McpServer(ToolSource):
 
     An error of a tool is text that the model reads. A server that is gone is a failure of the attempt at the episode,
     which has no reward and is played again: the next attempt begins with a new session. A shared server is started
-    anew by the call that finds it gone.
+    again by the call that finds it gone.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class McpServer(ToolSource):
             variables: of a command's environment, which has few of this process's own: no key is passed on unasked.
             folder: in which a command runs; None: that of this process.
             start_seconds: limit for the start of a session, with the list of its tools.
-            max_restarts: how often in a minute a shared server that is gone is started anew.
+            max_restarts: how often in a minute a shared server that is gone is started again.
             max_message_bytes: length of one message of the server; a longer one ends the session.
 
         Raises:
@@ -151,7 +151,7 @@ class McpServer(ToolSource):
 
 
 class _Link:
-    """A connection that may be made anew a bounded number of times."""
+    """A connection that may be made again a bounded number of times."""
 
     def __init__(self, connect: Callable[[], Awaitable[McpConnection]], seconds: float, restarts: int) -> None:
         self.seconds = seconds  # limit for reading the list of tools
@@ -164,7 +164,7 @@ class _Link:
         """Return the connection; make the first, or another one where the last is lost and that is allowed.
 
         Raises:
-            EnvironmentFailed: the connection is lost, and was made anew as often as is allowed.
+            EnvironmentFailed: the connection is lost, and was made again as often as is allowed.
         """
         async with self._making:
             old = self._connection
@@ -177,7 +177,7 @@ class _Link:
                     often = f", {self._restarts + 1} times in a minute" if self._restarts else ""
                     raise EnvironmentFailed(f"{old.lost}{often}")
                 self._made_at.append(now)
-                log.warning("%s; starting it anew", old.lost)
+                log.warning("%s; starting it again", old.lost)
                 await old.close()
             self._connection = made = await self._connect()
             return made
@@ -239,7 +239,7 @@ class McpTools(OpenTools):
         return self._tools
 
     async def refresh(self) -> bool:
-        """Read the list if the server has said that it has changed, or was started anew."""
+        """Read the list if the server has said that it has changed, or was started again."""
         connection = await self._link.connection()
         seen = (connection, connection.changes)
         if seen == self._seen:
