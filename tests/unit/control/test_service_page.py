@@ -151,7 +151,7 @@ async def test_a_stream_of_runs_names_them_and_ends_with_its_key(plane, keys, mo
         for query in ("", "?after=job", f"?after={job}:x"):
             answer = await http.get(f"/dashboard/api/events{query}", headers=keys["ann"])
             assert answer.status_code in (400, 422), query
-        monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(run_streams, "CHECK_SECONDS", 0.02)
         monkeypatch.setattr(Run, "in_use", lambda _: True)
         following = asyncio.ensure_future(http.get(f"/dashboard/api/events?after={job}:0", headers=keys["eve"]))
         await asyncio.sleep(0.3)
