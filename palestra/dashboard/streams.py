@@ -14,10 +14,11 @@ from palestra.dashboard.feeds import Feed
 from palestra.dashboard.reader import Reader
 from palestra.errors import PalestraError
 from palestra.http.open_streams import OpenStreams
-from palestra.http.sse import AS_IT_COMES, KEEPALIVE_SECONDS, MEDIA_TYPE, News, encode_event, follow
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event, follow
 from palestra.waiting import together
 
 MOST_STREAMS = 32  # of a server, or of a tenant where there are several; a page holds one
+CHECK_SECONDS = 5.0  # between two looks without news, which find out whether the key is still good
 REFUSED = "streams of this page are open, and there may not be more; close other windows with it"
 REPLACED = "replaced"  # kind of the event that says that another run has the folder; it has no number
 
@@ -54,7 +55,7 @@ class Stream:
         Args:
             wait: whether to wait for future events, until all runs are over.
         """
-        return follow(self.look, wait, self.pause, every=KEEPALIVE_SECONDS)
+        return follow(self.look, wait, self.pause, every=CHECK_SECONDS)
 
     async def pause(self, seconds: float) -> None:
         """Return when a feed has news.

@@ -169,15 +169,16 @@ def _complete_older(connection: Connection) -> None:
     A temporary view of each table that lacks columns takes the table's name, and has NULL in their places. That of a
     table that is not there has no rows.
     """
+    driver = driver_of(connection)  # every reading of a run asks this, and SQLAlchemy takes longer than SQLite
     for table in (episodes, chats):
-        found = {row[1] for row in connection.exec_driver_sql(f"PRAGMA main.table_info({table.name})")}
+        found = {row[1] for row in driver.execute(f"PRAGMA main.table_info({table.name})")}
         missing = [column.name for column in table.columns if column.name not in found]
         if found and missing:
             nulls = ", ".join(f"NULL AS {name}" for name in missing)
             connection.exec_driver_sql(
                 f"CREATE TEMP VIEW {table.name} AS SELECT *, {nulls} FROM main.{table.name}"  # names of ours
             )
-    if not connection.exec_driver_sql(f"PRAGMA main.table_info({trained_tokens.name})").all():
+    if not driver.execute(f"PRAGMA main.table_info({trained_tokens.name})").fetchall():
         nulls = ", ".join(f"NULL AS {column.name}" for column in trained_tokens.columns)
         connection.exec_driver_sql(f"CREATE TEMP VIEW {trained_tokens.name} AS SELECT {nulls} WHERE 0")
 

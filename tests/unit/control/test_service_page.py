@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
@@ -150,7 +151,7 @@ async def test_a_stream_of_runs_names_them_and_ends_with_its_key(plane, keys, mo
         for query in ("", "?after=job", f"?after={job}:x"):
             answer = await http.get(f"/dashboard/api/events{query}", headers=keys["ann"])
             assert answer.status_code in (400, 422), query
-        monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(run_streams, "CHECK_SECONDS", 0.02)
         monkeypatch.setattr(Run, "in_use", lambda _: True)
         following = asyncio.ensure_future(http.get(f"/dashboard/api/events?after={job}:0", headers=keys["eve"]))
         await asyncio.sleep(0.3)
@@ -385,7 +386,7 @@ async def test_runs_that_were_added_longest_ago_are_forgotten_with_all_that_is_k
 @pytest.mark.slow
 async def test_one_tenants_streams_take_no_place_of_anothers_and_leave_nothing(plane, keys, monkeypatch, tmp_path):
     monkeypatch.setattr(run_streams, "MOST_STREAMS", 1)
-    monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(run_streams, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr(Run, "in_use", lambda _: True)
     job = await with_run(plane)
     theirs = await submit(plane.store, "other", "zoe")
@@ -403,4 +404,5 @@ async def test_one_tenants_streams_take_no_place_of_anothers_and_leave_nothing(p
         async with asyncio.timeout(20):
             await following
     (streams,) = made
-    assert (streams._feeds, dict(streams._open), dict(streams._users)) == ({}, {}, {})
+    gc.collect()
+    assert (dict(streams._feeds), dict(streams._open.open)) == ({}, {})
