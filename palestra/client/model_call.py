@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from palestra.client.episode import Episode
 from palestra.client.protocol import Call
 from palestra.types.calls import FinishReason
-from palestra.types.messages import ChatMessage, ToolChoice
+from palestra.types.messages import ChatMessage, TextPart, ToolChoice
 
 MODEL_SECONDS = 600.0  # limit for one reply; the call is then sent again, and answered from the record if there is one
 
@@ -82,12 +82,25 @@ class _ChatBody(BaseModel):
     """Request of `POST /v1/chat/completions`; what is not asked for is left out."""
 
     model: str
-    messages: tuple[ChatMessage, ...]
+    messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = Field((), exclude_if=_is_unset)
     tool_choice: ToolChoice = Field("auto", exclude_if=lambda choice: choice == "auto")
     structured_outputs: dict[str, tuple[str, ...]] | None = Field(None, exclude_if=_is_unset)
     max_tokens: int | None = Field(None, exclude_if=_is_unset)
     temperature: float | None = Field(None, exclude_if=_is_unset)
+
+
+def _written(message: ChatMessage) -> dict[str, Any]:
+    """Return a message in OpenAI's shape, as short as can be: a conversation is sent again with every call."""
+    parts = message.content
+    if len(parts) == 1 and isinstance(parts[0], TextPart):
+        return {"role": message.role, "content": parts[0].text} | _others(message)
+    return {"role": message.role, "content": [part.model_dump() for part in parts]} | _others(message)
+
+
+def _others(message: ChatMessage) -> dict[str, Any]:
+    """Return what a message has beside its role and content."""
+    return message.model_dump(exclude={"role", "content"}, exclude_defaults=True)
 
 
 def model_call(episode: Episode, call: ModelCall) -> Call[ModelReply]:
@@ -99,7 +112,7 @@ def model_call(episode: Episode, call: ModelCall) -> Call[ModelReply]:
     """
     body = _ChatBody(
         model=call.policy,
-        messages=call.messages,
+        messages=[_written(message) for message in call.messages],
         tools=call.tools,
         tool_choice=call.tool_choice,
         structured_outputs={"choice": call.choices} if call.choices else None,

@@ -281,7 +281,8 @@ async def local_job(
                 started_at=time.time(),
                 gpus=await in_thread(lambda: gpus_of_job(config)),
             )
-            pool, lock = _runners(config, plane.sessions, progress, play)
+            apart = config.environment.runners is not None and play is None and scored is None
+            pool, lock = (None, None) if apart else _runners(config, plane.sessions, progress, play)
 
             async def learner(algorithms: Mapping[str, Algorithm]) -> Learner:
                 assert parts.trainer is not None
@@ -320,7 +321,7 @@ async def local_job(
             ):
                 start.succeeded = True
                 renewal = None if base is None else Renewal(base, again)
-                fleet = _fleet(config, plane, url_of(listener), play, starter) if scored is None else None
+                fleet = _fleet(config, plane, url_of(listener), starter or start_process) if apart else None
                 async with fleet or contextlib.nullcontext():
                     yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal, fleet)
         finally:
@@ -459,8 +460,6 @@ def _runners(
     chosen = config.environment
     if config.kind == "inference":
         return None, None
-    if chosen.runners is not None and play is None:
-        return None, None
     if play is None and (make := environment_of(config)) is not None:
         play = RolloutSpec(environment=make, system=chosen.system)
     if play is None:
@@ -487,23 +486,20 @@ def _concurrency(config: JobConfig) -> int:
     return config.environment.max_concurrency or min(due, MOST_AT_ONCE)
 
 
-def _fleet(
-    config: JobConfig, plane: DataPlane, url: str, play: RolloutSpec | None, starter: RunnerStarter | None
-) -> RunnerFleet | None:
-    """Return the processes that play the job's environment; None: the job has none.
+def _fleet(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStarter) -> RunnerFleet | None:
+    """Return the processes that play the job's environment; None: a model is served, and nothing is played.
 
     Args:
         config: the job.
         plane: whose key they get, and whose episodes they play.
         url: of the data plane.
-        play: what this process plays; None: what the configuration says.
-        starter: starts runners; None: as processes of this machine.
+        starter: starts runners.
     """
     count = config.environment.runners
-    if count is None or play is not None or config.kind != "training":
+    if count is None or config.kind == "inference":
         return None
     order = RunnerOrder(url=url, key=lambda: plane.keys.job_key, concurrency=-(-_concurrency(config) // count))
-    return RunnerFleet(count, order, starter or start_process, plane.store, plane.progress)
+    return RunnerFleet(count, order, starter, plane.store, plane.progress)
 
 
 @asynccontextmanager

@@ -215,3 +215,9 @@ def test_a_process_that_plays_loads_neither_torch_nor_ray():
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+
+
+def test_an_evaluation_plays_in_its_own_process(tmp_path):
+    environment = {"name": "calculator", "validation_tasks": 3, "runners": 2}
+    config = parse_config({"engine": {"kind": "fake"}, "run_dir": str(tmp_path), "environment": environment})
+    assert len(palestra.evaluate(config=config).outcomes) == 3

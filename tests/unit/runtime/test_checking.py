@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from palestra.config import parse_config
-from palestra.envs import Environment
+from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
-from palestra.runtime import checking, environments
+from palestra.runtime import checking
 from palestra.runtime.checking import check_job, existing_parent, model_facts
 from palestra.runtime.environments import environment_of
 
@@ -94,7 +94,7 @@ def needs_a_package(**_: object):
 )
 def test_an_environment_that_fails_its_check_or_can_not_be_imported(monkeypatch, make, words):
     entry = replace(catalog_entry("arithmetic"), make=make)
-    for module in (checking, environments):
+    for module in (checking, catalog):
         monkeypatch.setattr(module, "catalog_entry", lambda name: entry)
     ((key, text),) = found(**FAKE, environment={"name": "arithmetic"}).items()
     assert key.startswith("environment")
