@@ -39,11 +39,14 @@ def test_a_job_records_every_call_of_an_environment_of_verifiers(tmp_path):
         for episode in episodes:
             found = json.loads(episode["metadata"])["verifiers"]
             # What verifiers' own rubric says, against the reward that is trained: `right` weighs 1, `short` a half.
-            assert episode["reward"] == found["rewards"]["right"] + found["rewards"]["short"]
+            (reward,) = json.loads(episode["rewards"]).values()
+            assert reward == found["rewards"]["right"] + found["rewards"]["short"]
             assert found["rewards"]["short"] == 0.5
             assert found["turns"] == 2
-        calls = job.query("SELECT episode_id, count(*) AS calls FROM calls GROUP BY episode_id")
-        assert {row["calls"] for row in calls} == {2}
+        calls = job.query("SELECT episode_id, count(*) AS calls, count(fork) AS forks FROM chats GROUP BY episode_id")
+        assert {(row["calls"], row["forks"]) for row in calls} == {
+            (2, 0)
+        }  # the second call continues the first, exactly
 
 
 def test_an_episode_that_verifiers_can_not_score_has_no_reward(tmp_path):
@@ -52,4 +55,4 @@ def test_an_episode_that_verifiers_can_not_score_has_no_reward(tmp_path):
         job.start()
         said = ended(worker(job, FAILS_FROM="0"))
         assert "the judge is gone" in said
-        assert not job.query("SELECT * FROM episodes WHERE reward IS NOT NULL")
+        assert not job.query("SELECT * FROM episodes WHERE rewards IS NOT NULL")
