@@ -10,7 +10,7 @@ from servers import KEY, SCRIPTED, Job
 
 from partners.environment import BEHIND, ROOT, clean, python_of
 
-pytestmark = [pytest.mark.partners, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.partners, pytest.mark.timeout(600)]
 TASKS = [{"id": f"sum-{n}", "idx": n} for n in range(7)]
 
 
@@ -22,7 +22,7 @@ def worker(job: Job, *options: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 240) -> str:
+def ended(process: subprocess.Popen[str], seconds: float = 300) -> str:
     try:
         return process.communicate(timeout=seconds)[0]
     finally:
@@ -33,7 +33,7 @@ def test_a_job_records_every_call_of_an_environment_of_verifiers(tmp_path):
     with Job(tmp_path, SCRIPTED, tasks=TASKS, validation=[{"id": "held-out", "idx": 30}]) as job:
         job.start()
         said = ended(worker(job, "--concurrency", "4"))
-        assert job.servers[-1].wait(60) == 0, said
+        assert job.servers[-1].wait(120) == 0, said
         episodes = job.query("SELECT * FROM episodes WHERE state = 'completed'")
         assert len(episodes) >= 12
         for episode in episodes:
