@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from palestra.client import ModelEndpoint as ModelEndpoint
     from palestra.client import RolloutResult as RolloutResult
     from palestra.client.control import ControlClient as ControlClient
+    from palestra.client.verifiers import VerifiersRollout as VerifiersRollout
     from palestra.config import JobConfig as JobConfig
     from palestra.config import OptimizerConfig as OptimizerConfig
     from palestra.config import PolicyConfig as PolicyConfig
@@ -142,6 +143,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "palestra.client": ("AsyncClient", "Client", "Episode", "ModelEndpoint", "RolloutResult"),
     "palestra.client.control": ("ControlClient",),
+    "palestra.client.verifiers": ("VerifiersRollout",),
     "palestra.runtime.evaluating": ("evaluate",),
     "palestra.runtime.scores": ("Evaluation", "TaskOutcome"),
     "palestra.runtime.job_thread": ("TrainResult",),

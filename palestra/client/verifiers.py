@@ -8,6 +8,7 @@ rollout runs where verifiers is installed: in a worker, which needs nothing but 
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -102,13 +103,14 @@ class VerifiersRollout:
             loaders = import_module("verifiers.v1.utils.loaders")
         except ImportError as error:
             raise ConfigError(f"environments of verifiers need verifiers 0.4 or newer: {error}") from error
-        taskset = self._config.get("taskset") or {}
+        given = copy.deepcopy(self._config)  # validation puts its own objects in
+        taskset = given.get("taskset") or {}
         try:
-            kind = loaders.environment_class(taskset.get("id", ""), self._config.get("id", ""))
+            kind = loaders.environment_class(taskset.get("id", ""), given.get("id", ""))
             config = import_module("verifiers.v1.utils.generic").concrete_type(
                 kind, import_module("verifiers.v1.configs.env").EnvConfig, origin=import_module("verifiers.v1.env").Env
             )
-            environment = kind(config.model_validate(self._config))
+            environment = kind(config.model_validate(given))
         except (ValueError, TypeError, ImportError, AttributeError) as error:
             raise ConfigError(f"verifiers can't load {taskset.get('id')!r}: {' '.join(str(error).split())}") from error
         agents = import_module("verifiers.v1.configs.agent").agent_config_fields(environment.config)

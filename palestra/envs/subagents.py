@@ -176,7 +176,8 @@ class SubagentEnvironment(ConcurrentEnvironment):
             clock: source of the times of observations; None: the system's clock.
 
         Raises:
-            ValueError: two kinds, or two tools of one agent, have the same name, or a limit makes no sense.
+            ValueError: two kinds, or two tools of one agent, have the same name, or a server of tools is among them, or
+                a limit makes no sense.
         """
         super().__init__(clock)
         kinds = list(subagents)
@@ -188,7 +189,9 @@ class SubagentEnvironment(ConcurrentEnvironment):
         self._root = Subagent(name=agent, system=system, tools=tuple(tools), max_steps=max_steps)
         # `ToolManager` refuses names that clash: raise that error now, and not in the first episode.
         for kind in (self._root, *kinds):
-            ToolManager([*kind.tools, Finish(), Delegate(self._kinds, lambda kind, prompt: "")])
+            made = ToolManager([*kind.tools, Finish(), Delegate(self._kinds, lambda kind, prompt: "")])
+            if made.has_sources:
+                raise ValueError("a server of tools can be given to `ToolEnvironment` alone, and not to subagents")
         self._reward, self._subagent_reward = reward_function(reward_fn), subagent_reward_fn
         self._prompt, self._results = prompt, results
         self._max_depth, self._max_agents, self._timeout_seconds = max_depth, max_agents, timeout_seconds

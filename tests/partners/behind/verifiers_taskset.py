@@ -47,6 +47,7 @@ class Sums(vf.Taskset[SumTask, SumsConfig]):
 
 class SumHarness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
 
     async def setup(self, runtime) -> None:
         return None

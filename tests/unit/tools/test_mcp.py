@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from palestra.envs import ToolEnvironment, check_environment
+from palestra.agents import ToolAgent
+from palestra.envs import SubagentEnvironment, ToolEnvironment, check_environment
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment, ProtocolMismatch
 from palestra.tools import McpServer, ToolFailure, ToolManager
 from unit.tools.test_manager import call
@@ -233,3 +234,10 @@ def test_an_environment_with_a_server_of_tools_keeps_to_what_environments_have_t
 def test_an_environment_whose_server_is_not_there_says_so():
     with pytest.raises(InvalidEnvironment, match="code 127"):
         check_environment(lambda: environment(McpServer(["/no/such/program"])), [{"prompt": "2 + 3?"}])
+
+
+def test_who_can_not_keep_a_server_open_refuses_one():
+    with pytest.raises(ValueError, match="an agent keeps nothing open"):
+        ToolAgent([server()])
+    with pytest.raises(ValueError, match="not to subagents"):
+        SubagentEnvironment([], lambda task, answer: 0.0, tools=[server()])
