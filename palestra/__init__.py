@@ -66,9 +66,11 @@ if TYPE_CHECKING:
     from palestra.envs import MiniWoB as MiniWoB
     from palestra.envs import MultiAgentEnvironment as MultiAgentEnvironment
     from palestra.envs import Outcome as Outcome
+    from palestra.envs import PassageSearch as PassageSearch
     from palestra.envs import PettingZooEnvironment as PettingZooEnvironment
     from palestra.envs import Progress as Progress
     from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
+    from palestra.envs import RetrievalEnvironment as RetrievalEnvironment
     from palestra.envs import Stage as Stage
     from palestra.envs import Subagent as Subagent
     from palestra.envs import SubagentEnvironment as SubagentEnvironment
@@ -171,8 +173,10 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "MultiAgentEnvironment",
         "Outcome",
         "PettingZooEnvironment",
+        "PassageSearch",
         "Progress",
         "ReasoningEnvironment",
+        "RetrievalEnvironment",
         "Stage",
         "Subagent",
         "SubagentEnvironment",
