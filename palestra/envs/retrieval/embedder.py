@@ -112,7 +112,8 @@ class Embedder:
         scores = query @ key.swapaxes(1, 2) / np.sqrt(np.float32(query.shape[-1]))
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        return (weights @ value).swapaxes(0, 1).reshape(tokens, WIDTH)
+        mixed: Floats = (weights @ value).swapaxes(0, 1).reshape(tokens, WIDTH)
+        return mixed
 
     def _linear(self, state: Floats, name: str) -> Floats:
         """Return a linear layer's output: [T, out] of [T, in]."""
@@ -124,7 +125,8 @@ class Embedder:
 
         centred = state - state.mean(axis=-1, keepdims=True)
         scale = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + _EPSILON)
-        return centred / scale * self._weights[f"{name}.weight"] + self._weights[f"{name}.bias"]
+        found: Floats = centred / scale * self._weights[f"{name}.weight"] + self._weights[f"{name}.bias"]
+        return found
 
 
 def _gelu(values: Floats) -> Floats:
