@@ -148,8 +148,8 @@ def _check_miniwob() -> None:
 
 
 STARTS_PROGRAMS = frozenset({"miniwob", "terminal", "desktop"})
-"""Environments in which a model acts by programs of the machine: a browser, a sandbox, a screen. A service plays them only
-where its operator allows it."""
+"""Environments in which a model acts by programs of the machine: a browser, a sandbox, a screen. A service plays them
+only where its operator allows it."""
 
 CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
     {
