@@ -29,7 +29,7 @@ def job(seed: int, steps: int, model: str) -> JobConfig:
             "seed": seed,
             "steps": steps,
             "policies": {"policy": {"model": model, "max_context": 1024, "optimizer": optimizer}},
-            "rollout": {"groups_per_step": 8, "group_size": 8},
+            "rollout": {"groups_per_step": 4, "group_size": 8},
         }
     )
 
@@ -45,8 +45,8 @@ def demonstrate(steps: int = 20, seed: int = 0, model: str = "SmolLM2-135M-Instr
     play = RolloutSpec(
         environment=lambda: MiniWoB(actions="text", max_steps=3), agents={"agent": CLICKS}, system=SYSTEM
     )
-    held_out = problems(1_000_000, 32)
-    tasks, config = problems(0, 8 * steps), job(seed, steps, model)
+    held_out = problems(1_000_000, 16)
+    tasks, config = problems(0, 4 * steps), job(seed, steps, model)
     return palestra.train(play, tasks, config, validation_tasks=held_out, concurrency=8)  # eight pages at a time
 
 
