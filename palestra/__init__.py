@@ -69,9 +69,11 @@ if TYPE_CHECKING:
     from palestra.envs import NemoGymEnvironment as NemoGymEnvironment
     from palestra.envs import OpenEnvEnvironment as OpenEnvEnvironment
     from palestra.envs import Outcome as Outcome
+    from palestra.envs import PassageSearch as PassageSearch
     from palestra.envs import PettingZooEnvironment as PettingZooEnvironment
     from palestra.envs import Progress as Progress
     from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
+    from palestra.envs import RetrievalEnvironment as RetrievalEnvironment
     from palestra.envs import Stage as Stage
     from palestra.envs import Subagent as Subagent
     from palestra.envs import SubagentEnvironment as SubagentEnvironment
@@ -178,8 +180,10 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "OpenEnvEnvironment",
         "Outcome",
         "PettingZooEnvironment",
+        "PassageSearch",
         "Progress",
         "ReasoningEnvironment",
+        "RetrievalEnvironment",
         "Stage",
         "Subagent",
         "SubagentEnvironment",

@@ -29,6 +29,7 @@ from palestra.envs.pettingzoo import PettingZooEnvironment
 from palestra.envs.prisoners_dilemma import PrisonersDilemma
 from palestra.envs.protocols import AgentProtocol, Stage, decided, free, phases, simultaneous, turns
 from palestra.envs.reasoning_gym import ReasoningEnvironment
+from palestra.envs.retrieval import PassageSearch, RetrievalEnvironment
 from palestra.envs.rewards import reward_function
 from palestra.envs.split_sum import SplitSum
 from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
@@ -67,10 +68,12 @@ __all__ = [
     "OpenEnvEnvironment",
     "OpenSpielEnvironment",
     "Outcome",
+    "PassageSearch",
     "PettingZooEnvironment",
     "PrisonersDilemma",
     "Progress",
     "ReasoningEnvironment",
+    "RetrievalEnvironment",
     "SerialEnvironment",
     "Split",
     "SplitSum",

@@ -32,6 +32,8 @@ from palestra.envs.open_spiel import OpenSpielEnvironment
 from palestra.envs.pettingzoo import PettingZooEnvironment
 from palestra.envs.prisoners_dilemma import PrisonersDilemma
 from palestra.envs.reasoning_gym import ReasoningEnvironment, reasoning_tasks
+from palestra.envs.retrieval.embedder import model_folder as embedding_model
+from palestra.envs.retrieval.environment import RetrievalEnvironment, retrieval_tasks
 from palestra.envs.split_sum import SplitSum, split_sum_tasks
 from palestra.envs.task_splits import Split, seed_tasks
 from palestra.envs.terminal.environment import TerminalEnvironment
@@ -168,6 +170,10 @@ def _check_miniwob() -> None:
     pages_folder()
 
 
+STARTS_PROGRAMS = frozenset({"miniwob", "terminal", "desktop"})
+"""Environments in which a model acts by programs of the machine: a browser, a sandbox, a screen. A service plays them
+only where its operator allows it."""
+
 CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
     {
         "arithmetic": CatalogEntry(
@@ -268,6 +274,12 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
             make=_maker("desktop", DesktopEnvironment),
             generate=desktop_tasks,
             check_installed=check_desktop,
+        ),
+        "retrieval": CatalogEntry(
+            summary="questions answered by searching passages, with an embedding model as the tool",
+            make=_maker("retrieval", RetrievalEnvironment, "clock"),
+            generate=retrieval_tasks,
+            check_installed=embedding_model,
         ),
     }
 )

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from palestra.config import SMOLLM2, TINY, JobConfig, reference_of
 from palestra.control.placement.bases import BaseLimits
+from palestra.envs.catalog import STARTS_PROGRAMS
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.types.jobs import Resources
 
@@ -143,6 +144,7 @@ class Rules:
         environment_hosts: by `host:port` of an environment server to which jobs may connect, the variable of the jobs'
             processes that holds its key. No job connects to another one: it would do so from inside of the operator's
             network.
+        programs: whether jobs may play environments that start programs of the machine (`STARTS_PROGRAMS`).
         bases: of the base servers that the service starts.
     """
 
@@ -150,14 +152,22 @@ class Rules:
     models: Mapping[str, str] = field(default_factory=dict)
     hub_models: bool = True
     environment_hosts: Mapping[str, str] = field(default_factory=dict)
+    programs: bool = False
     bases: BaseLimits = field(default_factory=BaseLimits)
 
     def check(self, config: JobConfig) -> None:
         """Refuse a configuration that asks for more than the operator allows.
 
         Raises:
-            ConfigError: a value is over its cap; the message names key, value and cap.
+            ConfigError: a value is over its cap; the message names key, value and cap. Or the environment starts
+                programs, which the operator has not allowed.
         """
+        name = config.environment.name or ""
+        if name.partition("/")[0] in STARTS_PROGRAMS and not self.programs:
+            raise ConfigError(
+                f"environment.name is {name!r}, which starts programs on the service's machines; its operator has to "
+                "allow that (environment.programs in the rules)"
+            )
         rollout = config.rollout
         episodes = rollout.group_size * rollout.groups_per_step * (1 + rollout.max_staleness)
         for path, value in (*_numbers(config.model_dump()), ((OPEN_EPISODES,), episodes)):
@@ -274,6 +284,7 @@ def load_rules(path: Path) -> Rules:
         models={name: _place(path, name, place) for name, place in models.items()},
         hub_models=hub,
         environment_hosts=_hosts(path, data.get("environment", {})),
+        programs=_programs(path, data.get("environment", {})),
         bases=_bases(path, data.get("bases", {})),
     )
 
@@ -321,7 +332,7 @@ def _hosts(path: Path, table: Any) -> dict[str, str]:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
     for key in table:
-        _require_known(path, key, ("allowed_hosts",))
+        _require_known(path, key, ("allowed_hosts", "programs"))
     hosts = table.get("allowed_hosts", {})
     if not isinstance(hosts, dict):
         raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
@@ -331,6 +342,22 @@ def _hosts(path: Path, table: Any) -> dict[str, str]:
         if not (isinstance(variable, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable)):
             raise ConfigError(f"{path}: environment.allowed_hosts: {variable!r} is no name of a variable")
     return {host.lower(): variable for host, variable in hosts.items()}
+
+
+def _programs(path: Path, table: Mapping[str, Any]) -> bool:
+    """Return whether jobs may play environments that start programs, from `environment.programs`.
+
+    Args:
+        path: of the file, for the error.
+        table: `[environment]`, whose keys have been checked.
+
+    Raises:
+        ConfigError: it is neither true nor false.
+    """
+    allowed = table.get("programs", False)
+    if not isinstance(allowed, bool):
+        raise ConfigError(f"{path}: environment.programs is true or false, and not {allowed!r}")
+    return allowed
 
 
 def _host(url: str) -> str:

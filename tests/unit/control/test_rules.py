@@ -168,6 +168,7 @@ def test_an_operator_changes_caps_and_names_models(tmp_path):
         ("[models]\nhouse = 1", "has to be a folder"),
         ("hub_models = 1", "true or false"),
         ("[environment]\nallowed_host = 1", "did you mean 'allowed_hosts'"),
+        ("[environment]\nprograms = 1", "environment.programs is true or false"),
         ('[environment.allowed_hosts]\n"nim.example" = "KEY"', "no host with a port"),
         ('[environment.allowed_hosts]\n"http://nim.example:1" = "KEY"', "no host with a port"),
         ('[environment.allowed_hosts]\n"nim.example:1" = 3', "no name of a variable"),
@@ -220,6 +221,17 @@ def test_the_key_of_an_environment_server_is_in_the_variable_that_the_operator_n
     assert _checked(given, rules).environment.key_variable == "NIM_KEY"
     with pytest.raises(InvalidRequest, match=r"allows none"):
         _checked(given, Rules())
+
+
+@pytest.mark.parametrize("name", ["terminal", "desktop", "miniwob", "miniwob/click-button"])
+async def test_no_job_starts_programs_unless_the_operator_allows_it(http, plane, tmp_path, name):
+    answer = await http.post("/jobs", json={"config": {"environment": {"name": name}}})
+    assert answer.status_code in (400, 422), answer.text
+    assert "its operator has to allow that" in answer.text
+    (tmp_path / "rules.toml").write_text("[environment]\nprograms = true\n")
+    object.__setattr__(plane, "rules", load_rules(tmp_path / "rules.toml"))
+    answer = await http.post("/jobs", json={"config": {"environment": {"name": name}}})
+    assert answer.status_code == 201, answer.text
 
 
 async def test_a_reference_is_a_model_like_any_other(http, plane):

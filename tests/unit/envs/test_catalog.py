@@ -16,7 +16,7 @@ NAMES = [
     *("prisoners-dilemma", "negotiation", "open-spiel", "frozen-lake", "countdown", "gsm-symbolic"),
 ]
 WITH_LIBRARIES = ["pettingzoo", "textarena"]  # played in tests/libraries
-WITH_PROGRAMS = ["miniwob", "terminal", "desktop"]  # played in tests of their own
+WITH_PROGRAMS = ["miniwob", "terminal", "desktop", "retrieval"]  # played in tests of their own
 
 
 def test_these_environments_ship():
