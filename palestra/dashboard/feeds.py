@@ -129,14 +129,14 @@ class Feed:
         """Begin another look, so that all that is in the store now is seen, and wait for it.
 
         Args:
-            seconds: the longest wait; the look goes on.
+            seconds: the longest wait, after which the look still runs.
         """
         if self._looking is not None:  # which may have read the store before its newest event was written
             await asyncio.wait({self._looking}, timeout=seconds)
         await asyncio.wait({self._look_now()}, timeout=seconds)
 
     def _look_now(self) -> asyncio.Task[None]:
-        """Return the look that goes on, or a new one."""
+        """Return the look that is running, or a new one."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
         return self._looking

@@ -29,7 +29,7 @@ class GpuReading(NamedTuple):
 
     Attributes:
         cards: those that were asked for.
-        problem: why there are none; empty: there are, or nobody asked for any.
+        problem: why there are none; empty: there are, or none were asked for.
     """
 
     cards: tuple[GpuUse, ...] = ()

@@ -40,7 +40,7 @@ class McpConnection:
         self._transport = transport
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}
-        self._sending: set[asyncio.Task[None]] = set()  # messages that are sent while nobody waits for them
+        self._sending: set[asyncio.Task[None]] = set()  # messages that are sent without a caller that waits
 
     @property
     def where(self) -> str:
@@ -160,7 +160,7 @@ class McpConnection:
                 waiting.set_exception(EnvironmentFailed(self.lost))
 
     def _beside(self, sending: Coroutine[Any, Any, None]) -> None:
-        """Send a message for which nobody waits; where that fails, the next request says so."""
+        """Send a message without waiting for it; where that fails, the next request says so."""
         task = asyncio.create_task(_unless_lost(sending))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)

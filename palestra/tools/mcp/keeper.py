@@ -27,7 +27,7 @@ def main() -> int:
     child = os.fork()
     if child == 0:
         _become(command, lifeline)
-    with contextlib.suppress(OSError):  # the child does the same; whoever is first
+    with contextlib.suppress(OSError):  # the child does the same, and may have been first
         os.setpgid(child, child)
     for descriptor in (0, 1):  # the command's alone, so that it sees the end of its input, and we that of its output
         os.close(descriptor)
