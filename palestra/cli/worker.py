@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,9 @@ from palestra.errors import ConfigError, JobOver
 from palestra.terminal import say
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
     from palestra.client.async_client import Find
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
@@ -131,6 +136,13 @@ async def _check(url: str, played: Played) -> None:
         played(await client.facts())
 
 
+def _wait_for_parent(loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
+    """Drain a child whose parent has ended without a word: by SIGKILL, or because memory was short."""
+    sys.stdin.buffer.read()
+    with contextlib.suppress(RuntimeError):  # the child has ended as well
+        loop.call_soon_threadsafe(drain)
+
+
 async def _play(arguments: argparse.Namespace) -> None:
     """Play episodes in this process until the job is over, or SIGTERM and the end of those that were begun."""
     import asyncio
@@ -155,5 +167,7 @@ async def _play(arguments: argparse.Namespace) -> None:
         worker = Worker(client, player, arguments.concurrency)
         loop.add_signal_handler(signal.SIGTERM, worker.drain)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal sends it to all; the parent says what to do
+        watch = threading.Thread(target=_wait_for_parent, args=(loop, worker.drain), daemon=True)
+        watch.start()
         await worker.run()
     say(f"{name}: {worker.counts['played']} episodes played, {worker.counts['failed']} failed")

@@ -45,7 +45,10 @@ class Crashes:
 
 
 class Fleet:
-    """Keeps `processes` child processes running until each has ended well."""
+    """Keeps `processes` child processes running until each has ended well.
+
+    The standard input of a child ends with this process, however that ends, so that a child can tell.
+    """
 
     def __init__(self, command: Sequence[str], processes: int, drain_seconds: float) -> None:
         """Create a fleet; `run` starts the processes.
@@ -95,7 +98,7 @@ class _Child:
 
     def __init__(self, number: int, command: Sequence[str]) -> None:
         self._number, self._command = number, command
-        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(command)
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(command, stdin=subprocess.PIPE)
         self._crashes, self._start_at = Crashes(), 0.0  # monotonic
         self._draining = False
 
@@ -109,7 +112,7 @@ class _Child:
         """End the process now."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
 
     def step(self) -> int | None:
         """Return the exit code if the process has ended for good, and see to its successor if it has crashed.
@@ -121,10 +124,13 @@ class _Child:
             if self._draining:
                 return 0
             if time.monotonic() >= self._start_at:
-                self._process = subprocess.Popen(self._command)
+                self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
             return None
         code = self._process.poll()
-        if code is None or code in (0, REFUSED) or self._draining:
+        if code is None:
+            return None
+        self._process.communicate()  # closes its standard input
+        if code in (0, REFUSED) or self._draining:
             return code
         self._process = None
         who = f"worker process {self._number}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 from servers import HERE, PALESTRA, SCRIPTED, Job, Process, until
 
@@ -28,8 +29,6 @@ def fleet(tmp_path, monkeypatch):
 
 
 def children_of(pid: int) -> list[int]:
-    import psutil
-
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
@@ -80,6 +79,18 @@ def test_after_sigterm_what_is_played_is_finished_and_nothing_else_is_begun(tmp_
         for pid in children:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
+
+
+def test_children_whose_parent_was_killed_finish_what_they_play_and_end(tmp_path, fleet):
+    with Job(tmp_path, SCRIPTED) as job:
+        job.start()
+        worker = fleet(job, "slow", "--concurrency", 2)
+        until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "two episodes have begun")
+        (child,) = children_of(worker.popen.pid)
+        worker.send(signal.SIGKILL)
+        (tmp_path / "release").touch()
+        until(lambda: "2 episodes played, 0 failed" in worker.output, "the child has drained")
+        until(lambda: not psutil.pid_exists(child), "the child has ended")
 
 
 def test_what_does_not_finish_in_time_is_killed(tmp_path, fleet):
