@@ -169,7 +169,7 @@ class JobScheduler:
         """Return what the jobs of a tenant may hold at the same time."""
         return await self._store.read(lambda c: decisions.quota_of(c, tenant)) or Quota()
 
-    async def refusal(self, needs: Resources, tenant: str, adapters: int) -> str | None:
+    async def refusal(self, needs: Resources, tenant: str, adapters: int = 0) -> str | None:
         """Return why a job of a tenant could never start; None: it could.
 
         Args:
