@@ -138,7 +138,7 @@ async def _check(url: str, played: Played) -> None:
 
 def _wait_for_parent(loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
     """Drain a child whose parent has ended without a word: by SIGKILL, or because memory was short."""
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not by `sys.stdin`, whose lock a thread that waits would hold at the end of the process
     with contextlib.suppress(RuntimeError):  # the child has ended as well
         loop.call_soon_threadsafe(drain)
 

@@ -104,7 +104,7 @@ def config_for(run: Path, name: str, folder: Path) -> JobConfig:
 def _end_with_input() -> None:
     """Wait for the end of standard input, and end this process."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stdin.buffer.read()
+        os.read(0, 1)  # not by `sys.stdin`, whose lock a thread that waits would hold at the end of the process
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)
     os._exit(1)

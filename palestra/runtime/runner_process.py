@@ -51,7 +51,7 @@ def _started(order: RunnerOrder, worker_id: str) -> subprocess.Popen[bytes]:
 
 def _end_with_the_job() -> None:
     """End this process when the job's process has closed its end of the pipe, or has died."""
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not by `sys.stdin`, whose lock a thread that waits would hold at the end of the process
     os._exit(1)
 
 
