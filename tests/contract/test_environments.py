@@ -77,7 +77,6 @@ def test_reasoning_tasks_are_scored_by_their_own_scorer():
     ("make", "why"),
     [
         (lambda: GymnasiumEnvironment("NoSuchWorld-v0"), "NoSuchWorld"),
-        (lambda: GymnasiumEnvironment("Pendulum-v1"), "only discrete and text"),
         (lambda: GymnasiumEnvironment("FrozenLake-v1", actions=["a", "b"]), "2 names"),
         (lambda: ReasoningEnvironment("no_such_set"), "no_such_set"),
         (lambda: ReasoningEnvironment("countdown", no_such_setting=1), "no_such_setting"),
