@@ -23,6 +23,9 @@ from palestra.trainer.packing import Tree
 
 _CALL = 4096  # scores that take about as long as what a call takes besides: fewer are not worth a call of their own
 _BLOCK = 512  # most nodes of a chain in one call: the later ones are masked for the earlier ones
+# With fewer rows torch's backward kernel works in small pieces, and is up to four times slower than plain products
+# (docs/benchmarks.md); which are made for so many scores of a head at most, because they exist in memory.
+_KERNEL_ROWS, _PRODUCT_SCORES = 768, 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +207,11 @@ class _Call:
         first, second = (part.repeat_interleave(heads // key.shape[1], dim=1) for part in pair)
         return first, second
 
-    def options(self, query: Tensor, repeats: int) -> dict[str, Any]:
-        """Return the arguments that say who sees whom, for queries [repeats * M]: all nodes, once for each head."""
+    def added(self, dtype: torch.dtype, repeats: int) -> Tensor | None:
+        """Return what is added to the scores of queries [repeats * M], all nodes once for each head; None: causal."""
         if self.seen is None:
-            return {"is_causal": True}
-        added = torch.zeros(self.seen.shape, dtype=query.dtype).masked_fill_(~self.seen, -torch.inf)
-        return {"is_causal": False, "attn_mask": added.repeat(repeats, 1)}
+            return None
+        return torch.zeros(self.seen.shape, dtype=dtype).masked_fill_(~self.seen, -torch.inf).repeat(repeats, 1)
 
     def rows(self, given: Tensor, heads: int) -> Tensor:
         """Return the rows [N, H, D] of the call's nodes as queries: of `heads` heads, each with those of its group."""
@@ -233,8 +235,9 @@ class _BranchAttention(torch.autograd.Function):
         sums = query.new_empty((heads, count), dtype=_exact(query))
         for call in calls:
             keys, values = call.gathered(key, value, heads)
+            added = call.added(query.dtype, heads // groups)
             made, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                call.rows(flat, groups), keys, values, scale=scale, **call.options(query, heads // groups)
+                call.rows(flat, groups), keys, values, is_causal=added is None, attn_mask=added, scale=scale
             )
             out[call.nodes] = made.reshape(heads, -1, width).transpose(0, 1)
             sums[:, call.nodes] = total.reshape(heads, -1)
@@ -254,23 +257,54 @@ class _BranchAttention(torch.autograd.Function):
             keys, values = call.gathered(key, value, heads)
             rows = call.rows(flat, groups)
             total = sums[:, call.nodes].reshape(rows.shape[:3])
-            made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                call.rows(grad, groups),
-                rows,
-                keys,
-                values,
-                call.rows(out, groups),
-                total,
-                0.0,
-                scale=ctx.scale,
-                **call.options(query, heads // groups),
-            )
-            of_queries[call.nodes] = made[0].reshape(heads, -1, width).transpose(0, 1)
+            given = (call.rows(grad, groups), rows, keys, values, call.rows(out, groups), total)
+            few = rows.shape[2] < _KERNEL_ROWS and rows.shape[2] * keys.shape[2] <= _PRODUCT_SCORES
+            if few:
+                made = _gradients(*given, call.added(_exact(rows), heads // groups), ctx.scale)
+            else:
+                added = call.added(query.dtype, heads // groups)
+                made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    *given, 0.0, added is None, attn_mask=added, scale=ctx.scale
+                )
+            of_queries[call.nodes] = made[0].reshape(heads, -1, width).transpose(0, 1).to(query.dtype)
             for whole, part in zip((of_keys, of_values), made[1:], strict=True):
                 heads_of_group = part[0].to(whole.dtype).view(groups, -1, *part.shape[2:])
                 whole.index_add_(1, call.keys, heads_of_group.sum(dim=1))
         of_inputs = of_queries.transpose(0, 1), of_keys.to(key.dtype), of_values.to(value.dtype)
         return *(gradient.unsqueeze(0) for gradient in of_inputs), None, None
+
+
+def _gradients(
+    grad: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    added: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of one call's queries, keys and values by plain products, in at least float32.
+
+    Args:
+        grad: of `out`, [1, K, R, D].
+        rows: queries, [1, K, R, D].
+        keys: [1, K, S, D].
+        values: [1, K, S, D].
+        out: what the call returned, [1, K, R, D].
+        sums: logarithms of the sums of the scores' exponents, [1, K, R].
+        added: to the scores, [R, S]; None: plainly causal.
+        scale: factor of the scores.
+    """
+    g, q, k, v, o = (part[0].to(sums.dtype) for part in (grad, rows, keys, values, out))
+    if added is None:
+        added = torch.full((q.shape[1], k.shape[1]), -torch.inf, dtype=q.dtype).triu_(diagonal=1)
+    weights = torch.baddbmm(added, q, k.transpose(1, 2), alpha=scale).sub_(sums[0].unsqueeze(-1)).exp_()
+    of_values = torch.bmm(weights.transpose(1, 2), g)
+    of_scores = torch.bmm(g, v.transpose(1, 2)).sub_((g * o).sum(dim=-1, keepdim=True)).mul_(weights).mul_(scale)
+    found = torch.bmm(of_scores, k), torch.bmm(of_scores.transpose(1, 2), q), of_values
+    first, second, third = (gradient.unsqueeze(0) for gradient in found)
+    return first, second, third
 
 
 def _exact(given: Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from property.test_packing import tree_of
 
 # Ids of two values make rows that fork often, after long common beginnings as well.
 rows = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=6)
-bounds = st.tuples(st.sampled_from([0, 8, 100, 4096]), st.sampled_from([1, 3, 512]))
+bounds = st.tuples(st.sampled_from([0, 8, 100, 4096]), st.sampled_from([1, 3, 512]), st.sampled_from([0, 10, 768]))
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,10 @@ def few_threads():
     torch.set_num_threads(before)
 
 
-def with_bounds(call: int, block: int) -> pytest.MonkeyPatch:
+def with_bounds(call: int, block: int, rows: int) -> pytest.MonkeyPatch:
+    """Divide a tree otherwise, and compute more or fewer gradients by plain products."""
     patch = pytest.MonkeyPatch()
+    patch.setattr(tree_attention, "_KERNEL_ROWS", rows)
     patch.setattr(tree_attention, "_CALL", call)
     patch.setattr(tree_attention, "_BLOCK", block)
     return patch
@@ -78,10 +80,11 @@ def test_values_and_gradients_are_those_of_one_mask(one, two, given_bounds, repe
     patch = with_bounds(*given_bounds)
     try:
         found = TreeAttention(trees, torch.device("cpu"))(0, query, key, value, 0.3, window)
+        gradients = torch.autograd.grad(found, (query, key, value), upstream)
     finally:
         patch.undo()
     assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-5)
-    for gradient, right in zip(torch.autograd.grad(found, (query, key, value), upstream), wanted, strict=True):
+    for gradient, right in zip(gradients, wanted, strict=True):
         assert torch.allclose(gradient, right, atol=1e-5)
 
 
