@@ -24,8 +24,9 @@ from palestra.trainer.packing import Tree
 _CALL = 4096  # scores that take about as long as what a call takes besides: fewer are not worth a call of their own
 _BLOCK = 512  # most nodes of a chain in one call: the later ones are masked for the earlier ones
 # With fewer rows torch's backward kernel works in small pieces, and is up to four times slower than plain products
-# (docs/benchmarks.md); which are made for so many scores of a head at most, because they exist in memory.
-_KERNEL_ROWS, _PRODUCT_SCORES = 768, 2**21
+# (docs/benchmarks.md), which compute also what a causal call leaves out; they are made for so many scores of a head at
+# most, because these exist in memory.
+_KERNEL_ROWS, _CAUSAL_ROWS, _PRODUCT_SCORES = 768, 192, 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,8 @@ class TreeAttention:
         for tree in self._trees:
             positions = np.asarray(tree.positions)
             for branch in branches(tree):
-                nodes, before = (torch.from_numpy(part + start) for part in (branch.nodes, branch.before))
-                yield _Call(nodes, torch.cat((before, nodes)), branch.seen(positions, window))
+                nodes, keys = branch.nodes + start, np.concatenate((branch.before, branch.nodes)) + start
+                yield _Call(_place(nodes), _place(keys), branch.seen(positions, window))
             start += len(tree)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -195,13 +196,13 @@ class TreeAttention:
 class _Call:
     """A branch's places in the flat batch: its nodes [M], what they may see [S], and which do, bool [M, S] or None."""
 
-    nodes: Tensor
-    keys: Tensor
+    nodes: Tensor | slice
+    keys: Tensor | slice
     seen: Tensor | None
 
     def gathered(self, key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the call, [1, K, S, D] each; for a causal call of each query head."""
-        pair = key.index_select(2, self.keys), value.index_select(2, self.keys)
+        pair = _picked(key, 2, self.keys), _picked(value, 2, self.keys)
         if self.seen is not None:
             return pair
         first, second = (part.repeat_interleave(heads // key.shape[1], dim=1) for part in pair)
@@ -215,9 +216,21 @@ class _Call:
 
     def rows(self, given: Tensor, heads: int) -> Tensor:
         """Return the rows [N, H, D] of the call's nodes as queries: of `heads` heads, each with those of its group."""
-        count, width = len(self.nodes), given.shape[-1]
-        picked = given.index_select(0, self.nodes).transpose(0, 1)
-        return picked.reshape(1, heads, -1, width) if self.seen is not None else picked.reshape(1, -1, count, width)
+        picked = _picked(given, 0, self.nodes).transpose(0, 1)
+        return picked.reshape(1, heads, -1, given.shape[-1]) if self.seen is not None else picked.unsqueeze(0)
+
+
+def _place(numbers: NDArray[np.int64]) -> Tensor | slice:
+    """Return ascending numbers [M] for picking: those that follow one another as a slice, which copies nothing."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    return slice(first, last + 1) if last - first + 1 == len(numbers) else torch.from_numpy(numbers)
+
+
+def _picked(given: Tensor, dim: int, place: Tensor | slice) -> Tensor:
+    """Return the part of a tensor of any shape that lies at a place of one dimension."""
+    if isinstance(place, slice):
+        return given.narrow(dim, place.start, place.stop - place.start)
+    return given.index_select(dim, place)
 
 
 class _BranchAttention(torch.autograd.Function):
@@ -258,7 +271,10 @@ class _BranchAttention(torch.autograd.Function):
             rows = call.rows(flat, groups)
             total = sums[:, call.nodes].reshape(rows.shape[:3])
             given = (call.rows(grad, groups), rows, keys, values, call.rows(out, groups), total)
-            few = rows.shape[2] < _KERNEL_ROWS and rows.shape[2] * keys.shape[2] <= _PRODUCT_SCORES
+            few = (
+                rows.shape[2] < (_CAUSAL_ROWS if call.seen is None else _KERNEL_ROWS)
+                and rows.shape[2] * keys.shape[2] <= _PRODUCT_SCORES
+            )
             if few:
                 made = _gradients(*given, call.added(_exact(rows), heads // groups), ctx.scale)
             else:
@@ -269,7 +285,10 @@ class _BranchAttention(torch.autograd.Function):
             of_queries[call.nodes] = made[0].reshape(heads, -1, width).transpose(0, 1).to(query.dtype)
             for whole, part in zip((of_keys, of_values), made[1:], strict=True):
                 heads_of_group = part[0].to(whole.dtype).view(groups, -1, *part.shape[2:])
-                whole.index_add_(1, call.keys, heads_of_group.sum(dim=1))
+                if isinstance(call.keys, slice):
+                    whole[:, call.keys] += heads_of_group.sum(dim=1)
+                else:
+                    whole.index_add_(1, call.keys, heads_of_group.sum(dim=1))
         of_inputs = of_queries.transpose(0, 1), of_keys.to(key.dtype), of_values.to(value.dtype)
         return *(gradient.unsqueeze(0) for gradient in of_inputs), None, None
 

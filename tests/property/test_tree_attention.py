@@ -30,6 +30,7 @@ def with_bounds(call: int, block: int, rows: int) -> pytest.MonkeyPatch:
     """Divide a tree otherwise, and compute more or fewer gradients by plain products."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tree_attention, "_KERNEL_ROWS", rows)
+    patch.setattr(tree_attention, "_CAUSAL_ROWS", rows)
     patch.setattr(tree_attention, "_CALL", call)
     patch.setattr(tree_attention, "_BLOCK", block)
     return patch

@@ -1,0 +1,150 @@
+"""Seconds and memory of one layer's attention over a tree of rows, by branches and by one mask of all nodes.
+
+python bench/tree_attention.py --threads 2             # trees of 1,000 to 16,000 nodes
+python bench/tree_attention.py --only "long prompt"
+
+Beside them the same number of computed tokens as rows of their own, which share nothing: each is one causal call. All
+are forward and backward in bfloat16, with the heads of SmolLM2-135M, in turns; medians. Each figure of memory is the
+largest resident set of a process of its own, less what the process had before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.models.device import tune_malloc
+from palestra.tokens import TokenRun
+from palestra.trainer.packing import Tree
+from palestra.trainer.tree_attention import TreeAttention
+
+HEADS, KEY_HEADS, WIDTH = 9, 3, 64
+WAYS = ("branches", "mask", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Groups of replies to prompts that begin alike."""
+
+    common: int  # tokens that all rows begin with
+    prompts: int
+    prompt: int  # tokens of a prompt behind the common ones
+    replies: int  # to each prompt
+    reply: int  # tokens
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each row."""
+        return [self.common + self.prompt + self.reply] * (self.prompts * self.replies)
+
+    def tree(self) -> Tree:
+        """Return the rows as a tree, each token with an id of its own."""
+        tree, used = Tree(), 0
+
+        def new(count: int) -> list[int]:
+            nonlocal used
+            used += count
+            return list(range(used - count, used))
+
+        common = new(self.common)
+        for _ in range(self.prompts):
+            prompt = common + new(self.prompt)
+            for _ in range(self.replies):
+                row = TokenRun(np.array(prompt + new(self.reply), np.int32))
+                tree.add(row, tree.shared(row))
+        return tree
+
+
+SHAPES = {
+    "short replies": Shape(10, 8, 30, 8, 12),
+    "replies of 60": Shape(10, 8, 60, 8, 60),
+    "one prompt of 500": Shape(500, 1, 1, 8, 200),
+    "replies of 200": Shape(20, 8, 180, 8, 200),
+    "long prompt": Shape(8192, 1, 1, 8, 1024),
+}
+
+
+def attention(shape: Shape, way: str) -> tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Return how many tokens are computed, and what computes their attention."""
+    tree = shape.tree()
+    trees = [tree]
+    if way == "rows":  # as many tokens, in rows that share nothing
+        lengths, left = list[int](), len(tree)
+        while left > 0:
+            lengths.append(min(left, shape.lengths[0]))
+            left -= lengths[-1]
+        trees = []
+        for length in lengths:
+            trees.append(Tree())
+            row = TokenRun(np.arange(length, dtype=np.int32))
+            trees[-1].add(row, trees[-1].shared(row))
+    attend = TreeAttention(trees, torch.device("cpu"))
+    scale = WIDTH**-0.5
+    if way == "mask":
+        return len(tree), lambda q, k, v: attend._dense(q, k, v, scale, None)
+    return len(tree), lambda q, k, v: attend(0, q, k, v, scale)
+
+
+def seconds(shape: Shape, way: str, repeats: int) -> tuple[int, list[float], int]:
+    """Return the tokens, the seconds of each forward and backward pass, and the bytes that the passes added."""
+    tokens, attend = attention(shape, way)
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn((1, heads, tokens, WIDTH), generator=draw).bfloat16().requires_grad_()
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    )
+    upstream = torch.randn((tokens, HEADS, WIDTH), generator=draw).bfloat16()
+    before, found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        torch.autograd.grad(attend(query, key, value), (query, key, value), upstream)
+        found.append(time.perf_counter() - begin)
+    return tokens, found[1:], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each kind, in turns")
+    parser.add_argument("--only", choices=SHAPES, help="one tree; without it, all")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    wanted = parser.parse_args()
+    if wanted.way is not None:
+        tune_malloc()
+        torch.set_num_threads(wanted.threads)
+        print(json.dumps(seconds(SHAPES[wanted.only], wanted.way, wanted.repeats)))
+        return
+    print("| tree | tokens | ms: branches | mask | rows | MiB: branches | mask | rows |\n" + "|---" * 8 + "|")
+    for name in SHAPES if wanted.only is None else (wanted.only,):
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        memory: dict[str, float] = {}
+        tokens = 0
+        for _ in range(wanted.rounds):
+            for way in WAYS:
+                words = [sys.executable, __file__, "--way", way, "--only", name]
+                words += ["--threads", str(wanted.threads), "--repeats", str(wanted.repeats)]
+                tokens, taken, grown = json.loads(subprocess.check_output(words))
+                times[way] += taken
+                memory[way] = grown / 2**20
+        medians = " | ".join(f"{1e3 * statistics.median(times[way]):.1f}" for way in WAYS)
+        print(
+            f"| {name} | {tokens:,} | {medians} | " + " | ".join(f"{memory[way]:.0f}" for way in WAYS) + " |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
