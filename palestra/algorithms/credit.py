@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from palestra.algorithms.base import StepOrder
-from palestra.types.records import StepTimes, Trajectory
+from palestra.types.records import Trajectory
+from palestra.types.steps import StepTimes
 
 CreditMode = Literal["episode", "step", "agent", "branch"]
 

@@ -34,15 +34,17 @@ def load_played(reference: str | None, environment: str | None, settings: str) -
     Raises:
         ConfigError: there is no such thing, or it is nothing that can be played, or the settings are no JSON object.
     """
-    from palestra.agents import Agent
-    from palestra.rollout import RolloutSpec
-
     given = environment_settings(settings)
     if reference is None or ":" not in reference:
         if environment is not None:
             raise ConfigError("--environment is for an agent; name one of yours, or leave it out")
         return _environment(reference, given)
     found = load_function(reference)
+    if environment is None and inspect.isroutine(found) and _takes(found, 2):
+        return lambda facts: found  # which the light client plays, without what environments and agents need
+    from palestra.agents import Agent
+    from palestra.rollout import RolloutSpec
+
     made = found if isinstance(found, type) else type(found)
     if issubclass(made, Agent):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
 import signal
 import sys
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from palestra.client import AsyncClient
     from palestra.client.async_client import Find
+    from palestra.client.player import EpisodePlayer, Rollout
+    from palestra.rollout import RolloutSpec
+    from palestra.types.wire import RolloutFacts
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
 
@@ -36,7 +41,10 @@ def add(commands: Any) -> None:
         "  palestra worker nim.py:Nim --url http://server:7411 --key-file api_key --processes 8",
     )
     parser.add_argument("played", nargs="?", help=PLAYED)
-    parser.add_argument("--environment", help=f"the environment that an agent acts in: {ENVIRONMENT}")
+    parser.add_argument(
+        "--environment",
+        help=f"the environment that an agent acts in: {ENVIRONMENT}; without it, the one that the job names",
+    )
     parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of the environment, by name")
     parser.add_argument("--url", default="http://127.0.0.1:7411", help="URL of the job's data plane")
     parser.add_argument("--job", help="id of a job of a control plane; without it, --url and a key")
@@ -136,6 +144,15 @@ async def _check(url: str, played: Played) -> None:
         played(await client.facts())
 
 
+def _player(client: AsyncClient, found: Rollout | RolloutSpec, facts: RolloutFacts) -> Rollout | EpisodePlayer:
+    """Return what plays the episodes: a function as it is, which the light client does without the collector."""
+    if inspect.isroutine(found):
+        return found
+    from palestra.rollout import EnvironmentPlayer, RolloutSpec
+
+    return EnvironmentPlayer(client, found, facts) if isinstance(found, RolloutSpec) else found
+
+
 def _wait_for_parent(loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
     """Drain a child whose parent has ended without a word: by SIGKILL, or because memory was short."""
     os.read(0, 1)  # not by `sys.stdin`, whose lock a thread that waits would hold at the end of the process
@@ -148,7 +165,6 @@ async def _play(arguments: argparse.Namespace) -> None:
     import asyncio
 
     from palestra.client import AsyncClient, Worker
-    from palestra.rollout import EnvironmentPlayer, RolloutSpec
     from palestra.threads import in_thread
 
     played = load_played(arguments.played, arguments.environment, arguments.settings)
@@ -163,8 +179,7 @@ async def _play(arguments: argparse.Namespace) -> None:
         loop = asyncio.get_running_loop()
         facts = await client.facts()
         found = played(facts)
-        player = EnvironmentPlayer(client, found, facts) if isinstance(found, RolloutSpec) else found
-        worker = Worker(client, player, arguments.concurrency)
+        worker = Worker(client, _player(client, found, facts), arguments.concurrency)
         loop.add_signal_handler(signal.SIGTERM, worker.drain)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal sends it to all; the parent says what to do
         watch = threading.Thread(target=_wait_for_parent, args=(loop, worker.drain), daemon=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
-from palestra.types.records import AgentStepReward, StepTimes
+from palestra.types.steps import AgentStepReward, StepTimes
 
 log = logging.getLogger("palestra.client")
 SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode

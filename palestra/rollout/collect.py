@@ -24,7 +24,7 @@ from palestra.session import GenerationRequest
 from palestra.session.seat_table import SeatTable
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
-from palestra.types.records import AgentStepReward
+from palestra.types.steps import AgentStepReward
 
 
 class TrajectoryCollectEngine:

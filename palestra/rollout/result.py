@@ -13,7 +13,8 @@ from typing import Any, Self
 from palestra.errors import RolloutFailed
 from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED
 from palestra.types.messages import Observation, StepReward
-from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY, AgentStepReward, StepTimes
+from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
+from palestra.types.steps import AgentStepReward, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode

@@ -18,7 +18,8 @@ from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import SeatKey
 from palestra.types.conversations import read_conversation
-from palestra.types.records import AgentStepReward, EpisodeRecord, StepTimes, Task
+from palestra.types.records import EpisodeRecord, Task
+from palestra.types.steps import AgentStepReward, StepTimes
 from palestra.types.wire import (
     MAX_REWARD,
     AbortEpisode,

@@ -17,7 +17,8 @@ from palestra.renderers.base import NOTHING
 from palestra.renderers.text_stream import StopStrings, TextStream
 from palestra.session.policies import PolicyRuntime
 from palestra.session.request import GenerationRequest, ReplyPiece
-from palestra.types.calls import FinishReason, Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
+from palestra.types.calls import Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
+from palestra.types.steps import FinishReason
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call
 

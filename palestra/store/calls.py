@@ -15,8 +15,9 @@ from palestra.store.codec import chat_of, chat_row
 from palestra.store.lifecycle import held, read
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.calls import Chat
-from palestra.types.records import EpisodeRecord, StepTimes, TimeStep, Trajectory
+from palestra.types.records import EpisodeRecord, TimeStep, Trajectory
 from palestra.types.states import EpisodeState
+from palestra.types.steps import StepTimes
 
 _LEASE: dict[str, BindParameter[Any]] = {"episode_id": bindparam("episode_id"), "fence": bindparam("fence")}
 _INSERT_IF_HELD = Prepared(

@@ -20,8 +20,9 @@ from palestra.store.run_log import insert_event
 from palestra.store.tables import episodes
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts
-from palestra.types.records import AgentStepReward, EpisodeRecord, StepTimes, Task
+from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
+from palestra.types.steps import AgentStepReward, StepTimes
 
 LeaseOver = Callable[[str, int], None]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from palestra.types.forks import Fork
 from palestra.types.messages import ChatMessage
+from palestra.types.steps import FinishReason
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
-FinishReason = Literal["stop", "length"]
 
 
 class PolicyVersion(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from palestra.types.calls import (
     PolicyVersion,
 )
 from palestra.types.states import EpisodeState
+from palestra.types.steps import AgentStepReward, StepTimes
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
 # Beginnings of reasons of episodes that did not fail: they were left out on purpose, or their job was stopped.
@@ -116,32 +117,6 @@ class EpisodeRecord:
         """Return the calls, by index, of workers that left their seat before they acted: they are not trained."""
         found = self.metadata.get(UNUSED_CALLS)
         return frozenset(index for index in found if type(index) is int) if isinstance(found, list) else frozenset()
-
-
-class AgentStepReward(NamedTuple):
-    """What one agent has earned by an action, which may be another agent's.
-
-    Attributes:
-        time_step: of the action.
-        agent: who has earned it.
-        reward: how much.
-    """
-
-    time_step: int
-    agent: str
-    reward: float
-
-
-class StepTimes(NamedTuple):
-    """When an interaction with the environment happened, in Unix seconds.
-
-    Attributes:
-        observed_at: when the observation was made.
-        acted_at: when the action was given; None: there was none.
-    """
-
-    observed_at: float
-    acted_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,6 +77,23 @@ def test_it_plays_the_episodes_of_a_server_that_runs_elsewhere(installed, tmp_pa
         assert int(done.stdout.split()[1]) == len(job.query("SELECT state FROM episodes WHERE state = 'completed'"))
 
 
+def test_its_worker_command_plays_with_a_function(installed, tmp_path):
+    (tmp_path / "mine.py").write_text("def rollout(task, endpoint):\n    return 1.0\n")
+    (tmp_path / "key").touch()
+    worker = [installed / "env/bin/palestra", "worker", "--key-file", tmp_path / "key"]
+    with Job(tmp_path, SCRIPTED) as job:
+        server = job.start()
+        (tmp_path / "key").write_text((job.run_dir / "api_key").read_text())
+        refused = run(*worker, "frozen-lake", "--url", job.url, cwd=tmp_path)
+        done = run(*worker, "mine.py:rollout", "--url", job.url, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert server.wait() == 0
+        assert " 0 failed" in done.stdout + done.stderr
+    assert refused.returncode == 2
+    assert "install palestra[train]" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_what_it_does_not_have_it_names_with_what_to_install(installed, tmp_path):
     def said(*words: str) -> str:
         done = run(installed / "env/bin/palestra", *words, cwd=tmp_path)

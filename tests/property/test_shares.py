@@ -17,7 +17,8 @@ from palestra.config import GRPOConfig, ReinforcePPConfig, Roles
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.shares import share_of, shares_of
 from palestra.types.calls import PolicyVersion
-from palestra.types.records import AgentStepReward, Trajectory
+from palestra.types.records import Trajectory
+from palestra.types.steps import AgentStepReward
 
 POLICIES = ("white", "black", "grey", "old")  # the last one is never trained
 NAMED = {"black": "black", "grey": "grey", "grey/helper": "white", "old": "old"}
