@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from palestra.envs.terminal.descriptors import Descriptors, read
+from palestra.envs.terminal.system_calls import known_machine, memory_filter
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
 
@@ -38,7 +39,7 @@ class Limits:
 
     memory_mib: int = 512  # resident memory of all processes together
     disk_mib: int = 64  # of the home folder, and again of /tmp; both are in memory
-    files: int = 20_000  # in the home folder
+    files: int = 20_000  # in the home folder, and again in /tmp
     processes: int = 64
     cpu_seconds: int = 60  # of one process
 
@@ -107,8 +108,7 @@ class Sandbox:
     async def _watch(self) -> None:
         """End the sandbox when its processes together, or its files, are over a limit that the kernel does not keep."""
         while self.running:
-            found = os.fstatvfs(self._home)
-            if found.f_files - found.f_ffree > self._limits.files:
+            if any(found.f_files - found.f_ffree > self._limits.files for found in self._folders()):
                 self.ended_for = f"more than {self._limits.files} files"
             elif _resident(self._init) > self._limits.memory_mib * _MIB:
                 self.ended_for = f"more than {self._limits.memory_mib} MiB of memory"
@@ -117,6 +117,12 @@ class Sandbox:
                     os.kill(self._init, signal.SIGKILL)
                 return
             await asyncio.sleep(_WATCH_SECONDS)
+
+    def _folders(self) -> Iterator[os.statvfs_result]:
+        """Give the file systems at which a process can write; none once there is no process."""
+        for folder in (HOME, "/tmp", "/dev/shm"):
+            with contextlib.suppress(OSError):
+                yield os.statvfs(f"/proc/{self._init}/root{folder}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,14 +156,13 @@ async def start_sandbox(
     """
     check_installed()
     with Descriptors() as ours:
-        (info, info_in), (ready, ready_in), (go_out, go), (names, names_in) = (ours.pipe() for _ in range(4))
-        os.write(names_in, _PASSWD.encode())
-        ours.close(names_in)
+        (info, info_in), (ready, ready_in), (go_out, go) = (ours.pipe() for _ in range(3))
+        names, calls = ours.filled_pipe(_PASSWD.encode()), ours.filled_pipe(memory_filter())
         archive = ours.add(await in_thread(lambda: _archive(files)))
         as_root = os.geteuid() == 0
-        theirs = (info_in, ready_in, go_out, names, archive)
+        theirs = (info_in, ready_in, go_out, names, calls, archive)
         process = await asyncio.create_subprocess_exec(
-            *_bubblewrap(limits, info_in, names),
+            *_bubblewrap(limits, info_in, names, calls),
             *("bash", "-c", _BEGIN, str(ready_in), str(go_out), str(archive)),
             *("prlimit", *_rlimits(limits), "--", *command),
             stdin=stdin,
@@ -220,6 +225,8 @@ def check_installed() -> None:
     Raises:
         ConfigError: one is missing.
     """
+    if sys.platform.startswith("linux") and not known_machine():
+        raise ConfigError("this environment needs a machine of the kind x86-64 or ARM64, whose system calls it knows")
     missing = [name for name in ("bwrap", "bash", "git", "python3") if shutil.which(name, path="/usr/bin:/bin") is None]
     if not sys.platform.startswith("linux") or missing:
         raise ConfigError(
@@ -228,13 +235,14 @@ def check_installed() -> None:
         )
 
 
-def _bubblewrap(limits: Limits, info: int, names: int) -> list[str]:
+def _bubblewrap(limits: Limits, info: int, names: int, calls: int) -> list[str]:
     """Return the command that makes the namespaces.
 
     Args:
         limits: sizes of what can be written to.
         info: descriptor that the process id is written to.
         names: descriptor with the contents of `/etc/passwd`.
+        calls: descriptor with the filter of system calls.
     """
     size = str(limits.disk_mib * _MIB)
     known = [f"--ro-bind-try /{name} /{name}" for name in ("etc/alternatives", "etc/ld.so.cache", "etc/ld.so.conf.d")]
@@ -245,6 +253,8 @@ def _bubblewrap(limits: Limits, info: int, names: int) -> list[str]:
         *("--ro-bind", "/usr", "/usr", *" ".join([*linked, *known]).split()),
         *("--ro-bind-data", str(names), "/etc/passwd"),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(_MIB), "--tmpfs", "/dev/shm"),
+        # It reads the same, and can't be mapped: shared mappings of /dev/zero are memory that no limit counts.
+        *("--dev-bind", "/dev/full", "/dev/zero", "--seccomp", str(calls)),
         *("--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", HOME, "--chdir", HOME),
         *("--remount-ro", "/dev", "--remount-ro", "/"),  # both are folders in memory, without a limit of their own
     ]
