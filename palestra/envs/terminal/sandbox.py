@@ -29,8 +29,12 @@ _WATCH_SECONDS = 0.25
 _MIB = 1024 * 1024
 _MAX_DEPTH = 32  # of folders in the home folder that are read
 _PASSWD = f"agent:x:1000:1000::{HOME}:/bin/bash\n"
+_UNFIT = 99  # exit code of `_BEGIN` for files that can't be unpacked
 # Unpacks the files, says that all is ready, waits until the home folder has been opened, and becomes the program.
-_BEGIN = 'tar -x <&"$2" && echo >&"$0" && read -r _ <&"$1"; eval "exec $0>&- $1<&- $2<&-"; shift 2; exec "$@"'
+_BEGIN = (
+    f'tar -x <&"$2" 2> /dev/null || exit {_UNFIT}; '
+    'echo >&"$0" && read -r _ <&"$1"; eval "exec $0>&- $1<&- $2<&-"; shift 2; exec "$@"'
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,10 @@ class Limits:
     files: int = 20_000  # in the home folder, and again in /tmp
     processes: int = 64
     cpu_seconds: int = 60  # of one process
+
+
+class UnfitFiles(EnvironmentFailed):
+    """The files have no room in a home folder, or names that no folder can have."""
 
 
 class Sandbox:
@@ -152,7 +160,8 @@ async def start_sandbox(
 
     Raises:
         ConfigError: bubblewrap is not installed.
-        EnvironmentFailed: bubblewrap can't make namespaces here, or the program was not started.
+        EnvironmentFailed: bubblewrap can't make namespaces here, or the program was not started; `UnfitFiles` where
+            that is due to the files.
     """
     check_installed()
     with Descriptors() as ours:
@@ -180,7 +189,9 @@ async def start_sandbox(
             async with asyncio.timeout(_START_SECONDS):
                 init = int(json.loads(await read(info))["child-pid"])
                 if not await read(ready, 1):
-                    raise EnvironmentFailed(f"bubblewrap started no program; it ended with {await process.wait()}")
+                    if (code := await process.wait()) == _UNFIT:
+                        raise UnfitFiles("no sandbox was started: the files can't be unpacked in it")
+                    raise EnvironmentFailed(f"bubblewrap started no program; it ended with {code}")
                 home = os.open(f"/proc/{init}/root{HOME}", os.O_RDONLY | os.O_DIRECTORY)
                 os.write(go, b"\n")
         except BaseException as error:
