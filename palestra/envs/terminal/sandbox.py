@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from palestra.envs.terminal.descriptors import Descriptors, read
-from palestra.envs.terminal.system_calls import known_machine, memory_filter
+from palestra.envs.terminal.system_calls import call_filter, known_machine
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
 
@@ -45,6 +45,7 @@ class Limits:
     disk_mib: int = 64  # of the home folder, and again of /tmp; both are in memory
     files: int = 20_000  # in the home folder, and again in /tmp
     processes: int = 64
+    sockets: int = 64  # of all processes together; the kernel holds up to some megabytes for each
     cpu_seconds: int = 60  # of one process
 
 
@@ -118,6 +119,8 @@ class Sandbox:
         while self.running:
             if any(found.f_files - found.f_ffree > self._limits.files for found in self._folders()):
                 self.ended_for = f"more than {self._limits.files} files"
+            elif _sockets(self._init) > self._limits.sockets:
+                self.ended_for = f"more than {self._limits.sockets} sockets"
             elif _resident(self._init) > self._limits.memory_mib * _MIB:
                 self.ended_for = f"more than {self._limits.memory_mib} MiB of memory"
             if self.ended_for is not None:
@@ -166,7 +169,7 @@ async def start_sandbox(
     check_installed()
     with Descriptors() as ours:
         (info, info_in), (ready, ready_in), (go_out, go) = (ours.pipe() for _ in range(3))
-        names, calls = ours.filled_pipe(_PASSWD.encode()), ours.filled_pipe(memory_filter())
+        names, calls = ours.filled_pipe(_PASSWD.encode()), ours.filled_pipe(call_filter())
         archive = ours.add(await in_thread(lambda: _archive(files)))
         as_root = os.geteuid() == 0
         theirs = (info_in, ready_in, go_out, names, calls, archive)
@@ -336,6 +339,13 @@ def _walk(folder: int, path: str, depth: int) -> Iterator[tuple[str, int, str]]:
                 yield from _walk(inner, f"{path}{name}/", depth - 1)
         finally:
             os.close(inner)
+
+
+def _sockets(process: int) -> int:
+    """Return how many sockets there are in the network of a process; 0 once it has ended."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/net/sockstat") as file:
+        return int(file.readline().split()[2])
+    return 0
 
 
 def _resident(process: int) -> int:

@@ -163,6 +163,38 @@ async def test_programs_that_share_memory_through_files_still_run():
     assert await said("head -c 5 /dev/zero | tr '\\0' z") == "zzzzz"
 
 
+SOCKETS = """
+import errno, socket
+def tried(call):
+    try:
+        call()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "done"
+one, _ = socket.socketpair()
+print(tried(lambda: socket.socket(40, socket.SOCK_STREAM)), tried(lambda: socket.socket(38, socket.SOCK_SEQPACKET)))
+for option in (7, 8):
+    before = one.getsockopt(socket.SOL_SOCKET, option)
+    one.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
+    print(one.getsockopt(socket.SOL_SOCKET, option) == before)
+listening = socket.create_server(("127.0.0.1", 0))
+socket.create_connection(listening.getsockname()).setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+print("connected")
+"""
+
+
+async def test_sockets_lead_nowhere_and_stay_small():
+    """Those between a virtual machine and its host (AF_VSOCK, 40) know no namespaces."""
+    assert await said("python3 a.py 2>&1", {"a.py": SOCKETS.encode()}) == "EPERM EPERM\nTrue\nTrue\nconnected\n"
+    many = "import socket, time; kept = [socket.socketpair() for _ in range(40)]; time.sleep(20)"
+    sandbox = await start_sandbox(
+        ["python3", "-c", many], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    async with sandbox:
+        await asyncio.wait_for(sandbox.process.wait(), 15)
+        assert sandbox.ended_for == "more than 64 sockets"
+
+
 @pytest.mark.parametrize("folder", ["/work", "/tmp"])
 async def test_a_sandbox_of_very_many_files_is_ended(folder):
     many = f"cd {folder}; for i in $(seq 4000); do : > f$i; done; sleep 20"
