@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from palestra.env_server import SessionLimits
 from palestra.envs.remote import RemoteEnvironment
-from palestra.errors import ConfigError, PalestraError
+from palestra.errors import ConfigError, ConnectionLost, PalestraError
 from palestra.http.server import listen, served, url_of
 
 CREATED = {
@@ -42,3 +43,18 @@ async def test_a_client_has_no_session_that_would_fill_its_memory_or_its_time(as
         assert environment._link is None
     with pytest.raises(ConfigError, match="lease_seconds is at least"):  # a server of this package offers none
         SessionLimits(**asked)
+
+
+async def test_a_client_reads_no_answer_without_an_end():
+    async def endless(request: Request) -> Response:
+        return StreamingResponse((b" " * 2**20 for _ in range(30)), media_type="application/json")
+
+    app, listener = FastAPI(), listen("127.0.0.1", 0)
+    app.add_route("/v1/sessions", endless, methods=["POST"])
+    app.add_route("/v1/environment", endless, methods=["GET"])
+    async with served(app, listener):
+        environment = RemoteEnvironment(url_of(listener), "k", retry_seconds=0.0)
+        with pytest.raises(ConnectionLost, match="more than"):
+            await environment.setup()
+        with pytest.raises(ConnectionLost, match="more than"):
+            await asyncio.to_thread(lambda: environment.facts)
