@@ -18,6 +18,7 @@ MAX_MESSAGE_BYTES = 4 * 2**20  # of one message, unless the server's operator sa
 MOST_MESSAGE_BYTES = 64 * 2**20  # a client has no session whose messages may be longer: it would have to hold them
 LEAST_LEASE_SECONDS = 0.1  # a client sends a frame in each third of it
 MAX_FRAME_MESSAGES = 64
+MOST_WAITING = 4096  # messages of a server that a client holds, and observations that it has still to answer
 FRAME_BYTES = 65_536  # of a frame beside its largest message, for receivers that limit frames
 # Codes with which a server closes a WebSocket for good; after any other end a client connects again.
 CLOSE_REFUSED, CLOSE_TOO_LARGE, CLOSE_REPLACED, CLOSE_ENDED = 1008, 1009, 4000, 4404
