@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import signal
 import sys
+import tempfile
 import threading
 import webbrowser
 from pathlib import Path
@@ -61,17 +62,28 @@ async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
         link = f"{url}#{access.code}"
         say(f"{link}\nthe link opens the page once; Enter prints another one, Ctrl-C ends")
         if not arguments.no_browser:
-            threading.Thread(target=_open, args=(link,), daemon=True).start()
+            threading.Thread(target=_open, args=(link, Path(folder)), daemon=True).start()
         if sys.stdin is not None and sys.stdin.isatty():
             threading.Thread(target=_renew, args=(url, access), daemon=True).start()
 
-    await serve_folders(runs, arguments.host, arguments.port, ready, stop)
+    with tempfile.TemporaryDirectory(prefix="palestra-link-") as folder:
+        await serve_folders(runs, arguments.host, arguments.port, ready, stop)
 
 
-def _open(link: str) -> None:
-    """Open the link in the browser; say so where there is none."""
+def _open(link: str, folder: Path) -> None:
+    """Open the link in the browser; say so where there is none.
+
+    The browser is given a file that leads to the link: the words of its command stand in the list of processes, where
+    any user of the machine could take the code before the browser has used it.
+
+    Args:
+        link: with the code.
+        folder: that only this user can read.
+    """
+    file = folder / "open.html"
+    file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={link}"><title>Palestra</title>')
     try:
-        opened = webbrowser.open(link)
+        opened = webbrowser.open(file.as_uri())
     except webbrowser.Error:
         opened = False
     if not opened:

@@ -175,7 +175,7 @@ class OpenEnvServer:
         try:
             while True:
                 async with asyncio.timeout(self.limits.idle_seconds):
-                    text = await websocket.receive_text()
+                    text = await _receive(websocket)
                 answer = await session.answer(text)
                 if answer is None:
                     break
@@ -338,6 +338,18 @@ def _opens(request: Request, key: str) -> bool:
 
 def _error(code: Code, message: str) -> dict[str, Any]:
     return {"type": "error", "data": {"code": code, "message": message[:2000]}}
+
+
+async def _receive(websocket: WebSocket) -> str:
+    """Return the text of the next message; empty, and so no JSON, where a client sends bytes.
+
+    Raises:
+        WebSocketDisconnect: the client is gone.
+    """
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message["code"])
+    return message.get("text") or ""
 
 
 async def _send(websocket: WebSocket, message: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
 from palestra.envs.remote.observations import message_of
 from palestra.envs.remote.stream import MessageStream
 from palestra.errors import (
+    ConfigError,
     Conflict,
     EnvironmentFailed,
     EpisodeOver,
@@ -24,7 +25,9 @@ from palestra.errors import (
 from palestra.types.clock import Clock
 from palestra.types.env_wire import (
     FRAME_BYTES,
+    LEAST_LEASE_SECONDS,
     MAX_MESSAGE_BYTES,
+    MOST_MESSAGE_BYTES,
     Abandon,
     Act,
     Cancel,
@@ -59,6 +62,18 @@ class SessionLimits:
     hang_seconds: float = 600.0
     close_seconds: float = 30.0
     max_message_bytes: int = MAX_MESSAGE_BYTES
+
+    def __post_init__(self) -> None:
+        """Refuse what no client would take.
+
+        Raises:
+            ConfigError: a lease is too short, or a message may be too long.
+        """
+        if not self.lease_seconds >= LEAST_LEASE_SECONDS or not 1 <= self.max_message_bytes <= MOST_MESSAGE_BYTES:
+            raise ConfigError(
+                f"lease_seconds is at least {LEAST_LEASE_SECONDS:g}, and max_message_bytes at least 1 and at most "
+                f"{MOST_MESSAGE_BYTES:,}"
+            )
 
     @property
     def max_frame_bytes(self) -> int:

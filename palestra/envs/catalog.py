@@ -223,7 +223,7 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
         ),
         "open-spiel": CatalogEntry(
             summary="any game of OpenSpiel, each player an agent; settings.game names it",
-            make=_maker("open-spiel", OpenSpielEnvironment, "clock"),
+            make=_maker("open-spiel", OpenSpielEnvironment, "clock", "files"),
             generate=partial(seed_tasks, "spiel"),
             check_installed=_needs("pyspiel", "'palestra[games]'"),
         ),

@@ -92,9 +92,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             raise InvalidEnvironment("a task of NeMo Gym has `responses_create_params` with an `input`")
         await self.close()
         # The session is a cookie, so each episode has a client of its own.
-        self._http = httpx2.AsyncClient(
-            base_url=self._url, headers=self._headers, verify=trusted(), follow_redirects=False
-        )
+        headers = {**self._headers, "content-type": "application/json"}
+        self._http = httpx2.AsyncClient(base_url=self._url, headers=headers, verify=trusted(), follow_redirects=False)
         self._task, self._output = task, []
         self._tools = tools_of(asked.get("tools") or ())
         messages = conversation_of(asked, self._system)
@@ -132,7 +131,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         if name not in known or name in _NOT_TOOLS:
             return json.dumps({"error": f"there is no tool {name!r}; known are {', '.join(known) or 'none'}"})
         try:
-            arguments = json.loads(call.function.arguments or "{}")
+            # What Python reads as JSON and HTTP can't carry, such as NaN, is the agent's error, and none of the server.
+            arguments = _json(json.loads(call.function.arguments or "{}"))
         except (ValueError, RecursionError) as error:
             return json.dumps({"error": f"the arguments are not JSON: {error}"})
         try:
@@ -147,7 +147,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             EnvironmentFailed: the server can't be reached, or refuses.
         """
         try:
-            status, text = await self._post(path, body, seconds)
+            status, text = await self._post(path, _json(body), seconds)
         except TimeoutError:
             raise EnvironmentFailed(f"{self._url}{path} did not answer within {seconds:g} s") from None
         if status == 404:
@@ -162,7 +162,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             raise EnvironmentFailed(f"{self._url}{path} answers with {text[:80]!r}, which is no JSON object")
         return found
 
-    async def _post(self, path: str, body: Any, seconds: float) -> tuple[int, bytes]:
+    async def _post(self, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         """Send a request, and return status and body of its answer.
 
         Raises:
@@ -174,7 +174,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         try:
             async with (
                 asyncio.timeout(seconds),
-                self._http.stream("POST", path, json=body, timeout=limits) as answer,
+                self._http.stream("POST", path, content=body, timeout=limits) as answer,
             ):
                 async for chunk in answer.aiter_bytes():
                     found += chunk
@@ -197,3 +197,13 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             "tool_choice": asked.get("tool_choice") or "auto",
             "tools": list(asked.get("tools") or ()),
         }
+
+
+def _json(body: Any) -> bytes:
+    """Return a value as JSON.
+
+    Raises:
+        ValueError: it has a number that is none.
+        RecursionError: it is too deep.
+    """
+    return json.dumps(body, allow_nan=False).encode()

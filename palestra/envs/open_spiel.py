@@ -33,6 +33,7 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
         game: str = "tic_tac_toe",
         actions: Literal["names", "numbers"] = "names",
         view: Literal["information", "observation"] = "information",
+        files: bool = False,
         clock: Clock | None = None,
     ) -> None:
         """Load the game.
@@ -42,10 +43,12 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
             actions: whether moves are the game's names for them or its numbers. Names that are not unique among the
                 legal moves are replaced by numbers.
             view: what a player sees: its information state, or its observation, which forgets what was before.
+            files: whether parameters may name files of this machine, as `filename` of `efg_game` does, whose
+                contents the game then shows.
             clock: source of the times of observations; None: the system's clock.
 
         Raises:
-            ConfigError: OpenSpiel is not installed, or the game does not exist or can't be played.
+            ConfigError: OpenSpiel is not installed, or the game does not exist, can't be played, or would read a file.
         """
         super().__init__(clock)
         spiel = _imported()
@@ -56,6 +59,9 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(games)}"
             raise ConfigError(f"OpenSpiel has no game {name!r}; {hint}")
         try:
+            parameters = spiel.game_parameters_from_string(game)
+            if not files and (named := _named_file(parameters)):
+                raise ConfigError(f"{game!r} would read a file, by its parameter {named!r}; name a game without one")
             self._game = spiel.load_game(game)
         except spiel.SpielError as error:
             raise ConfigError(f"OpenSpiel can't load {game!r}: {str(error).splitlines()[0]:.200}") from None
@@ -138,6 +144,16 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
         while self._state.is_chance_node():
             moves, weights = zip(*self._state.chance_outcomes(), strict=True)
             self._state.apply_action(self._source.choices(moves, weights)[0])
+
+
+def _named_file(parameters: Mapping[str, Any]) -> str | None:
+    """Return the parameter that names a file, of a game or of a game in its parameters; None: there is none."""
+    for name, value in parameters.items():
+        if "file" in name:
+            return name
+        if isinstance(value, Mapping) and (inner := _named_file(value)):
+            return inner
+    return None
 
 
 def _imported() -> Any:

@@ -15,7 +15,10 @@ from palestra.types.wire import Body, JsonObject, Name
 
 PROTOCOLS = (1,)  # versions of the protocol that this package speaks
 MAX_MESSAGE_BYTES = 4 * 2**20  # of one message, unless the server's operator says otherwise
+MOST_MESSAGE_BYTES = 64 * 2**20  # a client has no session whose messages may be longer: it would have to hold them
+LEAST_LEASE_SECONDS = 0.1  # a client sends a frame in each third of it
 MAX_FRAME_MESSAGES = 64
+MOST_WAITING = 4096  # messages of a server that a client holds, and observations that it has still to answer
 FRAME_BYTES = 65_536  # of a frame beside its largest message, for receivers that limit frames
 # Codes with which a server closes a WebSocket for good; after any other end a client connects again.
 CLOSE_REFUSED, CLOSE_TOO_LARGE, CLOSE_REPLACED, CLOSE_ENDED = 1008, 1009, 4000, 4404
@@ -64,8 +67,14 @@ class SessionCreated(Lenient):
     session_id: str
     key: str = Field(description="Opens this session, and nothing else.")
     protocol: int = Field(description="The version that both speak from now on.")
-    lease_seconds: float = Field(description="The session ends after so long without a frame of the client.")
-    max_message_bytes: int = Field(description="Length of one message, in either direction.")
+    lease_seconds: float = Field(
+        ge=LEAST_LEASE_SECONDS,
+        allow_inf_nan=False,
+        description="The session ends after so long without a frame of the client.",
+    )
+    max_message_bytes: int = Field(
+        ge=1, le=MOST_MESSAGE_BYTES, description="Length of one message, in either direction."
+    )
     environment: EnvironmentFacts
 
 

@@ -20,6 +20,7 @@ T = TypeVar("T")
 View = Literal["dom", "accessibility", "screenshot"]
 VIEWPORT = (1024, 768)  # pixels, wide and high
 _NAVIGATED = ("Execution context was destroyed", "Cannot find context", "navigating and changing")
+_DESCRIBE = "asked => window.__palestra?.snapshot(asked) ?? ['(no page)', 0]"
 _TRIES = 5  # of reading a page that is being replaced by another
 _SNAPSHOT = files("palestra.envs.browser").joinpath("snapshot.js").read_text()
 
@@ -65,10 +66,11 @@ class BrowserPage:
         """
         if self._view == "accessibility":
             text = await self.operate(lambda: self.page.aria_snapshot(mode="ai"))
+            length = len(text)
         else:
-            text = await self.evaluate("leaveOut => window.__palestra?.snapshot(leaveOut) ?? '(no page)'", leave_out)
-        if len(text) > self._max_chars:
-            text = f"{text[: self._max_chars]}… ({len(text):,} characters, cut)"
+            text, length = await self.evaluate(_DESCRIBE, [leave_out, self._max_chars])
+        if length > self._max_chars:
+            text = f"{text[: self._max_chars]}… ({length:,} characters, cut)"
         return text or "(an empty page)"
 
     async def screenshot(self) -> bytes:

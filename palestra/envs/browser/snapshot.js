@@ -13,6 +13,9 @@
   const SHAPES = new Set(["rect", "circle", "ellipse", "polygon", "polyline", "path", "line"]);
   const EIGHTHS = [4, 2, 6, 1, 7]; // of an element's size, the middle first
   const POINTS = EIGHTHS.flatMap((down) => EIGHTHS.map((across) => [across, down]));
+  // The page may replace what it finds, but not what is taken before its own scripts run.
+  const slice = Function.prototype.call.bind(String.prototype.slice);
+  const wellFormed = Function.prototype.call.bind(String.prototype.toWellFormed);
   const words = (text) => (text || "").replace(/\s+/g, " ").trim();
   const shown = (element) => element.checkVisibility({ checkVisibilityCSS: true });
 
@@ -54,9 +57,12 @@
     return element.tagName.toLowerCase() + (element.id ? `#${element.id}` : "") + classes;
   }
 
-  function snapshot(leaveOut) {
+  let elements = [];
+
+  // Returns the beginning of the description and its whole length: a page can be longer than its reader's memory.
+  function snapshot([leaveOut, most]) {
     const lines = [];
-    const elements = [];
+    elements = [];
     const numbered = (element, text) => {
       elements.push(element);
       lines.push(`[${elements.length}] ${words(text)}${element.disabled ? " (disabled)" : ""}`);
@@ -87,8 +93,8 @@
       if (lines.length === before && box.width * box.height && acts(element)) numbered(element, mark(element));
     };
     if (document.body) walk(document.body, false, false);
-    window.__palestra.elements = elements;
-    return lines.join("\n");
+    const text = `${lines.join("\n")}`;
+    return [wellFormed(slice(text, 0, most)), text.length]; // a cut may part a pair of surrogates
   }
 
   // A point of the element that is not covered by another one, so that buttons that overlap can each be clicked.
@@ -115,5 +121,6 @@
   }
 
   const empty = (element) => element.select?.();
-  window.__palestra = { snapshot, point, scroll, empty, elements: [] };
+  const offered = Object.freeze({ snapshot, point, scroll, empty, get elements() { return elements; } });
+  Object.defineProperty(window, "__palestra", { value: offered }); // neither written nor replaced by the page
 })();

@@ -19,6 +19,18 @@ from palestra.tools import BadArguments, FunctionTool
 
 SIZE = (320, 200)  # pixels of the screen, wide and high
 _PROGRAM = Path(__file__).parent / "window.py"
+# xdotool takes a key of one of these names for a command of its own, which fails or waits.
+_COMMANDS = frozenset(
+    {
+        *("behave", "behave_screen_edge", "click", "exec", "get_desktop", "get_desktop_for_window"),
+        *("get_desktop_viewport", "get_num_desktops", "getactivewindow", "getdisplaygeometry", "getmouselocation"),
+        *("getwindowfocus", "getwindowgeometry", "getwindowname", "getwindowpid", "help", "key", "keydown"),
+        *("keyup", "mousedown", "mousemove", "mousemove_relative", "mouseup", "search", "selectwindow"),
+        *("set_desktop", "set_desktop_for_window", "set_desktop_viewport", "set_num_desktops", "set_window"),
+        *("sleep", "type", "version", "windowactivate", "windowclose", "windowfocus", "windowkill", "windowmap"),
+        *("windowminimize", "windowmove", "windowraise", "windowreparent", "windowsize", "windowunmap"),
+    }
+)
 Pixels = Annotated[int, Field(ge=0, lt=10_000)]
 
 
@@ -86,6 +98,8 @@ class DesktopEnvironment(ActingEnvironment):
         Args:
             key: Its name, such as Tab, Return, space, BackSpace, ctrl+a.
         """
+        if key.lower() in _COMMANDS:
+            raise BadArguments(f"there is no key {key!r}")
         return await self._xdotool("key", "--", key)
 
     async def screenshot(self) -> bytes:

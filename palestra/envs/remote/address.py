@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx2
 
-from palestra.certificates import trusted
 from palestra.client.async_client import drive_async
 from palestra.client.client import drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
+from palestra.envs.remote.bounded import BoundedAsyncClient, BoundedClient
 from palestra.errors import ConfigError, TooManyRequests
 from palestra.types.env_wire import (
     MAX_WAIT_SECONDS,
@@ -75,7 +75,7 @@ class ServerAddress:
             lambda: self._request("GET", "/v1/environment", REQUEST_SECONDS),
             lambda reply: EnvironmentFacts.model_validate_json(reply.content),
         )
-        with httpx2.Client(verify=trusted()) as http:
+        with BoundedClient() as http:
             return drive(http, steps)
 
     async def create(self, system: str | None) -> SessionCreated:
@@ -90,7 +90,7 @@ class ServerAddress:
         """
         loop = asyncio.get_running_loop()
         until, request_id = loop.time() + self.wait_seconds, uuid.uuid4().hex
-        async with httpx2.AsyncClient(verify=trusted()) as http:
+        async with BoundedAsyncClient() as http:
             while True:
                 wait = max(0.0, min(MAX_WAIT_SECONDS, until - loop.time()))
                 request = CreateSession(request_id=request_id, protocols=PROTOCOLS, wait_seconds=wait, system=system)

@@ -12,9 +12,9 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.remote.address import ServerAddress
 from palestra.envs.remote.observations import observation_of
 from palestra.envs.remote.session_link import SessionEnded, SessionLink, error_of
-from palestra.errors import PalestraError
+from palestra.errors import EnvironmentFailed, PalestraError
 from palestra.types.clock import Clock
-from palestra.types.env_wire import EnvironmentFacts, Failed, Observed, Over
+from palestra.types.env_wire import MOST_WAITING, EnvironmentFacts, Failed, Observed, Over
 from palestra.types.messages import ChatMessage, Observation
 
 RETRY_SECONDS, WAIT_SECONDS = 60.0, 600.0
@@ -213,6 +213,13 @@ class RemoteEnvironment(ConcurrentEnvironment):
                 self.withdraw(event.observation_id, event.action)
 
     def _show(self, event: Observed) -> None:
+        """Show an observation.
+
+        Raises:
+            EnvironmentFailed: very many have not been seen, or not been answered: the server waits for none of them.
+        """
+        if max(len(self._open), self._unseen.qsize()) >= MOST_WAITING:
+            raise EnvironmentFailed(f"{self._address.url} shows more than {MOST_WAITING:,} observations at a time")
         observation = observation_of(event, self.clock.now())
         if not observation.is_last:
             self._open[observation.id] = observation

@@ -28,6 +28,7 @@ from palestra.types.env_wire import (
     CLOSE_REPLACED,
     CLOSE_TOO_LARGE,
     FRAME_BYTES,
+    MOST_WAITING,
     SERVER_FRAME,
     Done,
     Failed,
@@ -195,7 +196,12 @@ class SessionLink:
             self._soon()
 
     def _take(self, ack: int, messages: tuple[ServerMessage, ...]) -> None:
-        """Handle the messages of a frame that have not been handled before."""
+        """Handle the messages of a frame that have not been handled before.
+
+        Raises:
+            InvalidRequest: a number is left out, or of no message.
+            EnvironmentFailed: the server goes on although none of its messages is taken.
+        """
         self._stream.acknowledge(ack)
         for message in self._stream.accept(messages):
             if isinstance(message, Done | Over | Failed):
@@ -206,6 +212,8 @@ class SessionLink:
             if answer is not None:
                 _settle(answer, error_of(message) if isinstance(message, Failed) else None)
             elif not isinstance(message, Done):
+                if self._events.qsize() >= MOST_WAITING:
+                    raise EnvironmentFailed(f"more than {MOST_WAITING:,} messages came that no episode waits for")
                 self._events.put_nowait(message)
         if self._stream.received - self._acknowledged >= ACKNOWLEDGED_AFTER:
             self._soon()

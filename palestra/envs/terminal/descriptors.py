@@ -24,6 +24,13 @@ class Descriptors:
         reading, writing = os.pipe()
         return self.add(reading), self.add(writing)
 
+    def filled_pipe(self, data: bytes) -> int:
+        """Return the reading end of a new pipe that has the data, and then ends; at most 4,096 bytes."""
+        reading, writing = self.pipe()
+        os.write(writing, data)
+        self.close(writing)
+        return reading
+
     def close(self, *descriptors: int) -> None:
         """Close some of the descriptors now; those that are closed already are left alone."""
         for descriptor in descriptors:

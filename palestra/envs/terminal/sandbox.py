@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from palestra.envs.terminal.descriptors import Descriptors, read
+from palestra.envs.terminal.system_calls import call_filter, known_machine
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
 
@@ -28,8 +29,12 @@ _WATCH_SECONDS = 0.25
 _MIB = 1024 * 1024
 _MAX_DEPTH = 32  # of folders in the home folder that are read
 _PASSWD = f"agent:x:1000:1000::{HOME}:/bin/bash\n"
+_UNFIT = 99  # exit code of `_BEGIN` for files that can't be unpacked
 # Unpacks the files, says that all is ready, waits until the home folder has been opened, and becomes the program.
-_BEGIN = 'tar -x <&"$2" && echo >&"$0" && read -r _ <&"$1"; eval "exec $0>&- $1<&- $2<&-"; shift 2; exec "$@"'
+_BEGIN = (
+    f'tar -x <&"$2" 2> /dev/null || exit {_UNFIT}; '
+    'echo >&"$0" && read -r _ <&"$1"; eval "exec $0>&- $1<&- $2<&-"; shift 2; exec "$@"'
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +43,14 @@ class Limits:
 
     memory_mib: int = 512  # resident memory of all processes together
     disk_mib: int = 64  # of the home folder, and again of /tmp; both are in memory
-    files: int = 20_000  # in the home folder
+    files: int = 20_000  # in the home folder, and again in /tmp
     processes: int = 64
+    sockets: int = 64  # of all processes together; the kernel holds up to some megabytes for each
     cpu_seconds: int = 60  # of one process
+
+
+class UnfitFiles(EnvironmentFailed):
+    """The files have no room in a home folder, or names that no folder can have."""
 
 
 class Sandbox:
@@ -107,9 +117,10 @@ class Sandbox:
     async def _watch(self) -> None:
         """End the sandbox when its processes together, or its files, are over a limit that the kernel does not keep."""
         while self.running:
-            found = os.fstatvfs(self._home)
-            if found.f_files - found.f_ffree > self._limits.files:
+            if any(found.f_files - found.f_ffree > self._limits.files for found in self._folders()):
                 self.ended_for = f"more than {self._limits.files} files"
+            elif _sockets(self._init) > self._limits.sockets:
+                self.ended_for = f"more than {self._limits.sockets} sockets"
             elif _resident(self._init) > self._limits.memory_mib * _MIB:
                 self.ended_for = f"more than {self._limits.memory_mib} MiB of memory"
             if self.ended_for is not None:
@@ -117,6 +128,12 @@ class Sandbox:
                     os.kill(self._init, signal.SIGKILL)
                 return
             await asyncio.sleep(_WATCH_SECONDS)
+
+    def _folders(self) -> Iterator[os.statvfs_result]:
+        """Give the file systems at which a process can write; none once there is no process."""
+        for folder in (HOME, "/tmp", "/dev/shm"):
+            with contextlib.suppress(OSError):
+                yield os.statvfs(f"/proc/{self._init}/root{folder}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,18 +163,18 @@ async def start_sandbox(
 
     Raises:
         ConfigError: bubblewrap is not installed.
-        EnvironmentFailed: bubblewrap can't make namespaces here, or the program was not started.
+        EnvironmentFailed: bubblewrap can't make namespaces here, or the program was not started; `UnfitFiles` where
+            that is due to the files.
     """
     check_installed()
     with Descriptors() as ours:
-        (info, info_in), (ready, ready_in), (go_out, go), (names, names_in) = (ours.pipe() for _ in range(4))
-        os.write(names_in, _PASSWD.encode())
-        ours.close(names_in)
+        (info, info_in), (ready, ready_in), (go_out, go) = (ours.pipe() for _ in range(3))
+        names, calls = ours.filled_pipe(_PASSWD.encode()), ours.filled_pipe(call_filter())
         archive = ours.add(await in_thread(lambda: _archive(files)))
         as_root = os.geteuid() == 0
-        theirs = (info_in, ready_in, go_out, names, archive)
+        theirs = (info_in, ready_in, go_out, names, calls, archive)
         process = await asyncio.create_subprocess_exec(
-            *_bubblewrap(limits, info_in, names),
+            *_bubblewrap(limits, info_in, names, calls),
             *("bash", "-c", _BEGIN, str(ready_in), str(go_out), str(archive)),
             *("prlimit", *_rlimits(limits), "--", *command),
             stdin=stdin,
@@ -175,7 +192,9 @@ async def start_sandbox(
             async with asyncio.timeout(_START_SECONDS):
                 init = int(json.loads(await read(info))["child-pid"])
                 if not await read(ready, 1):
-                    raise EnvironmentFailed(f"bubblewrap started no program; it ended with {await process.wait()}")
+                    if (code := await process.wait()) == _UNFIT:
+                        raise UnfitFiles("no sandbox was started: the files can't be unpacked in it")
+                    raise EnvironmentFailed(f"bubblewrap started no program; it ended with {code}")
                 home = os.open(f"/proc/{init}/root{HOME}", os.O_RDONLY | os.O_DIRECTORY)
                 os.write(go, b"\n")
         except BaseException as error:
@@ -220,6 +239,8 @@ def check_installed() -> None:
     Raises:
         ConfigError: one is missing.
     """
+    if sys.platform.startswith("linux") and not known_machine():
+        raise ConfigError("this environment needs a machine of the kind x86-64 or ARM64, whose system calls it knows")
     missing = [name for name in ("bwrap", "bash", "git", "python3") if shutil.which(name, path="/usr/bin:/bin") is None]
     if not sys.platform.startswith("linux") or missing:
         raise ConfigError(
@@ -228,13 +249,14 @@ def check_installed() -> None:
         )
 
 
-def _bubblewrap(limits: Limits, info: int, names: int) -> list[str]:
+def _bubblewrap(limits: Limits, info: int, names: int, calls: int) -> list[str]:
     """Return the command that makes the namespaces.
 
     Args:
         limits: sizes of what can be written to.
         info: descriptor that the process id is written to.
         names: descriptor with the contents of `/etc/passwd`.
+        calls: descriptor with the filter of system calls.
     """
     size = str(limits.disk_mib * _MIB)
     known = [f"--ro-bind-try /{name} /{name}" for name in ("etc/alternatives", "etc/ld.so.cache", "etc/ld.so.conf.d")]
@@ -245,6 +267,8 @@ def _bubblewrap(limits: Limits, info: int, names: int) -> list[str]:
         *("--ro-bind", "/usr", "/usr", *" ".join([*linked, *known]).split()),
         *("--ro-bind-data", str(names), "/etc/passwd"),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(_MIB), "--tmpfs", "/dev/shm"),
+        # It reads the same, and can't be mapped: shared mappings of /dev/zero are memory that no limit counts.
+        *("--dev-bind", "/dev/full", "/dev/zero", "--seccomp", str(calls)),
         *("--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", HOME, "--chdir", HOME),
         *("--remount-ro", "/dev", "--remount-ro", "/"),  # both are folders in memory, without a limit of their own
     ]
@@ -315,6 +339,13 @@ def _walk(folder: int, path: str, depth: int) -> Iterator[tuple[str, int, str]]:
                 yield from _walk(inner, f"{path}{name}/", depth - 1)
         finally:
             os.close(inner)
+
+
+def _sockets(process: int) -> int:
+    """Return how many sockets there are in the network of a process; 0 once it has ended."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/net/sockstat") as file:
+        return int(file.readline().split()[2])
+    return 0
 
 
 def _resident(process: int) -> int:

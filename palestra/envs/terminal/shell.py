@@ -49,6 +49,7 @@ class Shell:
         self._output, self._codes, self._code, self._take = Output(_KEPT_BYTES), b"", "0", take
         self._busy = True  # whether a command, at first the start of bash, has not ended
         self._news, self._ended = asyncio.Event(), False
+        os.set_blocking(commands, False)
         for descriptor, took in ((terminal, self._take_output), (status, self._take_status)):
             os.set_blocking(descriptor, False)
             asyncio.get_running_loop().add_reader(descriptor, took, descriptor)
@@ -61,14 +62,14 @@ class Shell:
             seconds: how long to wait for its end; it goes on afterwards.
 
         Raises:
-            BadArguments: the command before has not ended.
+            BadArguments: the command before has not ended, or the shell does not take commands any more.
         """
         if not self.sandbox.running:
             return self._ending()
         if self._busy:
             raise BadArguments("the last command has not ended; send it keys, such as C-c")
+        self._hand_over(command[:MAX_COMMAND].encode(errors="replace").replace(b"\0", b"") + b"\0")
         self._busy = True
-        os.write(self._commands, command[:MAX_COMMAND].encode(errors="replace").replace(b"\0", b"") + b"\0")
         self._send(self._take + "\n")
         return await self._wait(seconds)
 
@@ -155,6 +156,22 @@ class Shell:
         reason = self.sandbox.ended_for
         return "(the terminal has ended" + (f": {reason})" if reason else ")")
 
+    def _hand_over(self, command: bytes) -> None:
+        """Put a command into the pipe for the shell.
+
+        Any program in the sandbox can say that a command has ended, or make the pipe smaller: a pipe that is still
+        full must not keep this process waiting.
+
+        Raises:
+            BadArguments: the shell has not taken the last command, or can't take this one.
+        """
+        try:
+            taken = os.write(self._commands, command)
+        except BlockingIOError:
+            taken = 0
+        if taken < len(command):
+            raise BadArguments("the shell does not take commands any more; send it keys, such as C-c")
+
     def _send(self, text: str) -> None:
         with contextlib.suppress(BlockingIOError):  # the program reads nothing, and the terminal holds no more
             os.write(self._terminal, text.encode(errors="replace"))
@@ -177,7 +194,8 @@ class Shell:
             asyncio.get_running_loop().remove_reader(descriptor)
         self._codes = (self._codes + chunk)[-64:]
         if b"\n" in chunk:
-            self._code = self._codes.split()[-1].decode(errors="replace")[:3]
+            said = self._codes.split()  # nothing, where a program in the sandbox writes empty lines
+            self._code = said[-1].decode(errors="replace")[:3] if said else "?"
             self._busy = False
             self._news.set()
 

@@ -15,6 +15,7 @@ from palestra.waiting import cancelled
 
 PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")  # the newest that begins with `initialize` first
 _METHOD_NOT_FOUND = -32601
+_MOST_ANSWERS = 100  # to requests of the server that wait to be sent; a server that asks for more reads none of them
 
 
 class McpError(Exception):
@@ -148,7 +149,10 @@ class McpConnection:
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
         elif number is not None:
-            self._beside(self._transport.send(_answer_to(message)))
+            if len(self._sending) >= _MOST_ANSWERS:
+                self._lose(f"{self.where} takes no answers to its own requests")
+            if self.lost is None:
+                self._beside(self._transport.send(_answer_to(message)))
         elif message["method"] == "notifications/tools/list_changed":
             self.changes += 1
 

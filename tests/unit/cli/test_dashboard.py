@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sqlite3
 import webbrowser
+from pathlib import Path
 
 import pytest
 
@@ -51,17 +52,26 @@ def test_a_run_of_another_version_is_one_line_and_the_others_are_there(tmp_path,
 
 
 @pytest.mark.parametrize("failure", [None, webbrowser.Error("no runnable browser")])
-def test_a_machine_without_a_browser_is_one_line(monkeypatch, capsys, failure):
+def test_a_machine_without_a_browser_is_one_line(tmp_path, monkeypatch, capsys, failure):
     def no_browser(link):
         if failure is not None:
             raise failure
         return False
 
     monkeypatch.setattr(webbrowser, "open", no_browser)
-    dashboard._open("http://127.0.0.1:1/dashboard#once-1")
+    dashboard._open("http://127.0.0.1:1/dashboard#once-1", tmp_path)
     text = capsys.readouterr().out
     assert text.count("\n") == 1
     assert text.startswith("no browser could be started here; open the link")
+
+
+def test_the_browsers_command_does_not_show_the_code(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: not opened.append(address))
+    dashboard._open("http://127.0.0.1:1/dashboard#once-1", tmp_path)
+    (address,) = opened
+    assert "once-" not in address
+    assert 'content="0; url=http://127.0.0.1:1/dashboard#once-1"' in Path(address.removeprefix("file://")).read_text()
 
 
 async def _recorded(folder) -> None:

@@ -134,6 +134,13 @@ async def test_wrong_messages_are_answered_with_openenvs_codes(message, code):
         assert (await ask("reset", {"secret": 1}))["done"] is False
 
 
+async def test_a_message_of_bytes_is_refused_and_no_error_of_the_server(caplog):
+    async with serving() as (_, url), talking(url) as ask:
+        assert await ask(b"\x00abc") == "INVALID_JSON"
+        assert (await ask("reset", {"secret": 3}))["done"] is False
+    assert not [one for one in caplog.records if one.exc_info]
+
+
 async def test_sessions_are_limited_and_end_with_their_connections():
     async with serving(sessions=1) as (server, url):
         async with talking(url) as ask, talking(url) as other:

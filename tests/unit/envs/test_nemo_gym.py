@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from palestra.envs import NemoGymEnvironment, check_environment
 from palestra.errors import EnvironmentFailed, InvalidEnvironment
 from palestra.http.server import listen, served, url_of
+from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
 from unit.envs.playing import calls, play, says
 
 TOOL = {
@@ -63,6 +64,8 @@ class Counter:
         if self.fault == "large":
             return Response("x" * 10_000)
         given = await request.json()
+        if self.fault == "counts":
+            return JSONResponse({"given": str(given)[:20]})
         if "count" not in given:
             return JSONResponse({"detail": "count: Field required"}, 422)
         self.counts[request.cookies["session"]] += given["count"]
@@ -131,6 +134,23 @@ async def test_errors_of_tools_are_what_the_agent_reads():
         server.fault = "slow"
         seen = await played(NemoGymEnvironment(url, tool_seconds=0.1), calls(("increment", {"count": 2})), says("5"))
         assert seen[1].content[0].text == '{"error": "increment took longer than 0.1 s"}'
+
+
+async def test_arguments_that_can_not_be_sent_are_the_agents_errors():
+    """A failure of the environment would have the episode played again, without a reward."""
+    deep = "[" * 900 + "]" * 900
+    written = ['{"count": NaN}', '{"count": 1e999}', f'{{"count": {deep * 1}}}', '{"count": "\\ud800"}', '{"count":']
+    made = tuple(
+        ToolCall(id=f"c{place}", function=FunctionCall(name="increment", arguments=text))
+        for place, text in enumerate(written)
+    )
+    async with counter("counts") as (_, url):
+        seen = await played(
+            NemoGymEnvironment(url), ChatMessage(role="assistant", content=(), tool_calls=made), says("3")
+        )
+    shown = [message.text for message in seen[1].content]
+    assert ["the arguments are not JSON" in text for text in shown] == [True, True, False, False, True]
+    assert seen[-1].reward == 0.0
 
 
 async def test_an_episode_that_is_cut_off_is_verified_with_what_was_said():

@@ -7,10 +7,12 @@ import random
 import pytest
 
 from palestra.envs import KuhnPoker, OpenSpielEnvironment, check_environment
+from palestra.envs.catalog import catalog_maker
 from palestra.errors import ConfigError
 from unit.envs.playing import play, says
 
 pyspiel = pytest.importorskip("pyspiel")
+FILES = {"filename", "word_list_file", "boards_file", "instances_file"}
 GAMES = ["tic_tac_toe", "kuhn_poker", "leduc_poker", "liars_dice", "goofspiel(num_cards=4)", "kuhn_poker(players=3)"]
 
 
@@ -89,3 +91,30 @@ async def test_an_illegal_move_costs_the_most_that_can_be_lost():
 def test_what_can_not_be_played_is_refused(game, words):
     with pytest.raises(ConfigError, match=words):
         OpenSpielEnvironment(game=game)
+
+
+def test_no_file_of_the_machine_is_read(tmp_path, capfd):
+    file = tmp_path / "game.efg"
+    file.write_text("secret")
+    reading = f"efg_game(filename={file})"
+    for game in (reading, f"misere(game={reading})", f"crossword(word_list_file={file})"):
+        with pytest.raises(ConfigError, match="would read a file"):
+            OpenSpielEnvironment(game=game)
+    with pytest.raises(ConfigError, match=r"setting 'files'.*Extra inputs"):
+        catalog_maker("open-spiel", {"game": reading, "files": True})
+    assert "secret" not in "".join(capfd.readouterr())
+    with pytest.raises(ConfigError, match="can't load"):  # the author of a script may let it
+        OpenSpielEnvironment(game=reading, files=True)
+    assert "secret" in "".join(capfd.readouterr())
+
+
+def test_parameters_that_name_files_are_known():
+    """Fails where a new OpenSpiel has another parameter of text, which has to be looked at."""
+    texts = {
+        name
+        for game in pyspiel.registered_games()
+        for name, value in game.parameter_specification.items()
+        if isinstance(value, str)
+    }
+    assert {name for name in texts if "file" in name} == FILES
+    assert not {name for name in texts - FILES if any(word in name for word in ("path", "dir", "url"))}

@@ -41,6 +41,9 @@ class Server:
     async def get(self, request: Request) -> Response:
         async def announcements():
             await self.announce.wait()
+            if self.fault == "asks":
+                for number in range(1000):
+                    yield f'data: {{"jsonrpc": "2.0", "id": {number}, "method": "ping"}}\n\n'
             yield 'data: {"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}\n\n'
             await asyncio.sleep(30)
 
@@ -54,6 +57,8 @@ class Server:
         message = json.loads(await request.body())
         method = message.get("method", "")
         self.heard.append(method)
+        if self.fault == "asks" and not method:
+            await asyncio.sleep(30)
         if self.fault == "key" and request.headers.get("authorization") != "Bearer k":
             return Response("who are you?", 401)
         if method == "initialize":
@@ -126,6 +131,20 @@ async def test_a_list_that_changes_is_announced_and_read_anew():
                 await asyncio.sleep(0.01)
                 await manager.refresh()
         assert server.heard.count("tools/list") == 2
+
+
+async def test_a_server_that_asks_and_takes_no_answers_is_given_up():
+    async with serving("asks") as (server, manager):
+        await manager.open()
+        server.announce.set()
+
+        async def calls() -> None:
+            while True:
+                await manager.execute_calls([call("add", '{"a": 1}')])
+
+        with pytest.raises(EnvironmentFailed, match="takes no answers to its own requests"):
+            await asyncio.wait_for(calls(), 5)
+        assert len(asyncio.all_tasks()) < 400
 
 
 async def test_a_call_that_hangs_is_cancelled_and_leaves_the_session_usable():

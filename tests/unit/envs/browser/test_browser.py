@@ -14,6 +14,7 @@ import pytest
 from machine import require
 
 from palestra.envs.browser.chromium import checked_hosts, shared_browser
+from palestra.envs.browser.page import BrowserPage
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from unit.envs.browser.pages import Visit, site
@@ -120,6 +121,30 @@ async def test_what_an_agent_sees_and_does(visit):
         messages, reward, over, _, _ = await environment.step_message(calls(("finish", {"answer": "42"}), ("wait", {})))
         assert (reward, over) == (1.0, True)
         assert "the episode is over" in messages[1].text
+
+
+async def test_a_page_can_not_hand_over_more_than_is_read(visit, monkeypatch):
+    """Also not one that replaces what describes it, or what strings are made with."""
+    large = "<body><script>document.body.append('\\u{1f600}'.repeat(1e6));"
+    replacing = "window.__palestra = {}; window.__palestra.snapshot = () => 'x'.repeat(1e7);"
+    functions = "String.prototype.slice = Array.prototype.join = () => 'x'.repeat(1e7);"
+    with site({"/": f"{large}</script>", "/evil": f"{large}{replacing}{functions}</script>"}) as pages:
+        environment = visit([pages.host], max_chars=101)
+        await environment.setup()
+        lengths: list[int] = []
+        evaluate = BrowserPage.evaluate
+
+        async def noted(self: BrowserPage, *asked: Any) -> Any:
+            found = await evaluate(self, *asked)
+            lengths.append(len(found[0]))
+            return found
+
+        monkeypatch.setattr(BrowserPage, "evaluate", noted)
+        for path, length in (("/", "2,000,000"), ("/evil", "10,000,000")):
+            text, _ = await environment.reset({"url": f"http://{pages.host}{path}"})
+            assert text.endswith(f"… ({length} characters, cut)")
+            assert text.encode()  # no half of a pair of surrogates
+        assert max(lengths) <= 101
 
 
 async def test_keys_and_elements_that_cover_one_another(visit):

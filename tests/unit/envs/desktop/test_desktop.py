@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import re
@@ -13,6 +14,7 @@ from machine import require
 from PIL import Image
 
 from palestra.envs import DesktopEnvironment, catalog_entry, check_environment
+from palestra.envs.desktop.environment import _COMMANDS
 from palestra.envs.desktop.tasks import desktop_tasks
 from palestra.errors import EnvironmentFailed
 from palestra.types.messages import text_message
@@ -82,6 +84,17 @@ async def test_what_an_agent_does_wrong_is_said(desktop):
         _, over, text = await do(desktop, command)
         assert not over
         assert text.startswith(("Error: ", "That is no action"))
+
+
+async def test_no_key_is_a_command_of_xdotool(desktop):
+    await desktop.reset(TASK)
+    helped = await desktop._display.start(["xdotool", "help"], stdout=asyncio.subprocess.PIPE)
+    commands = (await helped.communicate())[0].decode().split()[2:]  # after "Available commands:"
+    assert set(commands) == _COMMANDS
+    for key in ("exec", "search", "Help"):
+        _, over, text = await do(desktop, f"key {key}")
+        assert not over
+        assert f"there is no key '{key}'" in text
 
 
 @pytest.mark.parametrize("blow", ["window", pytest.param("Xvfb", marks=pytest.mark.slow)])

@@ -124,6 +124,86 @@ async def test_memory_is_limited_for_one_process_and_for_all_together():
         assert sandbox.ended_for == "more than 256 MiB of memory"
 
 
+OUTSIDE_OF_PROCESSES = """
+import ctypes, mmap, os
+c = ctypes.CDLL(None, use_errno=True)
+def by(name, *arguments):
+    return name, lambda: getattr(c, name)(*arguments) < 0 and os.strerror(ctypes.get_errno())
+def python(name, call):
+    def tried():
+        try:
+            call()
+        except OSError as error:
+            return error.strerror
+    return name, tried
+zero = os.open("/dev/zero", os.O_RDWR)
+for name, tried in (
+    python("memfd_create", lambda: os.memfd_create("x")),
+    by("shmget", 0, 4096, 0o1600), by("semget", 0, 1, 0o1600), by("msgget", 0, 0o1600),
+    python("shared", lambda: mmap.mmap(-1, 4096)),
+    python("zero", lambda: mmap.mmap(zero, 4096)),
+):
+    print(name, tried() or "allowed", sep=": ")
+"""
+
+
+async def test_no_memory_can_be_had_that_belongs_to_no_process():
+    refused = "Operation not permitted"
+    expected = dict.fromkeys(("memfd_create", "shmget", "semget", "msgget", "shared"), refused)
+    printed = await said("python3 a.py 2>&1", {"a.py": OUTSIDE_OF_PROCESSES.encode()})
+    found = dict(line.split(": ") for line in printed.splitlines())
+    assert found == {**expected, "zero": "No such device"}
+    here = subprocess.run([sys.executable, "-c", OUTSIDE_OF_PROCESSES], capture_output=True, text=True, check=True)
+    assert [line.split(": ")[1] for line in here.stdout.splitlines()] == ["allowed"] * 6  # the test can fail
+
+
+async def test_programs_that_share_memory_through_files_still_run():
+    script = b"from multiprocessing import Pool\nif __name__ == '__main__': print(Pool(2).map(abs, [-1, -2]))"
+    assert await said("python3 a.py 2>&1", {"a.py": script}) == "[1, 2]\n"
+    assert await said("head -c 5 /dev/zero | tr '\\0' z") == "zzzzz"
+
+
+SOCKETS = """
+import errno, socket
+def tried(call):
+    try:
+        call()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "done"
+one, _ = socket.socketpair()
+print(tried(lambda: socket.socket(40, socket.SOCK_STREAM)), tried(lambda: socket.socket(38, socket.SOCK_SEQPACKET)))
+for option in (7, 8):
+    before = one.getsockopt(socket.SOL_SOCKET, option)
+    one.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
+    print(one.getsockopt(socket.SOL_SOCKET, option) == before)
+listening = socket.create_server(("127.0.0.1", 0))
+socket.create_connection(listening.getsockname()).setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+print("connected")
+"""
+
+
+async def test_sockets_lead_nowhere_and_stay_small():
+    """Those between a virtual machine and its host (AF_VSOCK, 40) know no namespaces."""
+    assert await said("python3 a.py 2>&1", {"a.py": SOCKETS.encode()}) == "EPERM EPERM\nTrue\nTrue\nconnected\n"
+    many = "import socket, time; kept = [socket.socketpair() for _ in range(40)]; time.sleep(20)"
+    sandbox = await start_sandbox(
+        ["python3", "-c", many], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    async with sandbox:
+        await asyncio.wait_for(sandbox.process.wait(), 15)
+        assert sandbox.ended_for == "more than 64 sockets"
+
+
+@pytest.mark.parametrize("folder", ["/work", "/tmp"])
+async def test_a_sandbox_of_very_many_files_is_ended(folder):
+    many = f"cd {folder}; for i in $(seq 4000); do : > f$i; done; sleep 20"
+    sandbox = await start_sandbox(["bash", "-c", many], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    async with sandbox:
+        await asyncio.wait_for(sandbox.process.wait(), 15)
+        assert sandbox.ended_for == "more than 500 files"
+
+
 @pytest.mark.slow
 async def test_time_is_limited():
     started = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 
 import pytest
 from machine import require
@@ -135,6 +136,38 @@ async def test_what_ends_the_shell_is_the_agents_own_doing(terminal):
     assert "the terminal has ended" in await output(terminal, "exit 3")
     assert "the terminal has ended" in await output(terminal, "ls")
     assert (await terminal.step_message(said("finish 7")))[1:3] == (1.0, True)
+
+
+async def test_a_command_that_is_said_to_have_ended_keeps_no_one_waiting(terminal):
+    """Any program in the sandbox can write to the pipe of exit codes, while the shell takes no commands."""
+    await terminal.reset(TASK)
+    false = "fd=${PROMPT_COMMAND##*&}; (while :; do echo 0 >&$fd; sleep 0.02; done) & sleep 60"
+    terminal._seconds = 0.5
+    await output(terminal, false)
+    began = time.monotonic()
+    texts = [await output(terminal, "\N{GRINNING FACE}" * 7900) for _ in range(4)]
+    assert time.monotonic() - began < 5
+    assert "the shell does not take commands any more" in texts[-1]
+
+
+async def test_empty_lines_for_exit_codes_are_no_errors(terminal, caplog):
+    await terminal.reset(TASK)
+    await output(terminal, "fd=${PROMPT_COMMAND##*&}; for i in $(seq 100); do echo >&$fd; done; sleep 0.2")
+    assert not caplog.records
+
+
+HARMFUL = {
+    "long names": "d=$(printf 'x%.0s' {1..200}); for i in {1..25}; do mkdir $d; cd $d; done; echo > f; cd /work",
+    "holes": "truncate -s 55M hole; mkdir s; python3 -c \"for i in range(9000): open(f's/{i}', 'w').write('1')\"",
+}
+
+
+@pytest.mark.parametrize("kind", ["fix", "git"])
+@pytest.mark.parametrize("harm", HARMFUL)
+async def test_files_that_can_not_be_copied_for_the_check_solve_nothing(terminal, kind, harm):
+    await terminal.reset(one_of(kind))
+    assert await output(terminal, HARMFUL[harm]) in ("", "done")
+    assert (await terminal.step_message(said("finish done")))[1:3] == (0.0, True)
 
 
 async def test_what_kills_the_sandbox_from_outside_is_a_failure(terminal):
