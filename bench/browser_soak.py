@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import signal
@@ -119,4 +120,6 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--together", type=int, default=8)
     arguments = parser.parse_args()
-    print(json.dumps(asyncio.run(soak(arguments.episodes, arguments.kills, arguments.together)), indent=1))
+    with tempfile.TemporaryDirectory() as place:  # of its own, so that profiles of other browsers do not count
+        os.environ["TMPDIR"] = tempfile.tempdir = place
+        print(json.dumps(asyncio.run(soak(arguments.episodes, arguments.kills, arguments.together)), indent=1))
