@@ -9,6 +9,7 @@ and multiplied once. The results are the same bits as those of the plain matrice
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from palestra.models.causal_lm import CausalLM
 
+log = logging.getLogger("palestra.models")
 _ROWS = 64  # for which oneDNN chooses the layout; other numbers of rows are multiplied by it as well
 _MOST_DIFFERENCE = 0.05  # relative, between a packed model and itself before: anything more is another function
 
@@ -179,6 +181,9 @@ def pack(model: CausalLM) -> None:
         for name, layer in layers.items():
             model.model.set_submodule(name, layer)
         model.packed = None
+        log.warning(
+            "%s models are sampled from plain matrices: packed ones give other numbers", model.config.model_type
+        )
 
 
 def _same_inputs(model: CausalLM) -> list[list[str]]:
