@@ -13,6 +13,7 @@ from typing import Any
 
 from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
 from palestra.types.steps import AgentStepReward, StepTimes
+from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.client")
 SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode
@@ -175,7 +176,7 @@ async def renewed(heartbeat: Callable[[Episode], Awaitable[None]], episode: Epis
     try:
         yield
     finally:
-        beating.cancel()
+        await cancelled(beating)
 
 
 class Heartbeats:

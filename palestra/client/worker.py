@@ -13,6 +13,7 @@ from palestra.client.episode import Episode, RolloutResult, renewed
 from palestra.client.player import EpisodePlayer, FunctionPlayer, Rollout
 from palestra.client.protocol import is_scored
 from palestra.errors import Conflict, InvalidRequest, RolloutFailed, place_of
+from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.worker")
 FAILURES_IN_A_ROW = 20
@@ -80,7 +81,7 @@ class Worker:
             return None if claiming.cancelled() else claiming.result()
         finally:
             self._claiming.discard(claiming)
-            claiming.cancel()
+            await cancelled(claiming)  # which gives back what it has claimed, while the client is still open
 
     async def _play(self, episode: Episode) -> None:
         try:

@@ -141,3 +141,36 @@ async def test_a_claim_that_is_answered_while_its_worker_is_told_to_end_is_given
             assert not running.plane.store.leases.holders(9)
         running.stop()
         await work
+
+
+async def test_a_worker_that_is_cancelled_has_given_back_its_claims_when_it_ends(tmp_path, monkeypatch):
+    """What would still be sent afterwards comes too late: the client's connections are closed by then."""
+    request, answered, open_requests = httpx2.AsyncClient.request, asyncio.Event(), Counter()
+
+    async def counted(self, method, url, **more):
+        open_requests["now"] += 1
+        try:
+            answer = await request(self, method, url, **more)
+            open_requests["claims"] += url.endswith("/claim_episode")
+            if open_requests["claims"] == 2:
+                answered.set()
+            if not playing.cancelling():
+                await asyncio.sleep(60)
+            return answer
+        finally:
+            open_requests["now"] -= 1
+
+    async with local_job(job(tmp_path), lambda *_: None) as running:
+        work = asyncio.create_task(running.run())
+        async with AsyncClient(running.url, running.api_key) as client:
+            await client.push_tasks(TASKS)
+            monkeypatch.setattr(httpx2.AsyncClient, "request", counted)
+            playing = asyncio.create_task(Worker(client, lambda task, endpoint: 1.0, 2).run())
+            await answered.wait()
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+            assert open_requests["now"] == 0
+            assert not running.plane.store.leases.holders(9)
+        running.stop()
+        await work
