@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import httpx2
@@ -16,6 +17,7 @@ from palestra.waiting import cancelled
 
 CONNECT_SECONDS, CLOSE_SECONDS = 10.0, 5.0
 LISTEN_AGAIN_SECONDS = 1.0  # until the stream of announcements is asked for again when it has ended
+log = logging.getLogger("palestra.tools")
 _SESSION, _PROTOCOL = "mcp-session-id", "mcp-protocol-version"
 _ACCEPTED = "application/json, text/event-stream"
 _HINTS = {
@@ -101,15 +103,20 @@ class HttpTransport(Transport):
         return self._client
 
     async def _listen(self) -> None:
-        """Take announcements until the connection is closed, or the server has no stream of them."""
+        """Take announcements until the connection is closed, or the server has no stream of them that can be read."""
         headers = {**self._headers, "accept": "text/event-stream"}
         while True:
-            with contextlib.suppress(httpx2.HTTPError):  # a request will say what is wrong
+            try:
                 async with self._http.stream("GET", self._url, headers=headers) as answer:
                     if answer.status_code >= 400:
                         return
                     async for received in self._messages(answer):
                         self._receive(received)
+            except httpx2.HTTPError as error:  # a request will say what is wrong
+                log.debug("the stream of %s ended: %s", self.where, error)
+            except EnvironmentFailed as error:
+                log.warning("%s; what it announces is not heard from now on", error)
+                return
             await asyncio.sleep(LISTEN_AGAIN_SECONDS)
 
     async def _messages(self, answer: httpx2.Response) -> AsyncIterator[Message]:

@@ -41,6 +41,8 @@ class Server:
     async def get(self, request: Request) -> Response:
         async def announcements():
             await self.announce.wait()
+            if self.fault == "garbled":
+                yield "data: no JSON\n\n"
             if self.fault == "asks":
                 for number in range(1000):
                     yield f'data: {{"jsonrpc": "2.0", "id": {number}, "method": "ping"}}\n\n'
@@ -145,6 +147,18 @@ async def test_a_server_that_asks_and_takes_no_answers_is_given_up():
         with pytest.raises(EnvironmentFailed, match="takes no answers to its own requests"):
             await asyncio.wait_for(calls(), 5)
         assert len(asyncio.all_tasks()) < 400
+
+
+async def test_announcements_that_can_not_be_read_are_a_warning_and_calls_go_on(caplog):
+    async with serving("garbled") as (server, manager):
+        await manager.open()
+        server.announce.set()
+        async with asyncio.timeout(5):
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+        assert "what is no message of MCP: 'no JSON'; what it announces is not heard" in caplog.text
+        (result,) = await manager.execute_calls([call("add", '{"a": 1}')])
+        assert result.content == "2"
 
 
 async def test_a_call_that_hangs_is_cancelled_and_leaves_the_session_usable():
