@@ -27,7 +27,8 @@ from palestra.engine.fake import FakeEngine
 from palestra.envs import ConcurrentEnvironment
 from palestra.grammars.pool import Grammars
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.rollout import EpisodeResult, RolloutOrchestrator, RolloutSpec, Runner
+from palestra.rollout import EpisodeResult, RolloutOrchestrator, RolloutSpec
+from palestra.runners import Runner
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
 from palestra.tokens import TokenTrie, rows_of

@@ -1,12 +1,11 @@
-"""Rollouts in Palestra's own process: agents and environments use the same sessions as remote workers, without HTTP."""
+"""Rollouts: an episode is played by agents in an environment, wherever the model calls are answered."""
 
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
-from palestra.rollout.pool import RunnerPool
 from palestra.rollout.remote import EnvironmentPlayer
 from palestra.rollout.result import EpisodeResult, Step, Termination
-from palestra.rollout.runner import RolloutSpec, Runner
+from palestra.rollout.spec import RolloutSpec
 from palestra.rollout.sync_lock import RolloutSyncLock
 
 __all__ = [
@@ -17,8 +16,6 @@ __all__ = [
     "RolloutOrchestrator",
     "RolloutSpec",
     "RolloutSyncLock",
-    "Runner",
-    "RunnerPool",
     "Step",
     "Termination",
     "TrajectoryCollectEngine",

@@ -18,11 +18,10 @@ from palestra.errors import (
     RolloutFailed,
 )
 from palestra.rollout.failures import classify_errors, said
-from palestra.rollout.played import PlayedEpisode
+from palestra.rollout.played import PlayedEpisode, ShownSeats
 from palestra.rollout.result import EpisodeResult, Step, Termination
-from palestra.session import GenerationRequest
-from palestra.session.seat_table import SeatTable
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
 from palestra.types.steps import AgentStepReward
 
@@ -37,7 +36,7 @@ class TrajectoryCollectEngine:
         agents: Mapping[str, Agent],
         episode: PlayedEpisode,
         temperature: float | None = None,
-        seats: SeatTable | None = None,
+        seats: ShownSeats | None = None,
     ) -> None:
         """Prepare to play one episode.
 

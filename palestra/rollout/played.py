@@ -1,15 +1,14 @@
-"""`PlayedEpisode`: what the player of an episode asks of its job, in the job's process or over HTTP."""
+"""What the player of an episode asks of its job, in the job's process or over HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from palestra.config import AlgorithmConfig, Roles
-from palestra.session import EpisodeSession, GenerationRequest, Sessions
+from palestra.config import Roles
 from palestra.types.calls import Chat
-
-AlgorithmOf = Callable[[str], AlgorithmConfig]  # by the name of a policy
+from palestra.types.generation import GenerationRequest
+from palestra.types.messages import Observation
 
 
 class PlayedEpisode(Protocol):
@@ -63,40 +62,23 @@ class PlayedEpisode(Protocol):
         ...
 
 
-class SessionEpisode:
-    """The `PlayedEpisode` of a player in the job's own process."""
-
-    def __init__(self, sessions: Sessions, session: EpisodeSession, algorithm_of: AlgorithmOf) -> None:
-        """Wrap a session.
-
-        Args:
-            sessions: the job's.
-            session: the episode's, which makes and records model calls.
-            algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
-        """
-        self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
-        self.episode_id, self.seed = session.episode_id, sessions.context.seed
-        self.job_roles = sessions.context.policies.roles
-        self.roles = self.job_roles.of_episode(session.episode.players)
+class ShownSeats(Protocol):
+    """The seats of an episode whose actions come from workers outside, as far as its player has to know them."""
 
     @property
-    def credits_agents(self) -> bool:
-        """Return whether the default policy's algorithm credits each agent with its own reward."""
-        return self._algorithm_of(self.job_roles.default).credits_agents
+    def unused_calls(self) -> list[int]:
+        """Return the calls that must not be trained, by index."""
+        ...
 
-    def weighted_sum(self, policy: str, named_rewards: Mapping[str, float | None]) -> float:
-        """Return rewards by name as one number. See `PlayedEpisode.weighted_sum`."""
-        return self._algorithm_of(policy).weighted_sum(named_rewards)
+    def show(self, observation: Observation, number: int | None) -> None:
+        """Note an observation of any agent.
 
-    def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
-        """Return the first move that the policy's vocabulary can't express, or None."""
-        return self._sessions.context.policies.runtime(policy).renderer.vocabulary.first_not_writable(moves)
+        Args:
+            observation: what the environment shows.
+            number: its TimeStep; None: the agent's part is over.
+        """
+        ...
 
-    def count_observation(self) -> None:
-        """Count an observation for the job's status."""
-        self._sessions.context.counts["observations"] += 1
-
-    async def call(self, request: GenerationRequest) -> Chat:
-        """Make one model call. See `PlayedEpisode.call`."""
-        with self._sessions.counted():
-            return await self._session.generate_one(request)
+    def was_taken_over(self, agent: str) -> bool:
+        """Return whether a policy plays the seat of an agent in the place of a worker that has left it."""
+        ...

@@ -19,10 +19,10 @@ from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.rollout.result import EpisodeResult, Termination
-from palestra.rollout.runner import RolloutSpec
-from palestra.session import GenerationRequest
+from palestra.rollout.spec import RolloutSpec
 from palestra.types.calls import Chat, SamplingParams
 from palestra.types.clock import Clock, SystemClock
+from palestra.types.generation import GenerationRequest
 from palestra.types.wire import RolloutFacts
 
 _NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -11,9 +11,9 @@ from enum import StrEnum
 from typing import Any, Self
 
 from palestra.errors import RolloutFailed
-from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED
 from palestra.types.messages import Observation, StepReward
 from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
+from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED
 from palestra.types.steps import AgentStepReward, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations

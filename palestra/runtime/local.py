@@ -26,7 +26,8 @@ from palestra.errors import ConfigError, EngineFailure, PalestraError, StoreErro
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
-from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
+from palestra.rollout import RolloutSpec, RolloutSyncLock
+from palestra.runners import Runner, RunnerPool
 from palestra.runtime.environments import environment_of
 from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.page import create_job_app

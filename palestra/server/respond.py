@@ -17,9 +17,10 @@ from palestra.http.errors import ErrorForm, Failure
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.server.auth import OpenSession
 from palestra.server.dialects.base import EventWriter, GenerationResult
-from palestra.session import CallMaker, CallStart, GenerationRequest, Listener, ReplyPiece, Sessions
+from palestra.session import CallMaker, CallStart, Listener, ReplyPiece, Sessions
 from palestra.session.sampling import overruled
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.server")

@@ -14,11 +14,11 @@ from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest
 from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session.history import History, Match, Sameness, is_raw
-from palestra.session.request import GenerationRequest
 from palestra.threads import WorkPool
 from palestra.tokens import TokenTrie, common_tokens
 from palestra.types.calls import Chat, Ids, MediaSpan, TokenSequence
 from palestra.types.forks import Fork, ForkReason
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import ChatMessage
 
 LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is done in a thread

@@ -16,8 +16,9 @@ from palestra.renderers import MessageDelta, PlainTextStream, Renderer, Reply
 from palestra.renderers.base import NOTHING
 from palestra.renderers.text_stream import StopStrings, TextStream
 from palestra.session.policies import PolicyRuntime
-from palestra.session.request import GenerationRequest, ReplyPiece
+from palestra.session.request import ReplyPiece
 from palestra.types.calls import Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
+from palestra.types.generation import GenerationRequest
 from palestra.types.steps import FinishReason
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call

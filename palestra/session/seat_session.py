@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from palestra.session.request import CallStart, GenerationRequest, Listener, ReplyPiece
+from palestra.session.request import CallStart, Listener, ReplyPiece
 from palestra.session.seat_table import SeatTable
 from palestra.session.session import EpisodeSession
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 
 
 class SeatSession:

@@ -17,9 +17,7 @@ from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation
 from palestra.types.records import EpisodeRecord
 from palestra.types.seat_wire import SeatAnswer, SeatEvent
-from palestra.types.states import SeatState
-
-SEAT_LOST, SEAT_UNCLAIMED = "seat_lost", "seat_unclaimed"  # why an episode is given back; see `rollout.Termination`
+from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED, SeatState
 
 
 class SeatTable:

@@ -19,14 +19,14 @@ from palestra.errors import (
     PalestraError,
     TooManyRequests,
 )
-from palestra.session.seat_table import SEAT_UNCLAIMED, SeatTable
+from palestra.session.seat_table import SeatTable
 from palestra.store import Episodes
 from palestra.store.leases import LeaseBook
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage
 from palestra.types.records import EpisodeRecord
 from palestra.types.seat_wire import SeatAnswer
-from palestra.types.states import EpisodeState
+from palestra.types.states import SEAT_UNCLAIMED, EpisodeState
 
 log = logging.getLogger("palestra.seats")
 MOST_OBSERVING = 8  # requests of one worker that observe a seat at the same time; it needs one

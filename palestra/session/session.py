@@ -16,10 +16,11 @@ from palestra.session.policies import PolicyRuntime
 from palestra.session.prompting import Prompt, PromptBuilder
 from palestra.session.registry import CallRegistry, CallStore, NoStore, Recorder, ReservedCall
 from palestra.session.reply import SampledReply, sample_reply
-from palestra.session.request import CallStart, Constraint, GenerationRequest, Listener, ReplyPiece, constraint_of
+from palestra.session.request import CallStart, Constraint, Listener, ReplyPiece, constraint_of
 from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turns import Turn, Turns
 from palestra.types.calls import Chat, SamplingParams
+from palestra.types.generation import GenerationRequest
 from palestra.types.records import EpisodeKind, EpisodeRecord
 from palestra.types.states import TurnState
 from palestra.waiting import together

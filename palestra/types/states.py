@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from palestra.errors import IllegalTransition
 
+SEAT_LOST, SEAT_UNCLAIMED = "seat_lost", "seat_unclaimed"  # why an episode is given back; see `rollout.Termination`
+
 
 class JobState(StrEnum):
     """States of a job. STARTING and RUNNING go back to QUEUED when the job's server or machine was lost."""

@@ -21,8 +21,9 @@ from palestra.server import create_app
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.dialects.base import DialectRequest, EventWriter, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import call_fields
-from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import text_message
 from palestra.types.records import Task
 

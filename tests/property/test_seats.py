@@ -12,9 +12,10 @@ from unit.building import FakeClock, make_episode
 
 from palestra.config import SeatsConfig
 from palestra.errors import Conflict, EpisodeLeaseExpired, IllegalTransition, RolloutFailed
-from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED, SeatTable
+from palestra.session.seat_table import SeatTable
 from palestra.store.leases import LeaseBook
 from palestra.types.messages import Observation, text_message
+from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED
 
 ROLES = ("white", "black")
 WORKERS = 3  # that a seat may lose

@@ -18,12 +18,13 @@ from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 
 from palestra.engine.fake import FakeEngine
-from palestra.session import EpisodeSession, GenerationRequest
+from palestra.session import EpisodeSession
 from palestra.session.prompting import PromptBuilder
 from palestra.session.registry import call_seed, prompt_digest
 from palestra.store.tables import chats as chats_table
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import ChatMessage, text_message
 
 Messages = tuple[ChatMessage, ...]

@@ -21,7 +21,8 @@ from palestra.client.arguments import checked_count
 from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
-from palestra.rollout import RolloutSpec, Runner
+from palestra.rollout import RolloutSpec
+from palestra.runners import Runner
 from palestra.runtime.arguments import EnvironmentMaker, Tasks, resolve_tasks
 from palestra.runtime.job_thread import run
 from palestra.runtime.local import run_on_uvloop

@@ -22,9 +22,10 @@ from palestra.server.dialects.fields import (
     call_fields,
     refuse_others,
 )
-from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.session.reply import CALL_END
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 from palestra.types.tools import FunctionName, Schema
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")

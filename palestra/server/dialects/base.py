@@ -16,8 +16,9 @@ from pydantic import BaseModel
 
 from palestra.http.errors import Failure, openai_error
 from palestra.http.sse import encode_event
-from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 
 B = TypeVar("B", bound=BaseModel)
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each place: (token, logprob) of its most probable tokens

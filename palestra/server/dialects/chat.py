@@ -19,8 +19,9 @@ from palestra.server.dialects.fields import (
     call_fields,
     refuse_others,
 )
-from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import ChatMessage
 from palestra.types.tools import MAX_TOOLS, FunctionName, Schema, ToolSpec
 

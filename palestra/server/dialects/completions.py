@@ -13,8 +13,9 @@ from palestra.http.bodies import parse_body
 from palestra.server.dialects.answers import TokenBytes, TokenTexts, answer_id, fingerprint, usage_of
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
 from palestra.server.dialects.fields import MAX_CHOICES, Flag, SamplingFields, call_fields, refuse_others
-from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _HARMLESS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}

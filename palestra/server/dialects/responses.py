@@ -28,8 +28,9 @@ from palestra.server.dialects.responses_items import (
     reasoning_item,
     text_part,
 )
-from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import Text
 from palestra.types.tools import FunctionName, Schema
 

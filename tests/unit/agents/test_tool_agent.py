@@ -10,7 +10,8 @@ import pytest
 
 from palestra.agents import ToolAgent
 from palestra.envs import Environment, TaskEnvironment
-from palestra.rollout import RolloutSpec, Runner
+from palestra.rollout import RolloutSpec
+from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.tools import Calculator, ToolManager, tool
 from palestra.types.messages import Observation, text_message

@@ -151,6 +151,10 @@ async def test_an_idle_one_ends_after_its_time_and_leaves_no_admissions(store, t
         assert list((tmp_path / "bases").glob(f"*/{FILE}")) == []
 
 
+async def _is_started(launcher, base_id) -> bool:
+    return base_id in launcher.servers
+
+
 async def _is_without(scheduler) -> bool:
     return not scheduler.bases.running()
 
@@ -256,6 +260,7 @@ async def test_one_that_died_while_there_was_no_scheduler_is_started_again_for_i
         (base_id,) = servers_of(launcher)
     del launcher.servers[base_id]
     async with schedules(store, tmp_path, launcher) as scheduler:
+        await until(lambda: _is_started(launcher, base_id))  # until then the store says what was before
         await until(served(scheduler, jobs=1))
         assert launcher.servers[base_id].order.address == f"http://n1/{base_id}"
 

@@ -9,7 +9,8 @@ import pytest
 
 from palestra.algorithms.credit import episode_returns
 from palestra.envs import SplitSum
-from palestra.rollout import RolloutSpec, Runner
+from palestra.rollout import RolloutSpec
+from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.forks import ForkReason
 from palestra.types.records import Task

@@ -11,7 +11,8 @@ import pytest
 from palestra.config import JobConfig
 from palestra.envs import SerialEnvironment, TaskEnvironment, ToolEnvironment, reward_function
 from palestra.errors import ConfigError, InvalidEnvironment, NotScored
-from palestra.rollout import RolloutSpec, Runner
+from palestra.rollout import RolloutSpec
+from palestra.runners import Runner
 from palestra.runtime.arguments import resolve_rollout
 from palestra.session import Sessions
 from palestra.tools import Calculator

@@ -14,9 +14,10 @@ from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.session import GenerationRequest, PolicyRuntime, PolicySet, SessionContext, Sessions
+from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
 from palestra.trainer.fake import FakeTrainer
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import text_message
 from palestra.types.progress import JobProgress
 from palestra.types.records import Task

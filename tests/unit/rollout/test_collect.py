@@ -13,8 +13,9 @@ from palestra.agents import Agent, ModelAgent, RandomAgent
 from palestra.config import GRPOConfig, Roles
 from palestra.envs import ConcurrentEnvironment, Environment, Fault, MultiAgentEnvironment, Outcome
 from palestra.errors import ContextOverflow, RolloutFailed
-from palestra.rollout import RolloutSpec, Runner, Termination
+from palestra.rollout import RolloutSpec, Termination
 from palestra.rollout.result import LONGEST_INFO
+from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.forks import ForkReason
 from palestra.types.messages import text_message

@@ -11,7 +11,8 @@ from palestra.envs import Fault, KuhnPoker, MultiAgentEnvironment, Outcome, Time
 from palestra.errors import RolloutFailed
 from palestra.renderers import ByteTokenizer
 from palestra.renderers.vocabulary import Vocabulary
-from palestra.rollout import RolloutSpec, Runner, Termination
+from palestra.rollout import RolloutSpec, Termination
+from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.messages import text_message
 from unit.session.conftest import says

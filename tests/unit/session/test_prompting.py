@@ -8,8 +8,9 @@ import pytest
 
 from palestra.errors import EngineFailure, HistoryDrift
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.session import EpisodeSession, GenerationRequest
+from palestra.session import EpisodeSession
 from palestra.types.forks import MEANINGS, ForkReason
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from unit.building import one_policy
 from unit.session.conftest import STOP, Bench, call

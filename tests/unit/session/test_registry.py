@@ -6,8 +6,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from palestra.session import GenerationRequest
 from palestra.session.registry import CallRegistry, call_seed, prompt_digest
+from palestra.types.generation import GenerationRequest
 from unit.building import ids, make_chat
 
 PROMPT = ids(1, 2, 3)

@@ -9,10 +9,11 @@ from rendering import render_ids
 
 from palestra.errors import ContextOverflow, EpisodeEnded, NotFound
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.session import EpisodeSession, GenerationRequest
+from palestra.session import EpisodeSession
 from palestra.session.prompting import LONG_TEXT
 from palestra.session.registry import call_seed, prompt_digest
 from palestra.types.calls import PolicyVersion, SampledTokens, VersionSpan
+from palestra.types.generation import GenerationRequest
 from palestra.types.messages import text_message
 from palestra.types.states import TurnState
 from unit.building import ids, rows_of

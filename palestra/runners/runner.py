@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Self
 
-from palestra.agents import Agent, ModelAgent
-from palestra.client.arguments import checked_amount, checked_count
+from palestra.agents import ModelAgent
 from palestra.config import GRPOConfig
 from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import TrajectoryCollectEngine
-from palestra.rollout.environment_pool import EnvironmentPool, Made
+from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.rollout.failures import Lost
-from palestra.rollout.played import AlgorithmOf, SessionEpisode
 from palestra.rollout.result import EpisodeResult, Termination
-from palestra.rollout.seats import with_seats
+from palestra.rollout.spec import RolloutSpec
+from palestra.runners.seats import with_seats
+from palestra.runners.session_episode import AlgorithmOf, SessionEpisode
 from palestra.session import Sessions
 from palestra.session.seat_table import SeatTable
 from palestra.types.records import EpisodeRecord, Task, Trajectory
@@ -29,32 +28,6 @@ _WEIGHTS_OF_ONE = GRPOConfig()
 # up the attempts of all episodes, and end the job.
 _NO_ATTEMPTS = (Termination.CANCELLED, Termination.SEAT_UNCLAIMED, Termination.SEAT_LOST)
 log = logging.getLogger("palestra.rollout")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSpec:
-    """What to play: agents and environments.
-
-    `environment` makes an environment for an episode; a reusable environment serves several episodes, one after
-    another.
-    """
-
-    environment: Callable[[], Made]
-    agents: Mapping[str, Agent] | None = None  # by name; None: a `ModelAgent` plays every agent
-    system: str | None = None  # system message of the agent of an `Environment`; None: the environment's own
-    max_tokens: int | None = None  # limit of each reply in tokens, if `agents` is None
-    temperature: float | None = None  # used where the job fixes no temperature: not in training, nor in validation
-
-    def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: one makes no sense; the message names it.
-        """
-        if self.max_tokens is not None:
-            checked_count("max_tokens", self.max_tokens)
-        if self.temperature is not None:
-            checked_amount("temperature", self.temperature)
 
 
 class Runner:

@@ -10,7 +10,7 @@ from palestra.config import SeatsConfig
 from palestra.envs import ConcurrentEnvironment, Fault, MultiAgentEnvironment, Outcome, TimeLimit
 from palestra.envs.continuous import LoopClock, run_virtual
 from palestra.errors import Conflict, EpisodeOver, RolloutFailed
-from palestra.rollout.runner import _pace
+from palestra.runners.runner import _pace
 from palestra.session.seat_table import SeatTable
 from palestra.store.leases import LeaseBook
 from palestra.types.messages import text_message

@@ -8,7 +8,8 @@ import pytest
 
 from palestra.envs import Environment
 from palestra.errors import RolloutFailed
-from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
+from palestra.rollout import RolloutSpec, RolloutSyncLock
+from palestra.runners import Runner, RunnerPool
 from palestra.session import Sessions
 from unit.building import TASK
 from unit.waiting import until

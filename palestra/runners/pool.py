@@ -13,8 +13,8 @@ from palestra.errors import RolloutFailed, place_of
 from palestra.rollout.failures import Lost
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.result import EpisodeResult, Termination
-from palestra.rollout.runner import Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
+from palestra.runners.runner import Runner
 from palestra.session import Sessions
 from palestra.types.progress import RolloutProgress
 from palestra.types.records import EpisodeRecord

@@ -9,7 +9,8 @@ import pytest
 from palestra.agents import ModelAgent
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import EngineFailure, EpisodeLeaseExpired, RolloutFailed
-from palestra.rollout import RolloutSpec, Runner, Termination
+from palestra.rollout import RolloutSpec, Termination
+from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.messages import text_message
 from palestra.types.states import EpisodeState

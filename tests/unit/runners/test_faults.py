@@ -18,7 +18,8 @@ from palestra.config import RolloutConfig
 from palestra.envs import ConcurrentEnvironment, Environment, ToolEnvironment
 from palestra.errors import EngineFailure
 from palestra.learner.groups import gather_groups
-from palestra.rollout import RolloutOrchestrator, RolloutSpec, Runner, RunnerPool
+from palestra.rollout import RolloutOrchestrator, RolloutSpec
+from palestra.runners import Runner, RunnerPool
 from palestra.session import Sessions
 from palestra.tools import tool
 from palestra.types.messages import text_message

@@ -1,0 +1,36 @@
+"""`RolloutSpec`: what is played, agents and environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from palestra.agents import Agent
+from palestra.client.arguments import checked_amount, checked_count
+from palestra.rollout.environment_pool import Made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSpec:
+    """What to play: agents and environments.
+
+    `environment` makes an environment for an episode; a reusable environment serves several episodes, one after
+    another.
+    """
+
+    environment: Callable[[], Made]
+    agents: Mapping[str, Agent] | None = None  # by name; None: a `ModelAgent` plays every agent
+    system: str | None = None  # system message of the agent of an `Environment`; None: the environment's own
+    max_tokens: int | None = None  # limit of each reply in tokens, if `agents` is None
+    temperature: float | None = None  # used where the job fixes no temperature: not in training, nor in validation
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: one makes no sense; the message names it.
+        """
+        if self.max_tokens is not None:
+            checked_count("max_tokens", self.max_tokens)
+        if self.temperature is not None:
+            checked_amount("temperature", self.temperature)

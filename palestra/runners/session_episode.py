@@ -1,0 +1,51 @@
+"""`SessionEpisode`: an episode that the job's own process plays, through its session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from palestra.config import AlgorithmConfig
+from palestra.session import EpisodeSession, Sessions
+from palestra.types.calls import Chat
+from palestra.types.generation import GenerationRequest
+
+AlgorithmOf = Callable[[str], AlgorithmConfig]  # by the name of a policy
+
+
+class SessionEpisode:
+    """The `PlayedEpisode` of a player in the job's own process."""
+
+    def __init__(self, sessions: Sessions, session: EpisodeSession, algorithm_of: AlgorithmOf) -> None:
+        """Wrap a session.
+
+        Args:
+            sessions: the job's.
+            session: the episode's, which makes and records model calls.
+            algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
+        """
+        self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
+        self.episode_id, self.seed = session.episode_id, sessions.context.seed
+        self.job_roles = sessions.context.policies.roles
+        self.roles = self.job_roles.of_episode(session.episode.players)
+
+    @property
+    def credits_agents(self) -> bool:
+        """Return whether the default policy's algorithm credits each agent with its own reward."""
+        return self._algorithm_of(self.job_roles.default).credits_agents
+
+    def weighted_sum(self, policy: str, named_rewards: Mapping[str, float | None]) -> float:
+        """Return rewards by name as one number. See `PlayedEpisode.weighted_sum`."""
+        return self._algorithm_of(policy).weighted_sum(named_rewards)
+
+    def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
+        """Return the first move that the policy's vocabulary can't express, or None."""
+        return self._sessions.context.policies.runtime(policy).renderer.vocabulary.first_not_writable(moves)
+
+    def count_observation(self) -> None:
+        """Count an observation for the job's status."""
+        self._sessions.context.counts["observations"] += 1
+
+    async def call(self, request: GenerationRequest) -> Chat:
+        """Make one model call. See `PlayedEpisode.call`."""
+        with self._sessions.counted():
+            return await self._session.generate_one(request)
