@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Self
-
-import numpy as np
+from typing import Self, cast
 
 from palestra.agents import ModelAgent
 from palestra.client import AsyncClient
@@ -20,12 +19,12 @@ from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.rollout.result import EpisodeResult, Termination
 from palestra.rollout.spec import RolloutSpec
-from palestra.types.calls import Chat, SamplingParams
+from palestra.types.calls import Chat, Floats, Ids, SamplingParams
 from palestra.types.clock import Clock, SystemClock
 from palestra.types.generation import GenerationRequest
 from palestra.types.wire import RolloutFacts
 
-_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_NO_IDS, _NO_LOGPROBS = cast(Ids, array("i")), cast(Floats, array("f"))  # numbers without numpy, which workers lack
 
 
 class EnvironmentPlayer(EpisodePlayer):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from palestra.types.forks import Fork
 from palestra.types.messages import ChatMessage
 from palestra.types.steps import FinishReason
 
-Ids = NDArray[np.int32]
-Floats = NDArray[np.float32]
-Mask = NDArray[np.bool_]
+if TYPE_CHECKING or find_spec("numpy"):
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ids = NDArray[np.int32]
+    Floats = NDArray[np.float32]
+    Mask = NDArray[np.bool_]
+else:  # a worker that plays the episodes of a job elsewhere has no numpy, and no tokens
+    Ids = Floats = Mask = Any
 
 
 class PolicyVersion(NamedTuple):

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from palestra.types.calls import (
     Chat,
     Floats,
@@ -209,8 +206,8 @@ class TrainSample:
     media: tuple[MediaSpan, ...] = ()
     loss_mask: Mask
     logprobs: Floats
-    versions: NDArray[np.int32]
-    calls: NDArray[np.int32]
+    versions: Ids
+    calls: Ids
     advantages: Floats
     loss_weights: Floats
     temperatures: Floats

@@ -77,20 +77,36 @@ def test_it_plays_the_episodes_of_a_server_that_runs_elsewhere(installed, tmp_pa
         assert int(done.stdout.split()[1]) == len(job.query("SELECT state FROM episodes WHERE state = 'completed'"))
 
 
-def test_its_worker_command_plays_with_a_function(installed, tmp_path):
-    (tmp_path / "mine.py").write_text("def rollout(task, endpoint):\n    return 1.0\n")
+MINE = """
+from palestra import Environment
+
+def rollout(task, endpoint):
+    return 1.0
+
+class Echo(Environment):
+    def reset(self, task):
+        return "say something", {}
+
+    def step(self, action):
+        return "", float(len(action)), True, False, {}
+"""
+
+
+@pytest.mark.parametrize("played", ["mine.py:rollout", "mine.py:Echo", "prisoners-dilemma"])
+def test_its_worker_command_plays_functions_and_environments(installed, tmp_path, played):
+    (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "key").touch()
     worker = [installed / "env/bin/palestra", "worker", "--key-file", tmp_path / "key"]
     with Job(tmp_path, SCRIPTED) as job:
         server = job.start()
         (tmp_path / "key").write_text((job.run_dir / "api_key").read_text())
         refused = run(*worker, "frozen-lake", "--url", job.url, cwd=tmp_path)
-        done = run(*worker, "mine.py:rollout", "--url", job.url, cwd=tmp_path)
+        done = run(*worker, played, "--url", job.url, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert server.wait() == 0
         assert " 0 failed" in done.stdout + done.stderr
     assert refused.returncode == 2
-    assert "install palestra[train]" in refused.stderr
+    assert "gymnasium" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
