@@ -22,6 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from palestra.env_server.session import Made, SessionLimits
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
+from palestra.envs.closing import close_or_log
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, PalestraError, Unauthorized, place_of
 from palestra.http.app import PUBLIC, build_app
 from palestra.http.guard import bearer
@@ -239,13 +240,8 @@ class _Session:
     async def close(self) -> None:
         """End the episode and close the environment; what that raises is logged, as the episode has its result."""
         environment, self._environment = self._environment, None
-        if environment is None:
-            return
-        try:
-            async with asyncio.timeout(self._limits.close_seconds):
-                await environment.close()
-        except Exception as error:  # noqa: BLE001 - the environment is the user's
-            log.warning("closing a %s failed: %s: %s", type(environment).__name__, type(error).__name__, error)
+        if environment is not None:
+            await close_or_log(environment, self._limits.close_seconds, log)
 
     async def _fail(self) -> None:
         """Give the environment up: the next `reset` gets another one."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
+from palestra.envs.closing import close_or_log
 from palestra.envs.remote.observations import message_of
 from palestra.envs.remote.stream import MessageStream
 from palestra.errors import (
@@ -360,15 +361,9 @@ class EnvironmentSession:
     async def _close_environment(self) -> None:
         """Close the environment; an error is only logged, because its last episode is over and has its result."""
         environment, self._environment = self._environment, None
-        if environment is None:
-            return
-        try:
-            async with asyncio.timeout(self._limits.close_seconds):
-                await environment.close()
-        except Exception as error:  # noqa: BLE001 - the user's code failed, after its episode was over
-            log.warning(
-                "session %s: closing a %s failed: %s", self.session_id, type(environment).__name__, _said(error)
-            )
+        if environment is not None:
+            name = f"{type(environment).__name__} of session {self.session_id}"
+            await close_or_log(environment, self._limits.close_seconds, log, name)
 
 
 def _said(error: Exception) -> str:

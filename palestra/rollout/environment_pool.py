@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
+from palestra.envs.closing import close_or_log
 from palestra.rollout.failures import classify_errors
 from palestra.rollout.result import Termination
 from palestra.types.clock import Clock
@@ -71,12 +72,7 @@ class EnvironmentPool:
                 await asyncio.shield(self._close(made))
 
     async def _close(self, made: Made) -> None:
-        """Close an environment; an error is only logged, because its last episode is over and has its result."""
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._concurrent(made).close()
-        except Exception as error:  # noqa: BLE001 - the user's code failed, after its episode was over
-            log.warning("closing a %s failed: %s: %s", type(made).__name__, type(error).__name__, error)
+        await close_or_log(self._concurrent(made), CLOSE_SECONDS, log, type(made).__name__)
 
     def _concurrent(self, made: Made) -> ConcurrentEnvironment:
         return (
