@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import unpack_bits
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.trainer.packing import MicroBatch, Tree
+from palestra.trainer.token_scores import token_logprobs, token_logprobs_and_entropies
 from palestra.trainer.tree_attention import TreeAttention
+
+T = TypeVar("T")
 
 # Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
 LOGIT_CHUNK = {"cpu": 256, "cuda": 8192}
@@ -71,12 +75,13 @@ class TokenForward:
             entropy_gradient: whether the entropies have a gradient, as the log-probabilities have.
             hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
-        chunk = self._with_entropy if entropy_gradient else self._chunk
-        states, pieces = self._pieces(chunk, micro, columns, hidden)
-        if not pieces:
+        states, chunks = self._chunks(micro, columns, hidden)
+        if not chunks:
             empty = states.sum(dtype=torch.float32).expand(0)
             return empty, empty if entropy_gradient else empty.detach()
-        return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
+        measure = self._with_entropy if entropy_gradient else self._measured
+        pieces = [measure(chunk) for chunk in chunks]
+        return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
     def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor]) -> Tensor:
         """Return the targets' log-probabilities alone, float32 [T]: for a pass that needs no entropies.
@@ -85,16 +90,16 @@ class TokenForward:
             micro: trees of rows.
             columns: its columns on the model's device.
         """
-        hidden, pieces = self._pieces(self._chosen, micro, columns)
+        hidden, chunks = self._chunks(micro, columns)
+        pieces = [self._alone(chunk) for chunk in chunks]
         return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
 
-    def _pieces(
-        self, chunk: Callable[..., Any], micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None
-    ) -> tuple[Tensor, list[Any]]:
-        """Return the hidden states [T, hidden] that predict the targets, and what `chunk` returns for parts of them.
+    def _chunks(
+        self, micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None
+    ) -> tuple[Tensor, list[_Chunk]]:
+        """Return the hidden states [T, hidden] that predict the targets, and the chunks of their positions.
 
         Args:
-            chunk: is given hidden states, targets, temperatures and, if a grammar restricts any, the allowed tokens.
             micro: trees of rows.
             columns: its columns on the model's device.
             states: the last hidden states of all nodes, [N, hidden]; None: they are computed.
@@ -102,66 +107,67 @@ class TokenForward:
         states = flat_hidden(self._model, micro) if states is None else states
         hidden = states.index_select(0, columns["source"])
         allowed = allowed_tokens(micro.samples, self._masks, self._model.vocab_size)
-        given = [columns["target"], columns["temperature"]]
-        if allowed is not None:
-            given.append(allowed.to(hidden.device))
+        allowed = None if allowed is None else allowed.to(hidden.device)
+        tempered = bool((columns["temperature"] != 1).any())
         return hidden, [
-            _call(
-                chunk,
-                hidden[i : i + self._size],
-                *(column[i : i + self._size] for column in given),
+            _Chunk(
+                hidden=hidden[part],
+                target=columns["target"][part],
+                temperature=columns["temperature"][part] if tempered else None,
+                allowed=None if allowed is None else allowed[part],
                 again=len(hidden) > self._size,
             )
-            for i in range(0, len(hidden), self._size)
+            for part in (slice(i, i + self._size) for i in range(0, len(hidden), self._size))
         ]
 
-    def _chosen(self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return log-probabilities, [T]; see `_scores`."""
-        scores, total = self._scores(hidden, temperature, allowed)
-        return scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
+    def _alone(self, chunk: _Chunk) -> Tensor:
+        """Return log-probabilities, [T]."""
+        return chunk.call(lambda hidden: token_logprobs(self._scores(hidden, chunk), chunk.target))
 
-    def _chunk(
-        self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities with gradient and entropies without, [T] each; see `_scores`."""
-        scores, total = self._scores(hidden, temperature, allowed)
-        chosen = scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
-        with torch.no_grad():
-            return chosen, _entropy(scores, total)
+    def _measured(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities with gradient and entropies without, [T] each."""
+        entropies: list[Tensor] = []
+        logprobs = chunk.call(lambda hidden: token_logprobs(self._scores(hidden, chunk), chunk.target, entropies))
+        return logprobs, entropies[0]
 
-    def _with_entropy(
-        self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, [T] each, both with gradient; see `_scores`."""
-        scores, total = self._scores(hidden, temperature, allowed)
-        return scores.gather(1, target.unsqueeze(1)).squeeze(1) - total, _entropy(scores, total)
+    def _with_entropy(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, [T] each, both with gradient."""
+        return chunk.call(lambda hidden: token_logprobs_and_entropies(self._scores(hidden, chunk), chunk.target))
 
-    def _scores(self, hidden: Tensor, temperature: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the scores [T, V] of the positions of one chunk, and the logarithm [T] of the sum of their exponents.
+    def _scores(self, hidden: Tensor, chunk: _Chunk) -> Tensor:
+        """Return the scores [T, V] from which the tokens of a chunk were drawn.
 
         Args:
-            hidden: [T, hidden], at the positions that predict the targets.
-            temperature: [T], at which the tokens were sampled.
-            allowed: [T, B] bits of the tokens that could have been sampled; None: all.
+            hidden: [T, hidden], of the chunk.
+            chunk: has the temperatures, and the tokens that could have been sampled.
         """
-        scores = self._model.logits(hidden) / temperature.unsqueeze(1)
-        if allowed is not None:  # the distribution from which the token was sampled had no other tokens
-            scores = scores.masked_fill(~unpack_bits(allowed, scores.shape[1]), _IMPOSSIBLE)
-        return scores, scores.logsumexp(dim=-1)
+        scores = self._model.logits(hidden)
+        if chunk.temperature is not None:
+            scores = scores / chunk.temperature.unsqueeze(1)
+        if chunk.allowed is not None:  # the distribution from which the token was sampled had no other tokens
+            scores = scores.masked_fill(~unpack_bits(chunk.allowed, scores.shape[1]), _IMPOSSIBLE)
+        return scores
 
 
-def _entropy(scores: Tensor, total: Tensor) -> Tensor:
-    """Return the entropies [T] of the distributions with scores [T, V] and logarithms of sums [T]."""
-    mean_score = ((scores - total.unsqueeze(1)).exp() * scores).sum(dim=-1)
-    return total - mean_score
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """Positions whose scores exist at the same time.
 
-
-def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:
-    """Call `function`; with `again` its intermediate results are dropped and computed again in the backward pass.
-
-    Args:
-        function: returns tensors.
-        arguments: tensors, such as [T, hidden].
-        again: whether to save memory.
+    Attributes:
+        hidden: [T, hidden], at the positions that predict the targets.
+        target: [T].
+        temperature: [T], at which the tokens were sampled; None: all at 1.
+        allowed: [T, B] bits of the tokens that could have been sampled; None: all.
+        again: whether the scores are dropped and computed again in the backward pass, to save memory.
     """
-    return recompute(function, *arguments, use_reentrant=False) if again else function(*arguments)
+
+    hidden: Tensor
+    target: Tensor
+    temperature: Tensor | None
+    allowed: Tensor | None
+    again: bool
+
+    def call(self, function: Callable[[Tensor], T]) -> T:
+        """Return what `function` returns for the hidden states."""
+        found: T = recompute(function, self.hidden, use_reentrant=False) if self.again else function(self.hidden)
+        return found

@@ -1,0 +1,93 @@
+"""Log-probabilities and entropies from the scores of the whole vocabulary, with few passes over them.
+
+Scores are the largest tensors of a step, [T, V], and reading and writing them takes longer than the arithmetic.
+Autograd would make a tensor of their size for each operation, forward and backward; here each direction makes one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+
+def token_logprobs(scores: Tensor, target: Tensor, entropies: list[Tensor] | None = None) -> Tensor:
+    """Return the log-probabilities [T] of the targets, with gradient.
+
+    Args:
+        scores: float32 [T, V], finite.
+        target: int64 [T].
+        entropies: gets the entropies [T] of the distributions, without gradient, unless it has them already, as where
+            a chunk is computed a second time for its gradient; None: they are not wanted.
+    """
+    found: Tensor = _Logprobs.apply(scores, target, entropies)  # type: ignore[no-untyped-call]
+    return found
+
+
+def token_logprobs_and_entropies(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the targets and the entropies, [T] each, both with gradient.
+
+    Args:
+        scores: float32 [T, V], finite.
+        target: int64 [T].
+    """
+    found: tuple[Tensor, Tensor] = _LogprobsAndEntropies.apply(scores, target)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Context(FunctionCtx):
+    """What a forward pass leaves to the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _Logprobs(Function):
+    @staticmethod
+    def forward(ctx: _Context, scores: Tensor, target: Tensor, entropies: list[Tensor] | None) -> Tensor:
+        """Return log-probabilities [T]."""
+        parts, mass, total = _parts(scores)
+        if entropies is not None and not entropies:
+            entropies.append((total - parts.mul_(scores).sum(dim=1, keepdim=True) / mass).squeeze(1))
+        ctx.save_for_backward(scores, target, total)
+        return _chosen(scores, target, total)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient [T, V] of the scores: (chosen - p) times that of the log-probability."""
+        scores, target, total = ctx.saved_tensors
+        of_logprob = gradients[0].unsqueeze(1)
+        found = (scores - total).exp_().mul_(-of_logprob)
+        return found.scatter_add_(1, target.unsqueeze(1), of_logprob), None, None
+
+
+class _LogprobsAndEntropies(Function):
+    @staticmethod
+    def forward(ctx: _Context, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, [T] each."""
+        parts, mass, total = _parts(scores)
+        mean = parts.mul_(scores).sum(dim=1, keepdim=True) / mass  # of the scores
+        ctx.save_for_backward(scores, target, total, mean)
+        return _chosen(scores, target, total), (total - mean).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient [T, V] of the scores: that of the entropy is -p (score - mean score)."""
+        scores, target, total, mean = ctx.saved_tensors
+        of_logprob, of_entropy = (gradient.unsqueeze(1) for gradient in gradients)
+        found = (scores - mean).mul_(-of_entropy).sub_(of_logprob).mul_((scores - total).exp_())
+        return found.scatter_add_(1, target.unsqueeze(1), of_logprob), None
+
+
+def _parts(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exponents [T, V] of scores less their largest, their sums [T, 1], and the logarithms of the sums [T, 1].
+
+    The logarithms are those of the exponents of the scores themselves.
+    """
+    top = scores.amax(dim=1, keepdim=True)
+    parts = (scores - top).exp_()
+    mass = parts.sum(dim=1, keepdim=True)
+    return parts, mass, top + mass.log()
+
+
+def _chosen(scores: Tensor, target: Tensor, total: Tensor) -> Tensor:
+    return (scores.gather(1, target.unsqueeze(1)) - total).squeeze(1)
