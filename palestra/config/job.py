@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
@@ -359,6 +360,12 @@ class JobConfig(Section):
                 "rollout.weight_sync = 'between_episodes' is for episodes that the job's own process plays; leave "
                 "environment.runners out, or take 'any_time'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_engine(self) -> JobConfig:
+        if isinstance(self.engine, VllmEngineConfig | SglangEngineConfig):
+            check_served(self.engine, self.policies, self.deterministic, bool(self.players.pools))
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from typing import Any
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import DEFAULT_CONTEXT, FakeEngineConfig, JobConfig
+from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.task_splits import Split
@@ -143,7 +143,7 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
     import torch
 
     there = torch.cuda.is_available()
-    parts = {"engine.device": config.engine.device}
+    parts = {"engine.device": config.engine.device} if isinstance(config.engine, EmbeddedEngineConfig) else {}
     parts |= {"trainer.device": config.trainer.device} if config.kind == "training" else {}
     for key, device in parts.items():
         if device == "cuda" and not there:
