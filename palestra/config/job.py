@@ -497,6 +497,7 @@ class JobConfig(Section):
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
         left_out["trainer"] = {"adapter_slots"}  # it changes no number
+        left_out["engine"] = {"python", "url", "key_variable", "weights_dir", "startup_seconds"}  # a server may move
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:
