@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs as the engine of a job: what it answers, new weights, and the traps of its updates and seeds."""
+"""vLLM's build for CPUs as the engine of a job: what it answers, new weights, and four traps."""
 
 from __future__ import annotations
 
@@ -242,9 +242,9 @@ async def test_weights_that_do_not_fit_are_refused_and_the_engine_keeps_what_it_
         await engine.sync_weights(
             "policy", SECOND, LocalWeights([i for i in named.items() if "model.norm" not in i[0]])
         )
+    wrong = LocalWeights(list((named | {"model.norm.weight": torch.ones(3)}).items()))
     with pytest.raises(ModelError, match=r"has no weight model\.norm\.weight of shape \(3,\)"):
-        wrong = named | {"model.norm.weight": torch.ones(3)}
-        await engine.sync_weights("policy", SECOND, LocalWeights(list(wrong.items())))
+        await engine.sync_weights("policy", SECOND, wrong)
     assert engine.version("policy") == FIRST
     assert (await reply(engine))[0]
 

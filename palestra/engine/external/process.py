@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,13 +82,13 @@ class ServerProcess:
             EngineFailure: it does not answer in time, and was ended.
         """
         until = time.monotonic() + seconds
-        socket = None if address.socket is None else str(address.socket)
-        with httpx2.Client(base_url=address.url, transport=httpx2.HTTPTransport(uds=socket), timeout=5.0) as http:
+        uds = None if address.socket is None else str(address.socket)
+        with httpx2.Client(base_url=address.url, transport=httpx2.HTTPTransport(uds=uds), timeout=5.0) as http:
             while True:
                 if (ended := self.ended()) is not None:
                     raise ModelError(f"{self._name} can't serve this model: {ended}")
                 with contextlib.suppress(httpx2.RequestError):
-                    if http.get(path).is_success:
+                    if _listens(address) and http.get(path).is_success:
                         return
                 if time.monotonic() > until:
                     self.stop()
@@ -122,6 +123,15 @@ class ServerProcess:
         found = [match[1] for line in self._said() if (match := _ERROR.search(line.rstrip()))]
         causes = [error for error in found if not any(word in error for word in _CONSEQUENCE)]
         return (causes or found or [self._last_line()])[0][:300]
+
+
+def _listens(address: Address) -> bool:
+    """Return whether a connection to a server's Unix socket is taken; by TCP, the request itself shows that."""
+    if address.socket is None:
+        return True
+    # Not by a request: httpx leaves the socket of each connection open that is refused.
+    with socket.socket(socket.AF_UNIX) as tried:
+        return tried.connect_ex(str(address.socket)) == 0
 
 
 def _end(process: subprocess.Popen[bytes], private: Path) -> None:
