@@ -29,7 +29,7 @@ def test_every_token_has_the_logprob_of_the_version_that_it_names(tmp_path):
     config = JobConfig.model_validate(
         base.model_dump(exclude={"policies"})
         | {
-            "steps": 4,
+            "steps": 5,
             "policies": {
                 "policy": {
                     "model": str(model),
@@ -39,17 +39,17 @@ def test_every_token_has_the_logprob_of_the_version_that_it_names(tmp_path):
                 }
             },
             "trainer": {"threads": 1, "dtype": "float32"},
-            "rollout": {"group_size": 4, "groups_per_step": 2, "max_staleness": 2},
+            "rollout": {"group_size": 4, "groups_per_step": 2, "max_staleness": 1},
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 1, "keep": 10},
         }
     )
     palestra.train(None, TASKS, config, reward=reward, quiet=True)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
     assert rows[0]["train/logprob_gap_max"] < 5e-3  # nothing is stale yet: rounding alone
-    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("0*"))
-    assert len(checkpoints) == 4
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(checkpoints) == 5
     store = sa.create_engine(f"sqlite:///{tmp_path / 'run' / 'run.db'}")
     with store.connect() as connection:
         names = [
@@ -57,7 +57,7 @@ def test_every_token_has_the_logprob_of_the_version_that_it_names(tmp_path):
         ]
         chats = [chat for name in names for chat in read_trajectory(connection, name).chats]
     store.dispose()
-    checked = dict.fromkeys(range(5), 0)
+    checked = dict.fromkeys(range(6), 0)
     for number, folder in enumerate([model, *checkpoints]):
         weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for chat in chats:
@@ -72,5 +72,5 @@ def test_every_token_has_the_logprob_of_the_version_that_it_names(tmp_path):
             wanted = scores[range(tokens), chat.completion_ids[:tokens].tolist()]
             assert chat.logprobs[:tokens] == pytest.approx(wanted.numpy(), abs=5e-3)
             checked[number] += 1
-    assert sum(checked.values()) == len(chats) >= 32
+    assert sum(checked.values()) == len(chats) >= 40
     assert sum(count > 0 for count in checked.values()) >= 3

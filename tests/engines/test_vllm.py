@@ -139,9 +139,12 @@ async def test_the_most_probable_tokens_are_reported_best_first(engine, referenc
     ids, _, top, _ = await reply(engine, top_logprobs=3, max_tokens=6, min_tokens=6)
     logits = logits_of(reference, PROMPT, ids)
     logits[:, STOPS] = -torch.inf
-    values, tokens = logits.log_softmax(-1).topk(3)
-    assert [[token for token, _ in each] for each in top] == tokens.tolist()
-    assert np.array([[logprob for _, logprob in each] for each in top]) == pytest.approx(values.numpy(), abs=2e-3)
+    chances = logits.log_softmax(-1)
+    for row, best in zip(chances, top, strict=True):
+        said = [logprob for _, logprob in best]
+        assert said == sorted(said, reverse=True)
+        assert said == pytest.approx(row.topk(3).values.tolist(), abs=2e-3)  # two may be equal but for rounding
+        assert said == pytest.approx([row[token].item() for token, _ in best], abs=2e-3)
 
 
 async def test_a_reply_ends_at_a_stop_token_or_at_its_limit(engine):
@@ -199,7 +202,7 @@ async def test_an_update_in_flight_names_the_version_of_every_token(engine, refe
     while engine.load().sampled_tokens < 300:
         await asyncio.sleep(0.01)
     await engine.sync_weights("policy", SECOND, weights_of(changed))
-    split = 0
+    split, first_of_new = 0, []
     for k, (ids, logprobs, _, versions) in enumerate(await asyncio.gather(*calls)):
         assert len(ids) == len(versions) == 400
         assert versions == sorted(versions)
@@ -209,10 +212,12 @@ async def test_an_update_in_flight_names_the_version_of_every_token(engine, refe
         logits[:, STOPS] = -torch.inf
         old = np.array(expected(logits, ids))
         assert logprobs[:before] == pytest.approx(old[:before], abs=3e-3)
-        if before < 390:  # the very first token of the new weights is another one's already
+        if before < 390:
             assert np.abs(np.array(logprobs[before:]) - old[before:]).mean() > 0.05
-            assert abs(logprobs[before] - old[before]) > 1e-3
+            first_of_new.append(abs(logprobs[before] - old[before]))
+    print("FIRST", first_of_new)
     assert split >= 6
+    assert np.median(first_of_new) > 0.02  # one may be equal by accident; all are if the boundary is one token off
     ids, logprobs, _, versions = await reply(engine)  # on keys and values of the new weights alone
     assert set(versions) == {SECOND}
     assert logprobs == pytest.approx(expected(logits_of(changed, PROMPT, ids), ids), abs=2e-3)
