@@ -5,6 +5,7 @@ from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
+from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import (
     SMOLLM2,
@@ -115,11 +116,13 @@ __all__ = [
     "ScaledGroupConfig",
     "SeatsConfig",
     "ServerConfig",
+    "SglangEngineConfig",
     "StoreConfig",
     "TasksConfig",
     "TeacherServerConfig",
     "TrainerConfig",
     "UpdatesConfig",
+    "VllmEngineConfig",
     "dump_config",
     "find_mistakes",
     "in_present_names",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.renames import new_value
 from palestra.config.section import Positive, Section
 
@@ -68,8 +69,11 @@ def _known_kind(value: Any) -> Any:
 
 
 EngineConfig = Annotated[
-    Annotated[EmbeddedEngineConfig, Tag("embedded")] | Annotated[FakeEngineConfig, Tag("fake")],
+    Annotated[EmbeddedEngineConfig, Tag("embedded")]
+    | Annotated[VllmEngineConfig, Tag("vllm")]
+    | Annotated[SglangEngineConfig, Tag("sglang")]
+    | Annotated[FakeEngineConfig, Tag("fake")],
     Discriminator(_kind_of),
     BeforeValidator(_known_kind),
 ]
-KINDS = ("embedded", "fake")
+KINDS = ("embedded", "vllm", "sglang", "fake")

@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
@@ -362,6 +363,12 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _fits_its_engine(self) -> JobConfig:
+        if isinstance(self.engine, VllmEngineConfig | SglangEngineConfig):
+            check_served(self.engine, self.policies, self.deterministic, bool(self.players.pools))
+        return self
+
+    @model_validator(mode="after")
     def _reproducible(self) -> JobConfig:
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError(
@@ -490,6 +497,7 @@ class JobConfig(Section):
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
         left_out["trainer"] = {"adapter_slots"}  # it changes no number
+        left_out["engine"] = {"python", "url", "key_variable", "weights_dir", "startup_seconds"}  # a server may move
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:

@@ -52,7 +52,7 @@ def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
         from palestra.runtime.local import run_on_uvloop, serve
         from palestra.runtime.starting_points import with_checkpoints
 
-        if config.engine.kind == "embedded":
+        if config.engine.kind != "fake":
             tune_malloc()
             import torch  # noqa: F401 - takes seconds, in which the phase is not that of the model
         tell(phase=f"loading {name}")

@@ -168,7 +168,7 @@ class JobThread:
             given: splits whose tasks are pushed; see `local_job`.
             starter: starts runners; see `local_job`.
         """
-        if config.engine.kind == "embedded":
+        if config.engine.kind != "fake":
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given

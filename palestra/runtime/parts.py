@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.config import (
+    DEFAULT_CONTEXT,
+    EmbeddedEngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+)
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
@@ -37,10 +44,14 @@ def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> 
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
-        ConfigError: a `max_context` is more than its model has.
+        ConfigError: a `max_context` is more than its model has; or the server of an engine can't be started, because
+            there is too little memory, say.
+        EngineFailure: the server of an engine was not ready in time.
     """
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
+    if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
+        return _external(config, config.engine, weights or {})
     return _embedded(config, config.engine, weights or {})
 
 
@@ -94,6 +105,19 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
     return Parts(
         engine=engine,
         trainer=_torch_trainer(config, models) if config.kind == "training" else None,
+        policies=PolicySet.of(config, runtimes),
+    )
+
+
+def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
+    """Build a job whose engine is a server of another project, beside a trainer in this process."""
+    from palestra.models.loading import LoadedModels
+    from palestra.runtime.engine_servers import served_engine
+
+    engine, runtimes = served_engine(config, settings, weights)
+    return Parts(
+        engine=engine,
+        trainer=_torch_trainer(config, LoadedModels()) if config.kind == "training" else None,
         policies=PolicySet.of(config, runtimes),
     )
 

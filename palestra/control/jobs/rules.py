@@ -84,6 +84,8 @@ EXEMPT: Mapping[str, str] = {
     "policies.*.optimizer.max_grad_norm": "costs nothing, and JobConfig bounds it",
     "policies.*.adapter.rank": "at most the width of the model's layers",
     "policies.*.adapter.alpha": "a number of a formula",
+    "engine.tensor_parallel": "of a server, which no service starts",
+    "engine.startup_seconds": "of a server, which no service starts",
     "trainer.adapter_slots": "fewer are more work, and a job has at most eight policies",
     "roles.*.pool.every_steps": "more is less work",
     "roles.*.pool.size": "JobConfig bounds it, and the job's memory is limited",
