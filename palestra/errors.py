@@ -314,6 +314,13 @@ class EngineFailure(PalestraError):
     retryable = True
 
 
+class ReplyLost(EngineFailure):
+    """A reply was lost in part, and its caller has tokens that sampling it again did not repeat.
+
+    A caller who has handed on none of them may begin anew; the whole reply then comes from one attempt.
+    """
+
+
 class BaseServerLost(EngineFailure):
     """The connection to a base server was lost, or the server has been started again and has forgotten the job.
 

@@ -1,0 +1,1 @@
+"""Several inference workers as one engine: `InferenceManager` places requests, replaces workers and hands out weights."""
