@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
-from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, PooledEngineConfig
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
@@ -490,6 +490,7 @@ class JobConfig(Section):
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
         left_out["trainer"] = {"adapter_slots"}  # it changes no number
+        left_out["engine"] = set(PooledEngineConfig.model_fields)  # a reply is the same from every worker
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:

@@ -26,6 +26,7 @@ class WorkerLoad:
     name: str
     state: str  # starting, ready, updating or draining
     requests: int  # that it is answering
+    process: int | None  # number of its process; None: it is starting, or has none of this machine
     restarts: int  # how often another one had to be started in its place
     versions: Mapping[str, str]  # of the policies whose weights it was given, by name
 

@@ -27,6 +27,7 @@ from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
+from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.environments import environment_of
 from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.page import create_job_app
@@ -352,6 +353,8 @@ async def _parts(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, 
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
+    if config.engine.replicas > 1:
+        return await pooled_parts(config, weights), None
     return await in_thread(lambda: build_parts(config, weights)), None  # in a thread of its own, not of a pool
 
 

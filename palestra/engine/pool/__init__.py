@@ -1,1 +1,1 @@
-"""Several inference workers as one engine: `InferenceManager` places requests, replaces workers and hands out weights."""
+"""Several inference workers as one engine: placement, replacement, weights for all of them."""

@@ -37,10 +37,12 @@ class StartedWorker:
     Attributes:
         engine: of the worker; its `failure` returns when the worker has died.
         kill: ends the worker at once, even if it stands still; all calls of its engine fail then.
+        process: number of its process; None: it has none of this machine.
     """
 
     engine: Engine
     kill: Callable[[], None]
+    process: int | None = None
 
 
 class InferenceWorker:
@@ -56,6 +58,7 @@ class InferenceWorker:
         """
         self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
         self.engine: Engine | None = None
+        self.process: int | None = None
         self.prefixes = PrefixIndex(prefix_tokens)
         self.requests = 0  # that are being answered
         self.restarts = 0
@@ -84,7 +87,7 @@ class InferenceWorker:
 
     def begin(self, started: StartedWorker) -> None:
         """Take a worker that was started and has the weights of the start."""
-        self.engine = started.engine
+        self.engine, self.process = started.engine, started.process
         self.prefixes = PrefixIndex(self._prefix_tokens)
         self._have, self._taking = {}, asyncio.Lock()
         self._lost = asyncio.get_running_loop().create_future()
@@ -93,7 +96,7 @@ class InferenceWorker:
         """Forget the worker, which has died or was ended."""
         if self.engine is not None:
             self.before = added_loads(self.before, self.engine.load())
-        self.engine, self.is_ready = None, False
+        self.engine, self.process, self.is_ready = None, None, False
         self.lose("it was ended")
 
     def lose(self, why: str) -> None:
@@ -266,6 +269,7 @@ class InferenceWorker:
             state=self.state.value,
             requests=self.requests,
             restarts=self.restarts,
+            process=self.process,
             versions={name: str(policy.version) for name, policy in self._have.items()},
         )
 

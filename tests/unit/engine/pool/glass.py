@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.engine.pool.manager import InferenceManager, PoolOptions
@@ -15,7 +15,7 @@ from palestra.models.weights import LocalWeights
 
 @dataclass(frozen=True)
 class Kept:
-    source: LocalWeights = LocalWeights(())
+    source: LocalWeights
 
 
 async def keep(policy, source):
@@ -61,8 +61,6 @@ class GlassEngine(FakeEngine):
                 yield piece
 
     def _of_version(self, request):
-        from dataclasses import replace
-
         seed = request.sampling.seed + 1000 * self.version(request.policy).n
         return replace(request, sampling=replace(request.sampling, seed=seed))
 

@@ -1,4 +1,4 @@
-"""A pool is one engine: whatever becomes of its workers, each reply arrives once, as one engine would have sampled it."""
+"""A pool is one engine: whatever becomes of its workers, each reply arrives once, as one engine would sample it."""
 
 from __future__ import annotations
 
