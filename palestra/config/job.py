@@ -23,6 +23,7 @@ from palestra.config.seats import SeatsConfig
 from palestra.config.section import Identifier, Positive, Seconds, Section
 from palestra.config.shared_base import check_bases
 from palestra.config.trained import check_trained
+from palestra.config.watchdog import WatchdogConfig
 from palestra.errors import ConfigError
 
 JobKind = Literal["training", "inference"]
@@ -317,6 +318,7 @@ class JobConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -463,7 +465,19 @@ class JobConfig(Section):
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
         left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "kind", "run_dir", "tracking", "tasks", "seats", "server", "store", "checkpoint", "evaluation"),
+            (
+                "name",
+                "kind",
+                "run_dir",
+                "tracking",
+                "tasks",
+                "seats",
+                "server",
+                "store",
+                "checkpoint",
+                "evaluation",
+                "watchdog",
+            ),
             True,
         )
         left_out["rollout"] = {

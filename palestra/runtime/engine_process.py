@@ -180,7 +180,7 @@ def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
 
 
 def _die_with_the_job() -> None:
-    """Have the kernel end this process with the job's, because a stopped one would not see that its socket is closed."""
+    """Have the kernel end this process with the job's: a stopped process would not see that its socket is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
