@@ -411,7 +411,11 @@ class InferenceManager:
         """Give a worker what is wanted of all, let it serve, and return when it was taken away and is idle."""
         paused = False
         while True:
-            await worker.take(self._wanted)
+            try:
+                await worker.take(self._wanted)
+            except ModelError as error:
+                self._drop(worker.refused, error)
+                continue
             if paused == self._paused and not worker.lacks(self._wanted):
                 break
             paused = self._paused
@@ -419,6 +423,17 @@ class InferenceManager:
         worker.is_ready = worker.served = True
         await self._notify()
         await worker.left()
+
+    def _drop(self, refused: WantedPolicy | None, error: ModelError) -> None:
+        """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does.
+
+        Raises:
+            ModelError: it is no added policy, and without it there is nothing to sample from.
+        """
+        if refused is None or refused.like is None or self._wanted.get(refused.name) is not refused:
+            raise error
+        log.error("%r can't be sampled from any more: %s", refused.name, error)
+        del self._wanted[refused.name]
 
     async def _notify(self) -> None:
         """Wake those who wait for a worker, or for a change of the pool."""

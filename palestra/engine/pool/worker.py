@@ -13,7 +13,7 @@ from palestra.engine.base import Engine, EngineLoad, WorkerLoad
 from palestra.engine.pool.placement import Candidate
 from palestra.engine.pool.prefixes import PrefixIndex
 from palestra.engine.pool.wanted import WantedPolicy, leftover, missing
-from palestra.errors import EngineFailure
+from palestra.errors import EngineFailure, ModelError
 from palestra.types.calls import PolicyVersion
 from palestra.waiting import together
 
@@ -62,6 +62,7 @@ class InferenceWorker:
         self.prefixes = PrefixIndex(prefix_tokens)
         self.requests = 0  # that are being answered
         self.restarts = 0
+        self.refused: WantedPolicy | None = None  # the last policy whose weights it could not take
         self.is_ready = self.is_draining = False
         self.served = False  # since its last start
         self._left = asyncio.Event()
@@ -237,11 +238,15 @@ class InferenceWorker:
     async def _take(self, engine: Engine, policy: WantedPolicy) -> None:
         source = None if policy.weights is None else policy.weights.source
         with self.answering():
-            if policy.like is not None:
-                await engine.add_policy(policy.name, policy.like, policy.version, source)
-            else:
-                assert source is not None
-                await engine.sync_weights(policy.name, policy.version, source)
+            try:
+                if policy.like is not None:
+                    await engine.add_policy(policy.name, policy.like, policy.version, source)
+                else:
+                    assert source is not None
+                    await engine.sync_weights(policy.name, policy.version, source)
+            except ModelError:
+                self.refused = policy
+                raise
         self._have[policy.name] = policy
         self.prefixes.clear(policy.name)
 

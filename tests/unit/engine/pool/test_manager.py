@@ -169,6 +169,22 @@ async def test_weights_that_do_not_fit_leave_the_pool_as_it_was():
         await until(lambda: len(house.alive) == 2)
 
 
+async def test_an_added_policy_whose_files_are_gone_is_dropped_and_the_pool_goes_on():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        await pool.add_policy("past", "policy", PolicyVersion(0, 7), WEIGHTS)
+
+        async def gone(*_):
+            raise ModelError("no such file")
+
+        house.on_start = lambda engine: setattr(engine, "add_policy", gone)
+        house.started[0].break_now()
+        await until(lambda: len(house.alive) == 2 and all(w.state == "ready" for w in pool.load().workers))
+        with pytest.raises(ModelError, match="not 'past'"):
+            pool.version("past")
+        assert await reply_of(pool) == await expected(3)
+
+
 @pytest.mark.parametrize("fault", ["dies_in_update", "hangs_in_update"])
 @pytest.mark.parametrize("sync", ["rolling", "all"])
 async def test_a_worker_that_is_lost_in_an_update_does_not_hold_it_up(fault, sync):
