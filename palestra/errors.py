@@ -25,6 +25,7 @@
     ├── TooManyRequests              429  retry after `retry_after_seconds`
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
+    │   ├── ReplyLost                503  a reply was lost in part, and could not be repeated
     │   └── BaseServerLost           503  a base server has forgotten the job
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
@@ -33,6 +34,7 @@
     ├── EnvironmentFailed        500  an environment on another machine raised something, or its session has ended
     ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
+    ├── JobStuck                     500  nothing happens in a job any more
     ├── WorkerCrashLoop                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
     │   └── NodeLost              503  the machine that was chosen for it is dead
@@ -314,6 +316,13 @@ class EngineFailure(PalestraError):
     retryable = True
 
 
+class ReplyLost(EngineFailure):
+    """A reply was lost in part, and its caller has tokens that sampling it again did not repeat.
+
+    A caller who has handed on none of them may begin anew; the whole reply then comes from one attempt.
+    """
+
+
 class BaseServerLost(EngineFailure):
     """The connection to a base server was lost, or the server has been started again and has forgotten the job.
 
@@ -374,6 +383,10 @@ class RolloutFailed(PalestraError):
     def __init__(self, termination: str, message: str) -> None:
         super().__init__(message)
         self.termination = termination
+
+
+class JobStuck(PalestraError):
+    """Nothing has happened in a training job for longer than `watchdog.seconds`; the message names the stuck part."""
 
 
 class WorkerCrashLoop(PalestraError):

@@ -62,6 +62,7 @@ from palestra.config.pools import PoolConfig, RoleConfig, past_name, past_of
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
 from palestra.config.seats import SeatsConfig
+from palestra.config.watchdog import WatchdogConfig
 
 __all__ = [
     "ALGORITHM_NAMES",
@@ -123,6 +124,7 @@ __all__ = [
     "TrainerConfig",
     "UpdatesConfig",
     "VllmEngineConfig",
+    "WatchdogConfig",
     "dump_config",
     "find_mistakes",
     "in_present_names",

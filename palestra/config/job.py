@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
-from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, PooledEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
@@ -24,6 +24,7 @@ from palestra.config.seats import SeatsConfig
 from palestra.config.section import Identifier, Positive, Seconds, Section
 from palestra.config.shared_base import check_bases
 from palestra.config.trained import check_trained
+from palestra.config.watchdog import WatchdogConfig
 from palestra.errors import ConfigError
 
 JobKind = Literal["training", "inference"]
@@ -318,6 +319,7 @@ class JobConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -470,7 +472,19 @@ class JobConfig(Section):
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
         left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "kind", "run_dir", "tracking", "tasks", "seats", "server", "store", "checkpoint", "evaluation"),
+            (
+                "name",
+                "kind",
+                "run_dir",
+                "tracking",
+                "tasks",
+                "seats",
+                "server",
+                "store",
+                "checkpoint",
+                "evaluation",
+                "watchdog",
+            ),
             True,
         )
         left_out["rollout"] = {
@@ -497,7 +511,9 @@ class JobConfig(Section):
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
         left_out["trainer"] = {"adapter_slots"}  # it changes no number
-        left_out["engine"] = {"python", "url", "key_variable", "weights_dir", "startup_seconds"}  # a server may move
+        # A server may move, and a reply is the same from every worker.
+        left_out["engine"] = {"python", "url", "key_variable", "weights_dir", "startup_seconds"}
+        left_out["engine"] |= set(PooledEngineConfig.model_fields)
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:

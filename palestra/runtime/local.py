@@ -28,6 +28,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock
 from palestra.runners import Runner, RunnerPool
+from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.environments import environment_of
 from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.page import create_job_app
@@ -40,6 +41,7 @@ from palestra.runtime.runner_process import start_process
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.shared_base import BaseConnection, connect_base
 from palestra.runtime.tasks import load_tasks, read_files
+from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
 from palestra.session import Sameness, SeatBook, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
@@ -58,6 +60,7 @@ log = logging.getLogger("palestra")
 T = TypeVar("T")
 MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another number
 LINGER_SECONDS = 10.0  # limit for notifying workers that the job is over
+CLOSE_SECONDS = 120.0  # limit for ending the engine, and the trainer
 RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all earlier workers have retried within this time
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -76,6 +79,7 @@ class LocalJob:
         pool: RunnerPool | None,
         renewal: Renewal | None = None,
         fleet: RunnerFleet | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """Assemble a job; `run` runs it.
 
@@ -89,8 +93,9 @@ class LocalJob:
             pool: plays episodes in this process; None: no episodes are played here.
             renewal: what is done when the base server has forgotten the job; None: it has none.
             fleet: processes that play the job's environment; None: it has none.
+            watchdog: ends the job when it is stuck; None: nothing is trained.
         """
-        self._fleet = fleet
+        self._fleet, self._watchdog = fleet, watchdog
         self._renewal, self._stopping = renewal, False
         self._work, self.plane, self.url, self.folder = work, plane, url, folder
         self._engine, self._pool = engine, pool
@@ -136,6 +141,8 @@ class LocalJob:
             parts.append(self._pool.run())
         if self._fleet is not None:
             parts.append(self._fleet.failure())
+        if self._watchdog is not None:
+            parts.append(self._watchdog.run())
         await race(*parts)
 
     async def _work_on(self) -> None:
@@ -323,14 +330,38 @@ async def local_job(
                 start.succeeded = True
                 renewal = None if base is None else Renewal(base, again)
                 fleet = _fleet(config, plane, url_of(listener), starter or start_process) if apart else None
+                watchdog = _watchdog(plane, work, plays_itself=pool is not None or fleet is not None)
                 async with fleet or contextlib.nullcontext():
-                    yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal, fleet)
+                    yield LocalJob(
+                        work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal, fleet, watchdog
+                    )
         finally:
-            await parts.engine.close()
+            await _closed("engine", parts.engine.close())
             for runtime in runtimes.values():
                 runtime.grammars.close()
             if parts.trainer is not None:
-                await parts.trainer.close()
+                await _closed("trainer", parts.trainer.close())
+
+
+def _watchdog(plane: DataPlane, work: Learner | Serving | Scoring, *, plays_itself: bool) -> Watchdog | None:
+    """Return what ends a job that is stuck; None: the job trains nothing.
+
+    Args:
+        plane: of the job.
+        work: what the job does.
+        plays_itself: whether runners of the job's own play its episodes.
+    """
+    if not isinstance(work, Learner):
+        return None
+    return Watchdog(plane.config.watchdog, plane, plays_itself, plane.store.clock)
+
+
+async def _closed(part: str, closing: Awaitable[None]) -> None:
+    """Close a part of a job; one that is stuck is left to the end of the process."""
+    try:
+        await asyncio.wait_for(closing, CLOSE_SECONDS)
+    except TimeoutError:
+        log.error("the %s does not end; it is left behind", part)
 
 
 async def _create_policies(
@@ -353,6 +384,8 @@ async def _parts(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, 
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
+    if config.engine.replicas > 1:
+        return await pooled_parts(config, weights), None
     return await in_thread(lambda: build_parts(config, weights)), None  # in a thread of its own, not of a pool
 
 

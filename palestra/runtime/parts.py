@@ -22,6 +22,7 @@ from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.base import Trainer
 
 if TYPE_CHECKING:
+    from palestra.engine.embedded.engine import EmbeddedEngine
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.models.loading import LoadedModels
 
@@ -57,11 +58,9 @@ def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> 
 
 def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
     """Build a job without a model: neither torch nor transformers is imported."""
-    from palestra.engine.fake import FakeEngine, digits_script
     from palestra.trainer.fake import FakeTrainer
 
-    tokenizer = ByteTokenizer()
-    engine = FakeEngine(digits_script(settings.reply_tokens, tokenizer.eos_token_id), settings.delay_seconds)
+    tokenizer, engine = ByteTokenizer(), fake_engine(settings)
     runtimes = {
         name: PolicyRuntime(
             name=name, config=policy, renderer=ChatMLRenderer(tokenizer), engine=engine, grammars=Grammars()
@@ -75,23 +74,19 @@ def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
     )
 
 
+def fake_engine(settings: FakeEngineConfig) -> Engine:
+    """Return an engine without a model."""
+    from palestra.engine.fake import FakeEngine, digits_script
+
+    return FakeEngine(digits_script(settings.reply_tokens, ByteTokenizer().eos_token_id), settings.delay_seconds)
+
+
 def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str]) -> Parts:
     """Build a job whose engine and trainer are in this process, and share weights that never change."""
-    import torch
-
-    from palestra.engine.embedded.engine import EmbeddedEngine
-    from palestra.models.device import reproducible_products
     from palestra.models.loading import LoadedModels
 
-    if config.deterministic:
-        reproducible_products()
-        torch.use_deterministic_algorithms(True)
     models = LoadedModels()
-    loaded = {
-        name: _load(config, name, weights.get(name, policy.model), settings, models)
-        for name, policy in config.policies.items()
-    }
-    engine = EmbeddedEngine({name: one.model for name, one in loaded.items()}, settings, config.deterministic)
+    engine, loaded = load_engine(config, settings, weights, models)
     runtimes = {
         name: PolicyRuntime(
             name=name,
@@ -104,7 +99,7 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
     }
     return Parts(
         engine=engine,
-        trainer=_torch_trainer(config, models) if config.kind == "training" else None,
+        trainer=torch_trainer(config, models) if config.kind == "training" else None,
         policies=PolicySet.of(config, runtimes),
     )
 
@@ -120,10 +115,40 @@ def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig
         trainer=_torch_trainer(config, LoadedModels()) if config.kind == "training" else None,
         policies=PolicySet.of(config, runtimes),
     )
+def load_engine(
+    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], models: LoadedModels
+) -> tuple[EmbeddedEngine, dict[str, LoadedPolicy]]:
+    """Load the models that a job samples from, and make an engine of them.
+
+    Args:
+        config: the job.
+        settings: of the engine.
+        weights: see `build_parts`.
+        models: of this process.
+    """
+    from palestra.engine.embedded.engine import EmbeddedEngine
+
+    make_deterministic(config)
+    loaded = {
+        name: _load(config, name, weights.get(name, policy.model), settings, models)
+        for name, policy in config.policies.items()
+    }
+    return EmbeddedEngine({name: one.model for name, one in loaded.items()}, settings, config.deterministic), loaded
+
+
+def make_deterministic(config: JobConfig) -> None:
+    """Have this process compute reproducibly if the job is deterministic; before its first product."""
+    import torch
+
+    from palestra.models.device import reproducible_products
+
+    if config.deterministic:
+        reproducible_products()
+        torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Loaded:
+class LoadedPolicy:
     """A model that an engine samples from, and what a session and the engine need of its tokenizer."""
 
     model: PolicyModel
@@ -132,7 +157,9 @@ class _Loaded:
     max_context: int  # tokens
 
 
-def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConfig, models: LoadedModels) -> _Loaded:
+def _load(
+    config: JobConfig, name: str, model: str, settings: EmbeddedEngineConfig, models: LoadedModels
+) -> LoadedPolicy:
     """Load the model of one policy.
 
     Args:
@@ -169,7 +196,7 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
             "memory; raise engine.cache_gib, or lower max_context"
         )
     grammars = Grammars(vocabulary_of(tokenizer, sampler.vocab_size))
-    return _Loaded(
+    return LoadedPolicy(
         model=PolicyModel(model=sampler, stop_ids=frozenset(renderer.stop_ids), grammars=grammars),
         renderer=renderer,
         grammars=grammars,
@@ -177,7 +204,8 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
     )
 
 
-def _torch_trainer(config: JobConfig, models: LoadedModels) -> Trainer:
+def torch_trainer(config: JobConfig, models: LoadedModels) -> Trainer:
+    """Return the trainer of a job, which has no policy yet."""
     from palestra.trainer.torch_trainer import TorchTrainer
 
     return TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)

@@ -63,6 +63,7 @@ JOB_ROUTES = [
     ("GET", "/events", None),
     ("GET", "/metrics", None),
     ("POST", "/v1/checkpoints/policy@step-1", {}),
+    ("POST", "/engine/replicas", {"replicas": 2}),
 ]
 EPISODE_ROUTES = [
     ("/heartbeat_episode", {}),

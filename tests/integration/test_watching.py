@@ -181,6 +181,7 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("POST", "/v1/responses/input_tokens"),
         ("GET", "/v1/models"),
         ("POST", "/v1/checkpoints/{name}"),
+        ("POST", "/engine/replicas"),
         ("POST", "/tasks"),
         ("POST", "/register_episode"),
         ("POST", "/claim_episode"),

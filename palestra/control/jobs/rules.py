@@ -55,6 +55,7 @@ CAPS: Mapping[str, float] = {
     "evaluation.max_tasks": 10_000,
     "checkpoint.keep": 20,
     "engine.threads": 256,
+    "engine.replicas": 16,
     "engine.max_batch": 1_024,
     "engine.prefill_tokens": 65_536,
     "engine.prefill_chunk": 65_536,
@@ -130,6 +131,8 @@ EXEMPT: Mapping[str, str] = {
     "evaluation.every_tokens": "more is less work",
     "token_budget": "training ends after `steps` in any case",
     "checkpoint.every_steps": "more is less work",
+    "engine.stuck_seconds": "a worker that stands still costs what it holds, whenever it is replaced",
+    "watchdog.seconds": "more is less work",
     "server.port": "the service chooses the port",
 }
 """Numbers of a configuration that need no cap, with the reason. Every number stands here or in CAPS; a test looks."""

@@ -23,6 +23,7 @@ from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
 from palestra.models.packed import pack
 from palestra.models.weights import LocalWeights, WeightSource
+from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 
 log = logging.getLogger("palestra.engine")
@@ -212,7 +213,7 @@ class EmbeddedEngine:
         """Fail the requests that are open, and end what the engine has started."""
         with contextlib.suppress(EngineFailure):  # its thread has ended already
             self._commands.put(lambda: setattr(self, "_stopping", True))
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        await in_thread(self._thread.join)  # not in a pool, for whose threads a process that ends would wait
 
     async def failure(self) -> str:
         """Wait until the engine can not go on by itself, and return the reason in one line."""

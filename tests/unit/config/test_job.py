@@ -100,6 +100,9 @@ OTHER: dict[str, Any] = {
     "engine.cache_gib": 1.5,
     "engine.in_flight_updates": "finish",
     "engine.threads": 1,
+    "engine.replicas": 2,
+    "engine.sync": "all",
+    "engine.stuck_seconds": 5.0,
     "engine.max_batch": 8,
     "engine.prefill_tokens": 99,
     "engine.prefix_cache_tokens": 99,
@@ -115,6 +118,8 @@ OTHER: dict[str, Any] = {
     "server.max_body_bytes": 99,
     "server.max_waiting_calls": 99,
     "server.max_wait_seconds": 9.0,
+    "watchdog.seconds": 5.0,
+    "watchdog.idle": "fail",
 }
 # The first: with `deterministic`, and the second: with tasks, which the table has; the last: without `every`.
 ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.policy.frozen"}
@@ -135,6 +140,10 @@ NOT_TRAINED = {
     "store",
     "server",
     "trainer.adapter_slots",
+    "engine.replicas",
+    "engine.sync",
+    "engine.stuck_seconds",
+    "watchdog",
 }
 NOT_TRAINED |= {
     f"rollout.{leaf}"
