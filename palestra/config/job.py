@@ -211,7 +211,7 @@ class TrainerConfig(Section):
 
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of products; weights are float32.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
-    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
+    threads: Positive | None = Field(None, description="CPU threads for arithmetic, of each process. None: all cores.")
     micro_batch_tokens: Positive | None = Field(
         None,
         description="Most tokens in one forward and backward pass: memory grows with it. None: 1,024 on a CPU, 8,192 "
@@ -222,6 +222,25 @@ class TrainerConfig(Section):
         None,
         description="Most adapters that are in memory with their gradients and optimizers; the others wait on disk, "
         "and come back when they are trained, bit for bit. None: all are in memory.",
+    )
+    devices: Positive = Field(
+        1,
+        description="Devices over which weights, gradients and moments are shared out, each with a process of its own "
+        "(FSDP2). 1: the job's own process trains.",
+    )
+    rank_timeout_seconds: Seconds = Field(
+        120.0,
+        description="With several devices: how long one of the processes may be silent before all are ended, and the "
+        "job goes on from its newest checkpoint.",
+    )
+    activation_checkpointing: bool = Field(
+        False,
+        description="Whether layers are computed again in the backward pass, so that the memory of their activations "
+        "is that of one layer; a step takes about a third longer.",
+    )
+    cpu_offload: bool = Field(
+        False,
+        description="With several CUDA devices: whether weights, gradients and moments wait in the CPU's memory.",
     )
 
 

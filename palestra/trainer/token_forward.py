@@ -78,15 +78,16 @@ class TokenForward:
             return empty, empty if entropy_gradient else empty.detach()
         return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
 
-    def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor]) -> Tensor:
+    def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
         """Return the targets' log-probabilities alone, float32 [T]: for a pass that needs no entropies.
 
         Args:
             micro: trees of rows.
             columns: its columns on the model's device.
+            hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
-        hidden, pieces = self._pieces(self._chosen, micro, columns)
-        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+        states, pieces = self._pieces(self._chosen, micro, columns, hidden)
+        return torch.cat(pieces) if pieces else states.new_zeros(0, dtype=torch.float32)
 
     def _pieces(
         self, chunk: Callable[..., Any], micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None
