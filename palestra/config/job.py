@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
+from palestra.config.devices import check_devices
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
@@ -364,6 +365,7 @@ class JobConfig(Section):
     def _can_be_trained(self) -> JobConfig:
         if self.kind == "training":
             check_trained(self)
+            check_devices(self)
             check_pools(self.players, self.steps, self.rollout.max_staleness, self.algorithm_of)
         return self
 
@@ -508,7 +510,14 @@ class JobConfig(Section):
         }
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
-        left_out["trainer"] = {"adapter_slots"}  # it changes no number
+        left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
+        # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
+        left_out["trainer"] |= {
+            key
+            for key in ("devices", "activation_checkpointing", "cpu_offload")
+            if not self.deterministic
+            or (not with_unused and getattr(self.trainer, key) == TrainerConfig.model_fields[key].default)
+        }
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:

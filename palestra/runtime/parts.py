@@ -17,6 +17,8 @@ from palestra.trainer.base import Trainer
 if TYPE_CHECKING:
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.models.loading import LoadedModels
+    from palestra.runtime.renewal import Renewable
+    from palestra.trainer.sharded.trainer import ShardedTrainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,7 @@ class Parts:
     engine: Engine
     trainer: Trainer | None  # without a policy yet; None: nothing is trained
     policies: PolicySet
+    renewable: Renewable | None = None  # the trainer, where its processes may be lost
 
 
 def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> Parts:
@@ -91,11 +94,9 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
         )
         for name, one in loaded.items()
     }
-    return Parts(
-        engine=engine,
-        trainer=_torch_trainer(config, models) if config.kind == "training" else None,
-        policies=PolicySet.of(config, runtimes),
-    )
+    sharded = _sharded_trainer(config, settings) if config.kind == "training" and config.trainer.devices > 1 else None
+    own = _torch_trainer(config, models) if config.kind == "training" and sharded is None else None
+    return Parts(engine=engine, trainer=sharded or own, policies=PolicySet.of(config, runtimes), renewable=sharded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +152,12 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
         grammars=grammars,
         max_context=max_context,
     )
+
+
+def _sharded_trainer(config: JobConfig, settings: EmbeddedEngineConfig) -> ShardedTrainer:
+    from palestra.trainer.sharded.trainer import ShardedTrainer
+
+    return ShardedTrainer(config.trainer, config.checkpoint.keep, settings.dtype, config.deterministic)
 
 
 def _torch_trainer(config: JobConfig, models: LoadedModels) -> Trainer:

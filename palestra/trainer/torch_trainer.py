@@ -87,6 +87,10 @@ class TorchTrainer:
             # Both of a critic of actions begin alike, and their adapter is drawn with another seed than the policy's.
             critic = loading.trained(spec, spec.seed + 1)[0] if spec.critic is not None else None
             target = loading.trained(spec, spec.seed + 1)[0] if spec.critic == "actions" else None
+            if self._config.activation_checkpointing:
+                for each in (model, critic):
+                    if each is not None:
+                        each.recompute_blocks()
             return TorchPolicy(model, tokenizer, self._config, frozen, critic, target)
 
         async def work() -> None:

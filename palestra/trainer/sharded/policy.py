@@ -176,14 +176,16 @@ class RankPolicy(TorchPolicy):
             CheckpointError: this rank or another can't write.
         """
         problem = _Problem()
-        weights = dict(_gathered(self.parameters, None, keep=self._group.is_first))
-        if self._group.is_first:
-            problem.catch(lambda: self.model.save(folder, self._tokenizer, weights))
-        del weights
+        self._write_weights(folder, problem)
         if moments:
             problem.catch(lambda: self.optimizer.write(folder, OPTIMIZER))
         self._group.check(problem.error)
         return_freed_memory()
+
+    def _write_weights(self, folder: Path, problem: _Problem) -> None:
+        weights = dict(_gathered(self.parameters, None, keep=self._group.is_first))
+        if self._group.is_first:
+            problem.catch(lambda: self.model.save(folder, self._tokenizer, weights))
 
     def read(self, folder: Path) -> None:
         """Take over this rank's part of a checkpoint that any number of ranks have written, or one process.

@@ -210,7 +210,7 @@ class _RankProcess:
         """
         own, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: ASYNC220 - it takes milliseconds
                 [*PROGRAM, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

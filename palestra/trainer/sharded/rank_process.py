@@ -80,7 +80,7 @@ def main() -> None:
         except (TakenBack, PalestraError) as error:
             problem = error.problem if isinstance(error, TakenBack) else error
             answer = Answer(error=problem and _sendable(problem), failed=True)
-        except Exception as error:  # the job ends all ranks
+        except Exception as error:  # noqa: BLE001 - the job ends all ranks
             traceback.print_exc()
             answer = Answer(error=_sendable(error), failed=True, broken=True)
         talk.send(answer)

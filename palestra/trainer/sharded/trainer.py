@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ MOST_LOSSES = 5  # without a checkpoint between them: then the job itself must b
 class _Policy:
     """What the coordinator knows of a policy; the fields are those of `TorchPolicy`."""
 
-    version: PolicyVersion = PolicyVersion(0, 0)
+    version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
     changed: bool = False
 
 
