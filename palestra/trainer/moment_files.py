@@ -6,6 +6,7 @@ all of them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def read_moments(folder: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -
             for kind in KINDS
             if f"{kind}.{name}" in known
         }
-        load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be in one process
+            load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise CheckpointError(f"{folder} can't be read: {_first(error)}") from error
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -24,7 +25,9 @@ from palestra.trainer.sharded.rank_process import FOLDER
 from palestra.trainer.sharded.wire import HEADER_BYTES, Answer, Beat, Request, length_of, packed, unpacked
 from palestra.waiting import cancelled
 
+log = logging.getLogger("palestra.trainer")
 CHECK_SECONDS = 0.5  # between two looks at how long a rank has been silent
+BLAME_SECONDS = 1.0  # for a rank that has died to be seen, when another has lost the connection to it
 GRACE_SECONDS = 10.0  # for the answers of the other ranks, when one has failed
 PROGRAM = (sys.executable, "-m", "palestra.trainer.sharded.rank_process")
 
@@ -130,7 +133,7 @@ class RankProcesses:
                 answer = task.result()
                 waiting.discard(task)
                 if answer.broken:
-                    self._lose(f"rank {tasks.index(task)} failed: {type(answer.error).__name__}: {answer.error}")
+                    await self._blame(tasks.index(task), answer)
                 elif answer.failed:
                     limit = GRACE_SECONDS
         if self.lost is not None or waiting:
@@ -140,6 +143,20 @@ class RankProcesses:
             if answer.error is not None:
                 raise answer.error
         return [answer.result for answer in answers]
+
+    async def _blame(self, number: int, answer: Answer) -> None:
+        """End all ranks because one has failed; the reason is another one that has died, if there is one.
+
+        Args:
+            number: of the rank.
+            answer: says how it failed.
+        """
+        with contextlib.suppress(TimeoutError):  # a rank fails as soon as it has lost the connection to another
+            await asyncio.wait_for(self._gone.wait(), BLAME_SECONDS)
+        if self.lost is None:
+            log.error("rank %d of the trainer failed:\n%s", number, answer.trace)
+            first = (str(answer.error).splitlines() or [""])[0]
+            self._lose(f"rank {number} failed: {type(answer.error).__name__}: {first}")
 
     async def _keep_watch(self) -> None:
         """End all ranks when one has died, or has been silent for too long."""

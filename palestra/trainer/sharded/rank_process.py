@@ -81,8 +81,7 @@ def main() -> None:
             problem = error.problem if isinstance(error, TakenBack) else error
             answer = Answer(error=problem and _sendable(problem), failed=True)
         except Exception as error:  # noqa: BLE001 - the job ends all ranks
-            traceback.print_exc()
-            answer = Answer(error=_sendable(error), failed=True, broken=True)
+            answer = Answer(error=_sendable(error), failed=True, broken=True, trace=traceback.format_exc())
         talk.send(answer)
 
 

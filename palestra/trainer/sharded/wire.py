@@ -36,12 +36,14 @@ class Answer:
         error: what was raised; None: nothing was, or another rank has the error.
         failed: whether this rank or another has failed, and all of them have taken the request back.
         broken: whether this rank has failed in a way that leaves the ranks apart from one another.
+        trace: where that was, in lines for a log.
     """
 
     result: Any = None
     error: Exception | None = None
     failed: bool = False
     broken: bool = False
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

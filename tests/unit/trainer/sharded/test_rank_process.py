@@ -1,0 +1,45 @@
+"""The process of a rank ends with the job, and the errors of a rank reach it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from palestra.errors import ContextOverflow, InvalidAlgorithm
+from palestra.trainer.sharded.rank_process import FOLDER, _sendable
+from palestra.trainer.sharded.wire import Beat, receive
+
+
+def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes(tmp_path):
+    own, theirs = socket.socketpair()
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        env={**os.environ, FOLDER: str(folder)},
+    )
+    try:
+        theirs.close()
+        own.settimeout(60)
+        assert receive(own) == Beat()
+        own.close()  # as the kernel does when the job's process is killed
+        assert process.wait(timeout=60) == 1
+        assert not folder.exists()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("error", [InvalidAlgorithm("a loss is not a number"), ValueError("odd")])
+def test_errors_are_sent_as_they_are(error):
+    assert _sendable(error) is error
+
+
+def test_an_error_that_can_not_be_made_again_is_sent_as_text():
+    found = _sendable(ContextOverflow(5, 3))
+    assert isinstance(found, RuntimeError)
+    assert "ContextOverflow: the prompt has 5 tokens" in str(found)
