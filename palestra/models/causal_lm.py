@@ -271,7 +271,7 @@ class CausalLM:
             ModelError: the model has no list of layers.
         """
         for block in self.blocks:
-            block.forward = _recomputed(block.forward, self._slot)  # type: ignore[method-assign]
+            block.forward = _recomputed(block.forward, self._slot)
 
     @property
     def token_bytes(self) -> int:

@@ -303,7 +303,8 @@ async def local_job(
 
             async def again() -> Learner | None:
                 fresh = _algorithms(config, play, own_code) if algorithms else {}
-                await parts.engine.pause()  # until the learner has published the checkpoint's weights
+                if base is None:  # the engine has not been lost, and waits for the weights of the checkpoint
+                    await parts.engine.pause()
                 await _create_policies(config, parts.trainer, fresh, weights or {})
                 return await _begun_again(config, parts, store, scored is not None, lambda: learner(fresh))
 

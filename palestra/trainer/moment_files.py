@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from palestra.errors import CheckpointError
 
@@ -70,5 +72,4 @@ def _first(error: CheckpointException) -> str:
     """Return what has failed on the first of the ranks that have failed."""
     failures = error.failures
     rank = min(failures)
-    failed = failures[rank]
-    return f"rank {rank}: {failed[0] if isinstance(failed, tuple) else failed}"
+    return f"rank {rank}: {failures[rank][0]}"

@@ -72,10 +72,10 @@ class RankPolicy(TorchPolicy):
         """
         problem = _Problem()
         micro_batches = problem.catch(lambda: pack(batch, self.micro_batch_tokens)) or []
-        found: ForwardOutputs = {}
+        found = dict[ForwardOutput, list[Floats]]()
         for name in sorted(outputs):
             network, forward = self._others.get(name, self._network), self._frozen.get(name, self._forward)
-            found[name] = rows = []
+            rows = found.setdefault(name, [])
 
             def add(micro: MicroBatch, hidden: Tensor, of: TokenForward = forward, to: list[Floats] = rows) -> None:
                 to += rows_of(micro, of.logprobs(micro, columns_of(micro, hidden.device), hidden))

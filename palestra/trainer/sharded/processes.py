@@ -240,7 +240,8 @@ class _RankProcess:
     async def call(self, request: Request) -> Answer:
         """Send a request, and return the answer; never, if the process has ended."""
         content = await in_thread(lambda: packed(request))
-        answer = self._answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answer = answer
         with contextlib.suppress(ConnectionError):  # `ended` says so
             self._writer.write(content)
             await self._writer.drain()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
@@ -85,7 +86,7 @@ class Rank:
     def join(self) -> None:
         """Meet the other ranks; returns when all are there."""
         count = self._config.devices
-        store = dist.FileStore(str(self._order.meeting), count)
+        store = FileStore(str(self._order.meeting), count)
         dist.init_process_group(
             _BACKENDS[self._device.type], store=store, rank=self._order.number, world_size=count, timeout=COLLECTIVE
         )

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 from palestra.errors import PalestraError
-from palestra.trainer.sharded.wire import Answer, Beat, packed, receive, unpacked
+from palestra.trainer.sharded.wire import Answer, Beat, Request, packed, receive, unpacked
 
 BEAT_SECONDS = 1.0
 FOLDER = "PALESTRA_RANK_FOLDER"  # of the trainer, in shared memory: removed by a rank whose job has died
@@ -32,7 +32,7 @@ class _Talk:
     def __init__(self, end: socket.socket, folder: Path) -> None:
         self._end, self._folder = end, folder
         self._writing = threading.Lock()
-        self.requests: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def send(self, message: object) -> None:
         content = packed(message)

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,29 @@ def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes
         assert not folder.exists()
     finally:
         process.kill()
+
+
+JOB = """
+import os, socket, subprocess, sys, time
+own, theirs = socket.socketpair()
+words = [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())]
+print(subprocess.Popen(words, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL).pid, flush=True)
+theirs.close()
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_when_the_job_is_killed(tmp_path):
+    environment = {**os.environ, FOLDER: str(tmp_path)}
+    job = subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, env=environment)
+    rank = int(job.stdout.readline())
+    job.kill()
+    job.wait()
+    job.stdout.close()
+    until = time.monotonic() + 30.0
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{rank}").exists()
 
 
 @pytest.mark.parametrize("error", [InvalidAlgorithm("a loss is not a number"), ValueError("odd")])
