@@ -27,6 +27,7 @@
     ├── EngineFailure                503  the engine could not finish a call
     │   ├── ReplyLost                503  a reply was lost in part, and could not be repeated
     │   └── BaseServerLost           503  a base server has forgotten the job
+    ├── TrainerLost                  503  a process of the trainer has died, and the others were ended
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
@@ -328,6 +329,16 @@ class BaseServerLost(EngineFailure):
 
     The job begins again from its newest checkpoint.
     """
+
+
+class TrainerLost(PalestraError):
+    """One of the processes of a trainer has died or stopped, and the others were ended with it.
+
+    The job begins again from its newest checkpoint.
+    """
+
+    http_status = 503
+    retryable = True
 
 
 class ConnectionLost(PalestraError):

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
+from palestra.config.devices import check_devices
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, PooledEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
 from palestra.config.networks import TeacherServerConfig
@@ -213,7 +214,7 @@ class TrainerConfig(Section):
 
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of products; weights are float32.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
-    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
+    threads: Positive | None = Field(None, description="CPU threads for arithmetic, of each process. None: all cores.")
     micro_batch_tokens: Positive | None = Field(
         None,
         description="Most tokens in one forward and backward pass: memory grows with it. None: 1,024 on a CPU, 8,192 "
@@ -224,6 +225,25 @@ class TrainerConfig(Section):
         None,
         description="Most adapters that are in memory with their gradients and optimizers; the others wait on disk, "
         "and come back when they are trained, bit for bit. None: all are in memory.",
+    )
+    devices: Positive = Field(
+        1,
+        description="Devices over which weights, gradients and moments are shared out, each with a process of its own "
+        "(FSDP2). 1: the job's own process trains.",
+    )
+    rank_timeout_seconds: Seconds = Field(
+        120.0,
+        description="With several devices: how long one of the processes may be silent before all are ended, and the "
+        "job goes on from its newest checkpoint.",
+    )
+    activation_checkpointing: bool = Field(
+        False,
+        description="Whether layers are computed again in the backward pass, so that the memory of their activations "
+        "is that of one layer; a step takes about a third longer.",
+    )
+    cpu_offload: bool = Field(
+        False,
+        description="With several CUDA devices: whether weights, gradients and moments wait in the CPU's memory.",
     )
 
 
@@ -348,6 +368,7 @@ class JobConfig(Section):
     def _can_be_trained(self) -> JobConfig:
         if self.kind == "training":
             check_trained(self)
+            check_devices(self)
             check_pools(self.players, self.steps, self.rollout.max_staleness, self.algorithm_of)
         return self
 
@@ -510,10 +531,17 @@ class JobConfig(Section):
         }
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
-        left_out["trainer"] = {"adapter_slots"}  # it changes no number
         # A server may move, and a reply is the same from every worker.
         left_out["engine"] = {"python", "url", "key_variable", "weights_dir", "startup_seconds"}
         left_out["engine"] |= set(PooledEngineConfig.model_fields)
+        left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
+        # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
+        left_out["trainer"] |= {
+            key
+            for key in ("devices", "activation_checkpointing", "cpu_offload")
+            if not self.deterministic
+            or (not with_unused and getattr(self.trainer, key) == TrainerConfig.model_fields[key].default)
+        }
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:

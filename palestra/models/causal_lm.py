@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -110,6 +111,26 @@ def _flat_attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _flat_attention)
+
+
+def _recomputed(forward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
+    """Return a layer's forward pass that is computed again in the backward pass, with the attention that it had."""
+
+    def compute(*inputs: Any, **named: Any) -> Any:
+        attention = slot.attention
+
+        def again(*inputs: Any, **named: Any) -> Any:
+            before, slot.attention = slot.attention, attention
+            try:
+                return forward(*inputs, **named)
+            finally:
+                slot.attention = before
+
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        return recompute(again, *inputs, use_reentrant=False, **named)
+
+    return compute
 
 
 class _Trial:
@@ -228,6 +249,29 @@ class CausalLM:
         ids = self._trial_ids()
         with torch.inference_mode():
             return self.logits(self.hidden(ids, torch.arange(len(ids), device=self.device), attention or _Trial()))
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Return the decoder layers, in their order.
+
+        Raises:
+            ModelError: the model has no list of them.
+        """
+        for module in self.model.base_model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.layers:
+                return list(module)
+        raise ModelError(f"{self.config.model_type} models have no list of {self.layers} layers")
+
+    def recompute_blocks(self) -> None:
+        """Let each decoder layer keep its input alone, and compute itself again in the backward pass.
+
+        Activations take the memory of one layer then, and a step about a third longer.
+
+        Raises:
+            ModelError: the model has no list of layers.
+        """
+        for block in self.blocks:
+            block.forward = _recomputed(block.forward, self._slot)
 
     @property
     def token_bytes(self) -> int:
@@ -386,21 +430,23 @@ class CausalLM:
             return self.adapter.body_parameters()
         return list(self.model.base_model.named_parameters())
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
+    def save(self, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write what may change, configuration and tokenizer for Hugging Face's libraries, loadable without Palestra.
 
         Args:
             folder: where to write; it has to exist.
             tokenizer: the model's tokenizer.
+            weights: tensors [n, d] or [d] by the names of `own_parameters`, where this process has parts of them; None:
+                the model's own.
         """
         tokenizer.save_pretrained(folder)
         if self.adapter is not None:
-            write_adapter(folder, self.adapter)
+            write_adapter(folder, self.adapter, weights)
             return
         with quiet_transformers():
             self.model.config._attn_implementation = "sdpa"
             try:
-                self.model.save_pretrained(folder)
+                self.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
             finally:
                 self.model.config._attn_implementation = _NAME
 

@@ -17,7 +17,7 @@ from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
 from palestra.renderers import select_renderer
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
-from palestra.runtime.parts import Parts, build_parts, make_deterministic, torch_trainer
+from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 
@@ -117,8 +117,4 @@ def _parts(
             engine=engine,
             grammars=Grammars(vocabulary_of(tokenizer, models[name].vocab_size)),
         )
-    return Parts(
-        engine=engine,
-        trainer=torch_trainer(config, LoadedModels()) if config.kind == "training" else None,
-        policies=PolicySet.of(config, runtimes),
-    )
+    return parts_with_trainer(config, engine, runtimes, LoadedModels())

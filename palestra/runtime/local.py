@@ -91,7 +91,7 @@ class LocalJob:
             folder: files of the run.
             resumed: whether workers of an earlier process may come back.
             pool: plays episodes in this process; None: no episodes are played here.
-            renewal: what is done when the base server has forgotten the job; None: it has none.
+            renewal: what is done when what trains the job is lost; None: that ends with this process.
             fleet: processes that play the job's environment; None: it has none.
             watchdog: ends the job when it is stuck; None: nothing is trained.
         """
@@ -146,7 +146,7 @@ class LocalJob:
         await race(*parts)
 
     async def _work_on(self) -> None:
-        """Run the work to its end, and begin it again whenever the base server has forgotten the job."""
+        """Run the work to its end, and begin it again whenever what trains it was lost."""
         renewal = self._renewal
         if renewal is None:
             await self._work.run()
@@ -164,10 +164,10 @@ class LocalJob:
             await self._renewed(renewal)
 
     async def _renewed(self, renewal: Renewal) -> Learner | None:
-        """Begin anew at the base server, and record that."""
-        text = "the base server was started again; the job goes on from its newest checkpoint"
+        """Begin anew, and record that."""
+        text = f"{renewal.base.loss}; the job goes on from its newest checkpoint"
         self.progress.enter(text)
-        await self.plane.store.log.add_event("base_lost", {"step": self.progress.step, "text": text})
+        await self.plane.store.log.add_event(renewal.base.event_of_loss, {"step": self.progress.step, "text": text})
         return await renewal.renew()
 
     async def _engine_failed(self) -> None:
@@ -311,6 +311,8 @@ async def local_job(
 
             async def again() -> Learner | None:
                 fresh = _algorithms(config, play, own_code) if algorithms else {}
+                if base is None:  # the engine has not been lost, and waits for the weights of the checkpoint
+                    await parts.engine.pause()
                 await _create_policies(config, parts.trainer, fresh, weights or {})
                 return await _begun_again(config, parts, store, scored is not None, lambda: learner(fresh))
 
@@ -328,7 +330,8 @@ async def local_job(
                 tracking(folder.path, trackers),
             ):
                 start.succeeded = True
-                renewal = None if base is None else Renewal(base, again)
+                renewable = base or parts.renewable
+                renewal = None if renewable is None else Renewal(renewable, again)
                 fleet = _fleet(config, plane, url_of(listener), starter or start_process) if apart else None
                 watchdog = _watchdog(plane, work, plays_itself=pool is not None or fleet is not None)
                 async with fleet or contextlib.nullcontext():

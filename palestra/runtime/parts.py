@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from palestra.engine.embedded.engine import EmbeddedEngine
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.models.loading import LoadedModels
+    from palestra.runtime.renewal import Renewable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,7 @@ class Parts:
     engine: Engine
     trainer: Trainer | None  # without a policy yet; None: nothing is trained
     policies: PolicySet
+    renewable: Renewable | None = None  # the trainer, where its processes may be lost
 
 
 def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> Parts:
@@ -97,11 +99,7 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
         )
         for name, one in loaded.items()
     }
-    return Parts(
-        engine=engine,
-        trainer=torch_trainer(config, models) if config.kind == "training" else None,
-        policies=PolicySet.of(config, runtimes),
-    )
+    return parts_with_trainer(config, engine, runtimes, models)
 
 
 def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
@@ -110,11 +108,9 @@ def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig
     from palestra.runtime.engine_servers import served_engine
 
     engine, runtimes = served_engine(config, settings, weights)
-    return Parts(
-        engine=engine,
-        trainer=_torch_trainer(config, LoadedModels()) if config.kind == "training" else None,
-        policies=PolicySet.of(config, runtimes),
-    )
+    return parts_with_trainer(config, engine, runtimes, LoadedModels())
+
+
 def load_engine(
     config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], models: LoadedModels
 ) -> tuple[EmbeddedEngine, dict[str, LoadedPolicy]]:
@@ -204,8 +200,27 @@ def _load(
     )
 
 
-def torch_trainer(config: JobConfig, models: LoadedModels) -> Trainer:
-    """Return the trainer of a job, which has no policy yet."""
-    from palestra.trainer.torch_trainer import TorchTrainer
+def parts_with_trainer(
+    config: JobConfig, engine: Engine, runtimes: Mapping[str, PolicyRuntime], models: LoadedModels
+) -> Parts:
+    """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
 
-    return TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
+    Args:
+        config: the job.
+        engine: what samples.
+        runtimes: of the policies.
+        models: of this process, with which a trainer in it shares weights that never change.
+    """
+    policies = PolicySet.of(config, runtimes)
+    if config.kind != "training":
+        return Parts(engine=engine, trainer=None, policies=policies)
+    if config.trainer.devices == 1:
+        from palestra.trainer.torch_trainer import TorchTrainer
+
+        own = TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
+        return Parts(engine=engine, trainer=own, policies=policies)
+    from palestra.trainer.sharded.trainer import ShardedTrainer
+
+    assert not isinstance(config.engine, FakeEngineConfig)
+    sharded = ShardedTrainer(config.trainer, config.checkpoint.keep, config.engine.dtype, config.deterministic)
+    return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)

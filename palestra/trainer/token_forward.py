@@ -83,16 +83,17 @@ class TokenForward:
         pieces = [measure(chunk) for chunk in chunks]
         return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
-    def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor]) -> Tensor:
+    def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
         """Return the targets' log-probabilities alone, float32 [T]: for a pass that needs no entropies.
 
         Args:
             micro: trees of rows.
             columns: its columns on the model's device.
+            hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
-        hidden, chunks = self._chunks(micro, columns)
+        states, chunks = self._chunks(micro, columns, hidden)
         pieces = [self._alone(chunk) for chunk in chunks]
-        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.cat(pieces) if pieces else states.new_zeros(0, dtype=torch.float32)
 
     def _chunks(
         self, micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None

@@ -64,6 +64,8 @@ CAPS: Mapping[str, float] = {
     "engine.delay_seconds": 60,
     "engine.reply_tokens": 65_536,
     "trainer.threads": 256,
+    "trainer.devices": 64,
+    "trainer.rank_timeout_seconds": DAY,
     "trainer.micro_batch_tokens": 262_144,
     "trainer.logit_chunk": 65_536,
     "store.trained_logprobs_steps": 10_000,

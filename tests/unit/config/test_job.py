@@ -111,6 +111,10 @@ OTHER: dict[str, Any] = {
     "trainer.micro_batch_tokens": 99,
     "trainer.logit_chunk": 99,
     "trainer.adapter_slots": 1,
+    "trainer.devices": 2,
+    "trainer.rank_timeout_seconds": 9.0,
+    "trainer.activation_checkpointing": True,
+    "trainer.cpu_offload": True,
     "store.synchronous": "NORMAL",
     "store.trained_logprobs_steps": 3,
     "server.host": "0.0.0.0",
@@ -144,6 +148,10 @@ NOT_TRAINED = {
     "engine.sync",
     "engine.stuck_seconds",
     "watchdog",
+    "trainer.rank_timeout_seconds",
+    "trainer.devices",  # unless the job is deterministic, as the next two
+    "trainer.activation_checkpointing",
+    "trainer.cpu_offload",
 }
 NOT_TRAINED |= {
     f"rollout.{leaf}"
@@ -229,7 +237,9 @@ def test_model_is_refused_where_it_could_be_that_of_several(policies):
 
 @pytest.mark.parametrize("leaf", sorted(OTHER))
 def test_the_digest_changes_exactly_with_what_is_trained(leaf):
-    needed = {"environment.name": "gomoku"} if leaf == "environment.runners" else {}
+    needed = {"environment.runners": {"environment.name": "gomoku"}, "trainer.cpu_offload": {"trainer.devices": 2}}.get(
+        leaf, {}
+    )
     changed, before = config(**needed, **{leaf: OTHER[leaf]}), config(**needed)
     assert changed != before
     same = changed.digest() == before.digest()
