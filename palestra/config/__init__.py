@@ -7,8 +7,10 @@ from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import (
+    BUILT_IN,
     SMOLLM2,
     TINY,
+    TINY_VISION,
     CheckpointConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -38,6 +40,7 @@ from palestra.config.policy import (
     PolicyConfig,
     SamplingConfig,
     UpdatesConfig,
+    VisionTraining,
     not_frozen,
     with_model,
 )
@@ -65,12 +68,14 @@ from palestra.config.seats import SeatsConfig
 __all__ = [
     "ALGORITHM_NAMES",
     "ALL_LINEAR",
+    "BUILT_IN",
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
     "REWARD_NAME",
     "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",
+    "TINY_VISION",
     "UNSET",
     "A2CConfig",
     "ActorCriticConfig",
@@ -120,6 +125,7 @@ __all__ = [
     "TeacherServerConfig",
     "TrainerConfig",
     "UpdatesConfig",
+    "VisionTraining",
     "dump_config",
     "find_mistakes",
     "in_present_names",

@@ -27,7 +27,8 @@ from palestra.errors import ConfigError
 
 JobKind = Literal["training", "inference"]
 
-SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no download from a hub
+# Models that need no download from a hub.
+SMOLLM2, TINY, TINY_VISION = BUILT_IN = ("SmolLM2-135M-Instruct", "tiny-random", "tiny-random-vision")
 MAX_POLICIES = 8
 
 

@@ -30,8 +30,9 @@ from palestra.config import AdapterConfig
 from palestra.errors import ModelError
 from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer_source, write_adapter
 from palestra.models.adapters import Adapter, merge
-from palestra.models.catalog import model_folder, quiet_transformers
+from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, sharpened
+from palestra.models.quiet import quiet_transformers
 from palestra.models.vision.loading import load_seeing, sees
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.vision import Vision
@@ -428,13 +429,14 @@ class CausalLM:
         """Return the weights that may change and that the last hidden states depend on: without those of the head."""
         if self.adapter is not None:
             return self.adapter.body_parameters()
-        return list(self.model.base_model.named_parameters())
+        body = list(self.model.base_model.named_parameters())
+        return self._changing(body, f"{self.model.base_model_prefix}.")
 
-    def _changing(self, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        """Return weights without those of a tower that is not trained."""
+    def _changing(self, named: list[tuple[str, nn.Parameter]], prefix: str = "") -> list[tuple[str, nn.Parameter]]:
+        """Return weights without those of a tower that is not trained; `prefix` is what their names lack."""
         if self.vision is None or self.vision.trained:
             return named
-        return [(name, weight) for name, weight in named if not self.vision.owns(name)]
+        return [(name, weight) for name, weight in named if not self.vision.owns(prefix + name)]
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write what may change, configuration and tokenizer for Hugging Face's libraries, loadable without Palestra.

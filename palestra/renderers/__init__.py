@@ -12,6 +12,8 @@ from palestra.renderers.base import (
 )
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.renderers.package import PackageRenderer
+from palestra.renderers.picture_layout import PictureLayout, read_layout
+from palestra.renderers.picture_tokens import PictureTokens
 from palestra.renderers.selection import select_renderer
 from palestra.renderers.vocabulary import ByteTokenizer, Vocabulary
 
@@ -22,12 +24,15 @@ __all__ = [
     "MessageDelta",
     "NotInThisFormat",
     "PackageRenderer",
+    "PictureLayout",
+    "PictureTokens",
     "PlainTextStream",
     "Renderer",
     "Reply",
     "ReplyForm",
     "ReplyStream",
     "Vocabulary",
+    "read_layout",
     "select_renderer",
     "whole_message",
 ]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from palestra.errors import ModelError
+
 _LONGEST = 4096  # transformers' bound on a side of a picture before it is cut into tiles
 
 
@@ -49,7 +51,7 @@ class TiledLayout:
     tile: int
     longest: int | None
     splits: bool
-    image_token: str = "<image>"  # noqa: S105 - a token of a vocabulary
+    image_token: str = "<image>"
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of tiles; see `PictureLayout`."""
@@ -85,7 +87,7 @@ class FixedLayout:
     """Llava 1.5: every picture has the same number of placeholders, whatever its size."""
 
     tokens: int
-    image_token: str = "<image>"  # noqa: S105 - a token of a vocabulary
+    image_token: str = "<image>"
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return (0, 0): pictures are not cut."""
@@ -101,6 +103,9 @@ def read_layout(folder: Path) -> PictureLayout | None:
 
     Args:
         folder: in Hugging Face's layout.
+
+    Raises:
+        ModelError: its processor is set up in a way that is not supported.
     """
     config = _read(folder / "config.json")
     vision, kind = config.get("vision_config") or {}, config.get("model_type")
@@ -113,13 +118,15 @@ def read_layout(folder: Path) -> PictureLayout | None:
         side = size["height"] if isinstance(size, Mapping) else size
         whole = config.get("vision_feature_select_strategy", "default") == "full"  # with the token of the class
         return FixedLayout(tokens=(side // vision.get("patch_size", 14)) ** 2 + whole)
-    patches = vision.get("image_size", 224 if kind == "idefics3" else 364) // vision.get("patch_size", 32)
-    resized = images.get("do_resize", True)
+    patches = vision.get("image_size", 224) // vision.get("patch_size", 32)
+    size, splits = images.get("size", {"longest_edge": 4 * 364}), images.get("do_image_splitting", True)
+    if splits and "longest_edge" not in size:
+        raise ModelError(f"{folder}: pictures are cut after they were made {size}, which is not supported")
     return TiledLayout(
         tokens=patches**2 // config.get("scale_factor", 2) ** 2,
         tile=images.get("max_image_size", {"longest_edge": 364})["longest_edge"],
-        longest=images.get("size", {"longest_edge": 4 * 364})["longest_edge"] if resized else None,
-        splits=images.get("do_image_splitting", True),
+        longest=size.get("longest_edge") if images.get("do_resize", True) else None,
+        splits=splits,
     )
 
 

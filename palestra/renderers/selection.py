@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from palestra.renderers.base import Renderer
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.renderers.package import PackageRenderer
+from palestra.renderers.picture_tokens import PictureTokens
 from palestra.renderers.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe, messages_of, shows_reasoning
 
 
@@ -20,17 +21,18 @@ class _Candidate(NamedTuple):
     show: Callable[[Probe], Sequence[int]]  # returns the ids of a conversation
 
 
-def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
+def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: PictureTokens | None = None) -> Renderer:
     """Return the renderer for a model.
 
     Args:
         tokenizer: the model's tokenizer, of transformers.
         keep_reasoning: whether a conversation keeps the reasoning of earlier replies even if the model's template drops
             it when the user speaks again. `ChatMLRenderer` always keeps it.
+        pictures: writes the placeholders of pictures; None: the model reads text only.
     """
     found = _select(tokenizer)
     if isinstance(found, ChatMLRenderer):
-        return found
+        return found if pictures is None else ChatMLRenderer(tokenizer, found.config, pictures)
     from renderers import create_renderer
 
     config: Any = found.config

@@ -117,7 +117,10 @@ class TorchTrainer:
             ConfigError: the adapter does not fit the model.
         """
         if spec.adapter is None:
-            return self._models.own(spec.model, torch.float32, device)
+            model, tokenizer = self._models.own(spec.model, torch.float32, device, spec.vision)
+            if model.vision is not None and model.vision.trained:
+                model.vision.kept = None  # every update changes what its tower makes of a picture
+            return model, tokenizer
         return self._models.adapted(spec.model, spec.adapter, seed, getattr(torch, self._config.dtype), device)
 
     def _frozen(self, what: str, name: str, device: torch.device, policy: CausalLM, tokenizer: Any) -> CausalLM:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.config import SMOLLM2, TINY, JobConfig, reference_of
+from palestra.config import BUILT_IN, JobConfig, reference_of
 from palestra.control.placement.bases import BaseLimits
 from palestra.envs.catalog import STARTS_PROGRAMS
 from palestra.errors import ConfigError, InvalidRequest
@@ -225,9 +225,9 @@ class Rules:
         """
         if model in self.models:
             return self.models[model]
-        if model in (SMOLLM2, TINY) or (self.hub_models and HUB_NAME.fullmatch(model)):
+        if model in BUILT_IN or (self.hub_models and HUB_NAME.fullmatch(model)):
             return None
-        known = ", ".join(map(repr, (SMOLLM2, TINY, *sorted(self.models))))
+        known = ", ".join(map(repr, (*BUILT_IN, *sorted(self.models))))
         other = " or a name of the Hugging Face hub such as 'org/model'" if self.hub_models else ""
         raise ConfigError(
             f"the model is {model!r}; the server takes {known}{other}, and no folder; a checkpoint of a job is named "
@@ -406,7 +406,7 @@ def _place(path: Path, name: str, place: Any) -> str:
     Raises:
         ConfigError: it is neither a folder nor a name of the hub, or the name is a built-in model's.
     """
-    if name in (SMOLLM2, TINY):
+    if name in BUILT_IN:
         raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
     if not isinstance(place, str) or not place:
         raise ConfigError(f"{path}: models.{name} has to be a folder, or a name of the Hugging Face hub")

@@ -35,9 +35,7 @@ def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple
 
     config = AutoConfig.from_pretrained(folder)
     if config.model_type not in SUPPORTED:
-        raise ModelError(
-            f"{config.model_type} models see, and are not supported; supported are {', '.join(SUPPORTED)}"
-        )
+        raise ModelError(f"{config.model_type} models see, and are not supported; supported are {', '.join(SUPPORTED)}")
     implementations = {"text_config": attention, "vision_config": "sdpa"}
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=implementations)
     processor = _processor_class(config.model_type).from_pretrained(folder)
