@@ -33,6 +33,7 @@ from palestra.config.loading import (
 )
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
+from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import (
     ALL_LINEAR,
     DEFAULT_CONTEXT,
@@ -105,6 +106,7 @@ __all__ = [
     "OptimizerConfig",
     "OwnAlgorithmConfig",
     "PPOConfig",
+    "PicturesConfig",
     "PolicyConfig",
     "PolicyGradientConfig",
     "PoolConfig",

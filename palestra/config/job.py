@@ -14,6 +14,7 @@ from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.networks import TeacherServerConfig
+from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.pools import Role, RoleConfig
@@ -318,6 +319,7 @@ class JobConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+    pictures: PicturesConfig = PicturesConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -464,7 +466,8 @@ class JobConfig(Section):
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
         left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "kind", "run_dir", "tracking", "tasks", "seats", "server", "store", "checkpoint", "evaluation"),
+            ("name", "kind", "run_dir", "tracking", "tasks", "seats", "server", "store", "checkpoint", "evaluation")
+            + ("pictures",),
             True,
         )
         left_out["rollout"] = {

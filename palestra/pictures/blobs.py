@@ -66,7 +66,7 @@ class Blobs:
                 if used - replaced + len(data) > self._max_bytes:
                     raise PayloadTooLarge(
                         f"the pictures of this run have {used:,} of {self._max_bytes:,} bytes, and this one has "
-                        f"{len(data):,} more; raise store.max_picture_bytes, or delete the run"
+                        f"{len(data):,} more; raise pictures.store_gib, or delete the run"
                     )
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,6 +69,11 @@ CAPS: Mapping[str, float] = {
     "server.max_body_bytes": 64 * 2**20,
     "server.max_waiting_calls": 16_384,
     "server.max_wait_seconds": 600,
+    "pictures.max_bytes": 64 * 2**20,
+    "pictures.max_pixels": 64_000_000,
+    "pictures.max_in_call": 1_024,
+    "pictures.store_gib": 1_024,
+    "pictures.fetch_seconds": 60,
     OPEN_EPISODES: 32_768,
 }
 """The largest values that a configuration of a service may have, by dotted key."""
@@ -145,6 +150,7 @@ class Rules:
             processes that holds its key. No job connects to another one: it would do so from inside of the operator's
             network.
         programs: whether jobs may play environments that start programs of the machine (`STARTS_PROGRAMS`).
+        picture_hosts: hosts that jobs may name in `pictures.hosts` and `pictures.private_hosts`.
         bases: of the base servers that the service starts.
     """
 
@@ -153,6 +159,7 @@ class Rules:
     hub_models: bool = True
     environment_hosts: Mapping[str, str] = field(default_factory=dict)
     programs: bool = False
+    picture_hosts: frozenset[str] = frozenset()
     bases: BaseLimits = field(default_factory=BaseLimits)
 
     def check(self, config: JobConfig) -> None:
@@ -160,8 +167,15 @@ class Rules:
 
         Raises:
             ConfigError: a value is over its cap; the message names key, value and cap. Or the environment starts
-                programs, which the operator has not allowed.
+                programs, or pictures are fetched from a host, which the operator has not allowed.
         """
+        for host in (*config.pictures.hosts, *config.pictures.private_hosts):
+            # The server would fetch from inside of the operator's network.
+            if host not in self.picture_hosts:
+                known = ", ".join(sorted(self.picture_hosts)) or "none"
+                raise ConfigError(
+                    f"pictures.hosts names {host!r}; the operator of this service allows {known} (picture_hosts)"
+                )
         name = config.environment.name or ""
         if name.partition("/")[0] in STARTS_PROGRAMS and not self.programs:
             raise ConfigError(
@@ -256,7 +270,7 @@ class Rules:
 
 
 def load_rules(path: Path) -> Rules:
-    """Read the operator's TOML file with `hub_models`, `[models]` and `[caps]`.
+    """Read the operator's TOML file with `hub_models`, `picture_hosts`, `[models]` and `[caps]`.
 
     Keys that it leaves out keep their defaults.
 
@@ -270,7 +284,7 @@ def load_rules(path: Path) -> Rules:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key in data:
-        _require_known(path, key, ("hub_models", "models", "caps", "environment", "bases"))
+        _require_known(path, key, ("hub_models", "models", "caps", "environment", "bases", "picture_hosts"))
     hub = data.get("hub_models", True)
     models, given = data.get("models", {}), data.get("caps", {})
     if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
@@ -285,6 +299,7 @@ def load_rules(path: Path) -> Rules:
         hub_models=hub,
         environment_hosts=_hosts(path, data.get("environment", {})),
         programs=_programs(path, data.get("environment", {})),
+        picture_hosts=_picture_hosts(path, data.get("picture_hosts", [])),
         bases=_bases(path, data.get("bases", {})),
     )
 
@@ -342,6 +357,21 @@ def _hosts(path: Path, table: Any) -> dict[str, str]:
         if not (isinstance(variable, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable)):
             raise ConfigError(f"{path}: environment.allowed_hosts: {variable!r} is no name of a variable")
     return {host.lower(): variable for host, variable in hosts.items()}
+
+
+def _picture_hosts(path: Path, hosts: Any) -> frozenset[str]:
+    """Return the hosts from which jobs may fetch pictures, from `picture_hosts`.
+
+    Args:
+        path: of the file, for the error.
+        hosts: from the file.
+
+    Raises:
+        ConfigError: it is no list of texts.
+    """
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise ConfigError(f"{path}: picture_hosts is a list of hosts, such as ['images.example.com']")
+    return frozenset(host.lower() for host in hosts)
 
 
 def _programs(path: Path, table: Mapping[str, Any]) -> bool:
