@@ -12,7 +12,7 @@ from palestra.renderers.base import (
 )
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.renderers.package import PackageRenderer
-from palestra.renderers.picture_layout import PictureLayout, read_layout
+from palestra.renderers.picture_layout import PictureLayout, layout_of
 from palestra.renderers.picture_tokens import PictureTokens
 from palestra.renderers.selection import select_renderer
 from palestra.renderers.vocabulary import ByteTokenizer, Vocabulary
@@ -32,7 +32,7 @@ __all__ = [
     "ReplyForm",
     "ReplyStream",
     "Vocabulary",
-    "read_layout",
+    "layout_of",
     "select_renderer",
     "whole_message",
 ]

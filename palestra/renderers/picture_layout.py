@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.errors import ModelError
@@ -19,13 +18,12 @@ _LONGEST = 4096  # transformers' bound on a side of a picture before it is cut i
 
 
 class PictureLayout(Protocol):
-    """What stands in a prompt for a picture.
+    """What stands in a prompt for a picture."""
 
-    Attributes:
-        image_token: the placeholder: each stands for one embedding of the picture.
-    """
-
-    image_token: str
+    @property
+    def image_token(self) -> str:
+        """Return the placeholder: each stands for one embedding of the picture."""
+        ...
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of the tiles into which a picture is cut; (0, 0): it is not cut."""
@@ -98,22 +96,19 @@ class FixedLayout:
         return self.image_token * self.tokens
 
 
-def read_layout(folder: Path) -> PictureLayout | None:
-    """Return the layout of a model's pictures, as its files say; None: it reads text only, or is of another family.
+def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureLayout:
+    """Return the layout of a model's pictures.
 
     Args:
-        folder: in Hugging Face's layout.
+        config: the model's `config.json`, of one of the families above.
+        files: contents of `preprocessor_config.json` and `processor_config.json`, those that there are.
 
     Raises:
-        ModelError: its processor is set up in a way that is not supported.
+        ModelError: the processor is set up in a way that is not supported.
     """
-    config = _read(folder / "config.json")
-    vision, kind = config.get("vision_config") or {}, config.get("model_type")
-    if kind not in ("idefics3", "smolvlm", "llava"):
-        return None
-    processor = _read(folder / "processor_config.json")
-    images = _read(folder / "preprocessor_config.json") or processor.get("image_processor") or {}
-    if kind == "llava":
+    vision, processor = config["vision_config"], _read(files, "processor_config.json")
+    images = _read(files, "preprocessor_config.json") or processor.get("image_processor") or {}
+    if config["model_type"] == "llava":
         size = images.get("crop_size", 224)
         side = size["height"] if isinstance(size, Mapping) else size
         whole = config.get("vision_feature_select_strategy", "default") == "full"  # with the token of the class
@@ -121,7 +116,7 @@ def read_layout(folder: Path) -> PictureLayout | None:
     patches = vision.get("image_size", 224) // vision.get("patch_size", 32)
     size, splits = images.get("size", {"longest_edge": 4 * 364}), images.get("do_image_splitting", True)
     if splits and "longest_edge" not in size:
-        raise ModelError(f"{folder}: pictures are cut after they were made {size}, which is not supported")
+        raise ModelError(f"pictures that are cut into tiles after they were made {size} are not supported")
     return TiledLayout(
         tokens=patches**2 // config.get("scale_factor", 2) ** 2,
         tile=images.get("max_image_size", {"longest_edge": 364})["longest_edge"],
@@ -130,9 +125,9 @@ def read_layout(folder: Path) -> PictureLayout | None:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; a file that is not there is an empty one."""
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the JSON object in a file; one that is not there is empty."""
+    return dict(json.loads(files[name])) if name in files else {}
 
 
 def _stretched(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -26,6 +26,8 @@ from palestra.errors import ConfigError, EngineFailure, PalestraError, StoreErro
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
+from palestra.pictures.blobs import FOLDER, Blobs
+from palestra.pictures.stored import StoredPictures
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.runtime.environments import environment_of
 from palestra.runtime.gpus import gpus_of_job
@@ -237,7 +239,7 @@ async def local_job(
         trained = (
             config if scored is None else config.model_copy(update={"kind": "inference"})
         )  # scoring needs no trainer
-        parts, base = await _parts(trained, weights or {})
+        parts, base = await _parts(trained, weights or {}, folder)
         runtimes = parts.policies.runtimes
         config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
         if resumed:
@@ -351,11 +353,16 @@ async def _create_policies(
             await trainer.create(name, policy_spec(config, algorithm, name, weights))
 
 
-async def _parts(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, BaseConnection | None]:
+async def _parts(
+    config: JobConfig, weights: Mapping[str, str], folder: RunFolder
+) -> tuple[Parts, BaseConnection | None]:
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
-    return await in_thread(lambda: build_parts(config, weights)), None  # in a thread of its own, not of a pool
+    pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
+    return await in_thread(
+        lambda: build_parts(config, weights, pictures)
+    ), None  # in a thread of its own, not of a pool
 
 
 async def _begun_again(

@@ -10,9 +10,10 @@ from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineCon
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
-from palestra.renderers import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
+from palestra.renderers import ByteTokenizer, ChatMLRenderer, PictureTokens, Renderer, select_renderer
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.base import Trainer
+from palestra.types.pictures import Pictures
 
 if TYPE_CHECKING:
     from palestra.engine.embedded.model_runner import PolicyModel
@@ -28,12 +29,13 @@ class Parts:
     policies: PolicySet
 
 
-def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> Parts:
+def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None, pictures: Pictures | None = None) -> Parts:
     """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
 
     Args:
         config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
+        pictures: where the pictures of prompts are found; None: models that see are not shown any.
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
@@ -41,7 +43,7 @@ def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> 
     """
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
-    return _embedded(config, config.engine, weights or {})
+    return _embedded(config, config.engine, weights or {}, pictures)
 
 
 def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
@@ -64,7 +66,9 @@ def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
     )
 
 
-def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str]) -> Parts:
+def _embedded(
+    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], pictures: Pictures | None
+) -> Parts:
     """Build a job whose engine and trainer are in this process, and share weights that never change."""
     import torch
 
@@ -75,7 +79,7 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
     if config.deterministic:
         reproducible_products()
         torch.use_deterministic_algorithms(True)
-    models = LoadedModels()
+    models = LoadedModels(pictures=pictures)
     loaded = {
         name: _load(config, name, weights.get(name, policy.model), settings, models)
         for name, policy in config.policies.items()
@@ -130,10 +134,13 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
     if policy.adapter is not None:
         sampler, tokenizer = models.adapted(model, policy.adapter, None, dtype, device)
     elif config.kind == "training" and not policy.frozen:
-        sampler, tokenizer = models.own(model, dtype, device)
+        sampler, tokenizer = models.own(model, dtype, device, policy.vision)
     else:
         sampler, tokenizer = models.frozen(model, dtype, device)
-    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
+    shown = None
+    if sampler.vision is not None and sampler.vision.pictures is not None:
+        shown = PictureTokens(tokenizer, sampler.vision.layout, sampler.vision.pictures)
+    renderer = select_renderer(tokenizer, config.rollout.dropped_reasoning == "keep", shown)
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")

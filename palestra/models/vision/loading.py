@@ -10,6 +10,7 @@ import torch
 from palestra.errors import ModelError
 from palestra.models.vision.towers import SUPPORTED, tower_of
 from palestra.models.vision.vision import Vision
+from palestra.renderers import layout_of
 
 # What a processor is made of; the files of a hub model that is named by `org/model` lie in the hub's cache.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja", "chat_template.json")
@@ -39,7 +40,8 @@ def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple
     implementations = {"text_config": attention, "vision_config": "sdpa"}
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=implementations)
     processor = _processor_class(config.model_type).from_pretrained(folder)
-    return model, Vision(tower_of(model), processor, _image_token(config), _files(folder))
+    files = _files(folder)
+    return model, Vision(tower_of(model), processor, _image_token(config), layout_of(config.to_dict(), files), files)
 
 
 def _processor_class(model_type: str) -> Any:

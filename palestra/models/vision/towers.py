@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.errors import ModelError
 
@@ -15,11 +15,11 @@ class Tower(Protocol):
     """What differs between families: the parts of a transformers model, and how its tower is called.
 
     Attributes:
-        text: the text model, which takes embeddings.
+        text: the text model of transformers, which takes embeddings.
         names: prefixes of the names of all weights that pictures pass through, up to the text model.
     """
 
-    text: nn.Module
+    text: Any
     names: tuple[str, ...]
 
     def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
@@ -41,7 +41,7 @@ class Idefics3Tower:
     names = ("model.vision_model.", "model.connector.")
 
     def __init__(self, model: Any) -> None:
-        self.text: nn.Module = model.model.text_model
+        self.text = model.model.text_model
         self._vision, self._connector = model.model.vision_model, model.model.connector
 
     def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
@@ -62,7 +62,7 @@ class LlavaTower:
     def __init__(self, model: Any) -> None:
         if not isinstance(model.config.vision_feature_layer, int):
             raise ModelError("llava models with several feature layers are not supported")
-        self.text: nn.Module = model.model.language_model
+        self.text = model.model.language_model
         self._model = model.model
 
     def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ class LlavaTower:
         return torch.cat(tuple(self._model.get_image_features(pixel_values=pixels["pixel_values"]).pooler_output))
 
 
-_TOWERS: dict[str, type[Idefics3Tower | LlavaTower]] = {
+_TOWERS: dict[str, Callable[[Any], Tower]] = {
     "idefics3": Idefics3Tower,
     "smolvlm": Idefics3Tower,
     "llava": LlavaTower,

@@ -14,6 +14,7 @@ from palestra.errors import ModelError
 from palestra.models.vision.kept import KeptEmbeddings
 from palestra.models.vision.placed import PictureRows, PlacedPicture, placed_pictures
 from palestra.models.vision.towers import Tower
+from palestra.renderers import PictureLayout
 from palestra.types.calls import Ids, MediaSpan
 from palestra.types.pictures import Pictures
 
@@ -29,6 +30,7 @@ class Vision:
         image_token: id of the token that stands for one embedding of a picture.
         trained: whether the weights of the tower may change; otherwise it stays as it was loaded.
         pictures: where pictures are found; None: none can be computed.
+        layout: what stands in a prompt for a picture of a given size.
         kept: embeddings that need not be computed again; None: the weights change after every step.
         computed: how many pictures have passed through the tower.
     """
@@ -36,16 +38,19 @@ class Vision:
     trained = False
     pictures: Pictures | None = None
 
-    def __init__(self, tower: Tower, processor: Any, image_token: int, files: dict[str, bytes]) -> None:
+    def __init__(
+        self, tower: Tower, processor: Any, image_token: int, layout: PictureLayout, files: dict[str, bytes]
+    ) -> None:
         """Take over the tower of a model.
 
         Args:
             tower: of its family.
             processor: the image processor of transformers, without torchvision.
             image_token: id of a placeholder.
+            layout: of the placeholders.
             files: what a processor is made of, by file name; written beside the weights.
         """
-        self.tower, self.image_token, self.files = tower, image_token, files
+        self.tower, self.image_token, self.layout, self.files = tower, image_token, layout, files
         self._processor = processor
         self.kept: KeptEmbeddings | None = KeptEmbeddings()
         self.computed = 0

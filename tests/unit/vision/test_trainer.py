@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.algorithms.loss import LossSpec
+from palestra.config import TrainerConfig
+from palestra.errors import ConfigError, ModelError
+from palestra.models.loading import LoadedModels
+from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.trainer.packing import pack
+from palestra.trainer.token_forward import flat_hidden
+from palestra.trainer.torch_trainer import TorchTrainer
+from palestra.types.calls import PolicyVersion, TokenSequence
+from palestra.types.records import TrainSample
+from unit.engine.calling import serving
+from unit.vision.seeing import NAME, Shown, noise, own_logits, renderer_of, seeing, transformers_model, user
+from unit.vision.test_engine import conversation, reply
+
+CONFIG = TrainerConfig(dtype="float32", micro_batch_tokens=4096, threads=1)
+UPDATE = OptimParams(learning_rate=1e-2)
+
+
+def sample_of(sequence: TokenSequence, trained: np.ndarray, logprobs: np.ndarray, episode: str = "e") -> TrainSample:
+    count = len(sequence.ids)
+    return TrainSample(
+        episode_id=episode,
+        policy="policy",
+        ids=sequence.ids,
+        media=sequence.media,
+        loss_mask=trained,
+        logprobs=np.where(trained, logprobs, np.nan).astype(np.float32),
+        versions=np.zeros((count, 2), np.int32),
+        temperatures=np.ones(count, np.float32),
+        advantages=np.where(trained, 1.0 + np.arange(count) % 3, 0.0).astype(np.float32),
+        loss_weights=np.where(trained, 0.5, 0.0).astype(np.float32),
+    )
+
+
+def some_rows(shown: Shown) -> list[TrainSample]:
+    """Three rows: two begin with the same picture and go on with different ones; another picture of the same size."""
+    renderer, rows = renderer_of(shown), []
+    parts = [shown.add(noise(40, 60, seed=seed)) for seed in range(3)]
+    for number, order in enumerate([(0, 1), (0, 2, 2), (1, 0)]):
+        prompt = renderer.render([user("look", *(parts[k] for k in order))])
+        ids = np.concatenate((prompt.ids, np.arange(40 + number, 50 + number, dtype=np.int32)))
+        trained = np.arange(len(ids)) >= len(prompt.ids)
+        logprobs = np.full(len(ids), -5.0)
+        rows.append(sample_of(TokenSequence(ids, prompt.media), trained, logprobs, f"e{number}"))
+    return rows
+
+
+def own_loss(model, rows, shown: Shown) -> torch.Tensor:
+    """The loss of REINFORCE, -sum(weight * advantage * logprob), by transformers' model row for row."""
+    total = torch.zeros(())
+    for row in rows:
+        logits = own_logits(model, row.ids.tolist(), [shown.images[span.digest] for span in row.media])
+        chosen = logits.log_softmax(-1)[range(len(row.ids) - 1), row.ids[1:].tolist()]
+        factor = torch.from_numpy(row.loss_weights * row.advantages)[1:]
+        total = total - (chosen * factor).sum()
+    return total
+
+
+def trainer(shown: Shown) -> TorchTrainer:
+    return TorchTrainer(CONFIG, 2, LoadedModels(pictures=shown))
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+async def test_gradients_are_those_of_transformers_for_rows_with_pictures_in_common(vision):
+    shown = Shown()
+    rows = some_rows(shown)
+    mine = trainer(shown)
+    await mine.create("policy", PolicySpec(model=NAME, vision=vision))
+    policy = mine._policies["policy"]
+    report = await mine.forward_backward("policy", rows, LossSpec(name="reinforce"), "r", logprobs=True)
+    assert report.forward_tokens < report.flat_tokens  # the picture that two rows begin with is computed once
+    reference = transformers_model()
+    reference.zero_grad()
+    own_loss(reference, rows, shown).backward()
+    wanted = dict(reference.named_parameters())
+    scale = max(float(weight.grad.abs().max()) for weight in wanted.values() if weight.grad is not None)
+    trained = policy.model.own_parameters()
+    assert any("vision_model" in name for name, _ in trained) == (vision == "trained")
+    assert any("text_model" in name for name, _ in trained)
+    for name, weight in trained:
+        assert (weight.grad - wanted[name].grad).abs().max() < 1e-4 * scale, name
+    if vision == "frozen":
+        assert all(w.grad is None for name, w in policy.model.named_parameters() if policy.model.vision.owns(name))
+
+
+async def test_a_picture_is_computed_once_a_pass_or_once_for_all_where_the_tower_is_frozen():
+    shown = Shown()
+    rows = some_rows(shown)
+    for vision, computed in (("trained", 6), ("frozen", 3)):
+        mine = trainer(shown)
+        await mine.create("policy", PolicySpec(model=NAME, vision=vision))
+        for request in "ab":
+            await mine.forward_backward("policy", rows, LossSpec(name="reinforce"), request)
+            await mine.optim_step("policy", UPDATE, f"step {request}")
+        assert mine._policies["policy"].model.vision.computed == computed
+
+
+async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled():
+    shown = Shown()
+    model = seeing(shown)
+    async with serving(model) as engine:
+        calls = await conversation(engine, shown, 10)
+        last, completion, _ = calls[-1]
+        ids = np.concatenate((last.ids, np.array(completion, np.int32)))
+        scored = [np.nan, *await engine.score("policy", TokenSequence(ids, last.media))]
+    trained = np.zeros(len(ids), bool)
+    for prompt, sampled, _ in calls:
+        trained[len(prompt.ids) : len(prompt.ids) + len(sampled)] = True
+    row = sample_of(TokenSequence(ids, last.media), trained, np.array(scored))
+    mine = trainer(shown)
+    await mine.create("policy", PolicySpec(model=NAME))
+    report = await mine.forward_backward("policy", [row], LossSpec(name="reinforce"), "r")
+    assert report.trained_tokens == 60
+    assert report.rows == 1
+    assert report.metrics["logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+async def test_new_weights_reach_the_engine_and_a_checkpoint_gives_them_back(tmp_path, vision):
+    shown = Shown()
+    rows = some_rows(shown)
+    mine = trainer(shown)
+    await mine.create("policy", PolicySpec(model=NAME, vision=vision))
+    await mine.forward_backward("policy", rows, LossSpec(name="reinforce"), "r")
+    await mine.optim_step("policy", UPDATE, "s")
+    await mine.save("policy", tmp_path, {"step": 1})
+    sampler = LoadedModels(pictures=shown).own(NAME, torch.float32, torch.device("cpu"), vision)[0]
+    prompt = TokenSequence(rows[1].ids, rows[1].media)
+    async with serving(sampler) as engine:
+        before = await engine.score("policy", prompt)
+        await engine.sync_weights("policy", PolicyVersion(0, 1), await mine.publish("policy"))
+        after = await engine.score("policy", prompt)
+    again = trainer(shown)
+    await again.create("policy", PolicySpec(model=NAME, vision=vision))
+    await again.load("policy", tmp_path)
+    found = await again.forward("policy", [rows[1]], ["old_logprobs"])
+    trained = rows[1].loss_mask
+    wanted = np.array([np.nan, *after])[trained]
+    assert np.abs(np.array(found["old_logprobs"][0])[trained] - wanted).max() < 1e-4
+    assert np.abs(np.array([np.nan, *before])[trained] - wanted).max() > 1e-3
+
+
+async def test_rows_with_pictures_are_refused_by_a_text_model():
+    shown = Shown()
+    mine = trainer(shown)
+    await mine.create("policy", PolicySpec(model="tiny-random"))
+    row = replace(some_rows(shown)[0], ids=np.minimum(some_rows(shown)[0].ids, 200))
+    with pytest.raises(ModelError, match="row of episode e0 has a picture, and the model reads text only"):
+        await mine.forward_backward("policy", [row], LossSpec(name="reinforce"), "r")
+    with pytest.raises(ConfigError, match="vision is 'trained', and tiny-random reads text only"):
+        await mine.create("other", PolicySpec(model="tiny-random", vision="trained"))
+
+
+def test_the_pictures_of_a_tree_stand_at_the_nodes_of_each_row():
+    shown = Shown()
+    rows, model = some_rows(shown), seeing(shown)
+    with torch.inference_mode():
+        (micro,) = pack(rows, 4096)
+        together = flat_hidden(model, micro)
+        for row, (_, offset, path) in zip(rows, micro.samples, strict=True):
+            (alone,) = pack([row], 4096)
+            assert torch.allclose(flat_hidden(model, alone), together[path + offset], atol=1e-5)
