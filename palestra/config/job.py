@@ -465,11 +465,8 @@ class JobConfig(Section):
         Args:
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
-        left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "kind", "run_dir", "tracking", "tasks", "seats", "server", "store", "checkpoint", "evaluation")
-            + ("pictures",),
-            True,
-        )
+        apart = "name kind run_dir tracking tasks seats server pictures store checkpoint evaluation"
+        left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",
             "max_lease_seconds",

@@ -1,4 +1,4 @@
-"""Settings of pictures: how large they may be, how much of the disk they take, and from which hosts they are fetched."""
+"""Settings of pictures: how large they may be, how much of the disk they take, and the hosts they are fetched from."""
 
 from __future__ import annotations
 

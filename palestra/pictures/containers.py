@@ -48,7 +48,7 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
     """
     if len(data) > limits.max_bytes:
         raise InvalidPicture(f"it has {len(data):,} bytes, and a picture may have {limits.max_bytes:,}")
-    media_type = _type_of(data)
+    media_type = media_type_of(data)
     try:
         width, height = _READERS[media_type](data, limits)
     except IndexError:
@@ -63,7 +63,12 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
     return Container(media_type=media_type, width=width, height=height)
 
 
-def _type_of(data: bytes) -> str:
+def media_type_of(data: bytes) -> str:
+    """Return the type of a picture by the first bytes of its file.
+
+    Raises:
+        InvalidPicture: it is none that is taken.
+    """
     if data.startswith(_PNG_START):
         return PNG
     if data.startswith(b"\xff\xd8\xff"):

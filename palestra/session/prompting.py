@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest
+from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest, UnsupportedField
 from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session.history import History, Match, Sameness, is_raw
@@ -19,7 +19,7 @@ from palestra.threads import WorkPool
 from palestra.tokens import TokenTrie, common_tokens
 from palestra.types.calls import Chat, Ids, MediaSpan, TokenSequence
 from palestra.types.forks import Fork, ForkReason
-from palestra.types.messages import ChatMessage
+from palestra.types.messages import ChatMessage, TextPart
 
 LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is done in a thread
 _VALUE = 40  # a message, tool call or value of a tool costs as much as this many characters, besides its text
@@ -144,7 +144,9 @@ class PromptBuilder:
                 tokenised.
             InvalidRequest: the prompt has no tokens, or the model's template can't show the messages.
             HistoryDrift: histories are strict, and exact ids would be lost.
+            UnsupportedField: a message has an image, and the model takes none.
         """
+        _refuse_images(call, renderer)
         room = None if max_context is None else max_context - 1
         try:
             if call.prompt is not None:
@@ -339,6 +341,23 @@ class _Aside:
     async def run_if(self, long: bool, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function` with `arguments`, in a thread if `long`."""
         return await self._pool.run(function, *arguments) if long else function(*arguments)
+
+
+def _refuse_images(call: GenerationRequest, renderer: Renderer) -> None:
+    """Refuse images for a model that takes none: a renderer that left them out would change the prompt.
+
+    Raises:
+        UnsupportedField: names the message and the part.
+    """
+    if renderer.takes_images:
+        return
+    for number, message in enumerate(call.messages):
+        for k, part in enumerate(message.content):
+            if type(part) is not TextPart:
+                place = f"messages.{number}.content.{k}"
+                raise UnsupportedField(
+                    f"{place}: the model of the policy {call.policy!r} takes no images; leave the picture out", place
+                )
 
 
 def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:

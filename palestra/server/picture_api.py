@@ -1,0 +1,79 @@
+"""The routes of pictures: upload one under its digest, and get the stored bytes back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from palestra.errors import InvalidRequest
+from palestra.http.disconnects import until_disconnect
+from palestra.pictures.blobs import Blobs, digest_of
+from palestra.pictures.containers import MEDIA_TYPES, media_type_of
+from palestra.server.state import DataPlane
+
+_PATH = re.compile(r"/pictures/[^/]+")
+_FILE: dict[str, Any] = {"type": "string", "format": "binary"}
+
+
+class PictureKept(BaseModel):
+    """The answer to an upload: the picture is on disk, and messages may name it."""
+
+    digest: str = Field(description="SHA-256 of the file, in hex; the name of the picture.")
+
+
+def is_upload(request: Request) -> bool:
+    """Return whether a request uploads a picture, whose size has a limit of its own."""
+    return request.method == "PUT" and _PATH.fullmatch(request.scope["path"]) is not None
+
+
+def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:
+    """Add the routes of pictures."""
+    routes = APIRouter(tags=["pictures"])
+
+    @routes.put(
+        "/pictures/{digest}",
+        openapi_extra={"requestBody": {"required": True, "content": {kind: {"schema": _FILE} for kind in MEDIA_TYPES}}},
+    )
+    async def upload_picture(digest: str, request: Request) -> PictureKept:
+        """Keep a picture under its digest, so that messages may name it. Sent again, the same picture changes nothing.
+
+        The body is the file: PNG, JPEG, WebP or GIF, with one frame. Any key of the job or of one of its episodes opens
+        this route.
+        """
+        data = await request.body()
+        if digest_of(data) != digest:
+            raise InvalidRequest("the digest in the path is not the SHA-256 of the body", "digest")
+        return PictureKept(digest=await until_disconnect(request.receive, plane.pictures.keep(data)))
+
+    @routes.get(
+        "/pictures/{digest}", response_class=Response, responses={200: {"content": {kind: {} for kind in MEDIA_TYPES}}}
+    )
+    async def show_picture(digest: str, request: Request) -> Response:
+        """Return the file of a picture, exactly as it was sent, with the type that its bytes have."""
+        plane.keys.require_job(request)
+        return await plane.pool.run(picture_answer, plane.store.pictures, digest)
+
+    app.include_router(routes)
+
+
+def picture_answer(blobs: Blobs, digest: str) -> Response:
+    """Return the answer with a stored picture. Blocks for the disk.
+
+    The type is read from the bytes, and is one of four that hold no script, whatever the file was sent as.
+
+    Raises:
+        NotFound: there is no such picture.
+        StoreError: its file is damaged.
+    """
+    data = blobs.get(digest)
+    headers = {
+        "X-Content-Type-Options": "nosniff",
+        "Content-Security-Policy": "default-src 'none'; sandbox",
+        "Cache-Control": "private, max-age=31536000, immutable",  # the address says which bytes these are
+    }
+    return Response(data, media_type=media_type_of(data), headers=headers)
