@@ -9,7 +9,7 @@ from palestra.renderers.picture_layout import FixedLayout, TiledLayout, layout_o
 from unit.vision.seeing import Shown, noise, processor, renderer_of, seeing_once, user
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_placeholders_are_those_of_transformers_processor(width, height):
     shown = Shown()
@@ -19,7 +19,7 @@ def test_placeholders_are_those_of_transformers_processor(width, height):
     assert list(found) == wanted
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([364, 512]), st.integers(1, 5), st.booleans())
 def test_the_grid_is_that_into_which_transformers_cuts_a_picture_of_this_size(width, height, tile, times, small):
     """Compared by sizes alone, as transformers' own prediction of them does for servers, and with its two steps."""

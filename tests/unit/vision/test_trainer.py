@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +19,10 @@ from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra.types.records import TrainSample
 from unit.engine.calling import serving
 from unit.vision.seeing import NAME, Shown, noise, own_logits, renderer_of, seeing, transformers_model, user
-from unit.vision.test_engine import conversation, reply
+from unit.vision.test_engine import conversation
 
 CONFIG = TrainerConfig(dtype="float32", micro_batch_tokens=4096, threads=1)
+LOSS = LossSpec(name="cross_entropy")
 UPDATE = OptimParams(learning_rate=1e-2)
 
 
@@ -35,9 +36,10 @@ def sample_of(sequence: TokenSequence, trained: np.ndarray, logprobs: np.ndarray
         loss_mask=trained,
         logprobs=np.where(trained, logprobs, np.nan).astype(np.float32),
         versions=np.zeros((count, 2), np.int32),
+        calls=np.where(trained, 0, -1).astype(np.int32),
         temperatures=np.ones(count, np.float32),
-        advantages=np.where(trained, 1.0 + np.arange(count) % 3, 0.0).astype(np.float32),
-        loss_weights=np.where(trained, 0.5, 0.0).astype(np.float32),
+        advantages=np.zeros(count, np.float32),
+        loss_weights=np.where(trained, 0.5 + np.arange(count) % 3, 0.0).astype(np.float32),
     )
 
 
@@ -55,59 +57,64 @@ def some_rows(shown: Shown) -> list[TrainSample]:
 
 
 def own_loss(model, rows, shown: Shown) -> torch.Tensor:
-    """The loss of REINFORCE, -sum(weight * advantage * logprob), by transformers' model row for row."""
+    """The cross entropy, -sum(weight * logprob), by transformers' model row for row."""
     total = torch.zeros(())
     for row in rows:
         logits = own_logits(model, row.ids.tolist(), [shown.images[span.digest] for span in row.media])
         chosen = logits.log_softmax(-1)[range(len(row.ids) - 1), row.ids[1:].tolist()]
-        factor = torch.from_numpy(row.loss_weights * row.advantages)[1:]
+        factor = torch.from_numpy(row.loss_weights)[1:]
         total = total - (chosen * factor).sum()
     return total
 
 
-def trainer(shown: Shown) -> TorchTrainer:
-    return TorchTrainer(CONFIG, 2, LoadedModels(pictures=shown))
+@asynccontextmanager
+async def training(shown: Shown, vision: str | None = None, model: str = NAME):
+    made = TorchTrainer(CONFIG, 2, LoadedModels(pictures=shown))
+    try:
+        await made.create("policy", PolicySpec(model=model, vision=vision))
+        yield made
+    finally:
+        await made.close()
 
 
 @pytest.mark.parametrize("vision", ["trained", "frozen"])
 async def test_gradients_are_those_of_transformers_for_rows_with_pictures_in_common(vision):
     shown = Shown()
     rows = some_rows(shown)
-    mine = trainer(shown)
-    await mine.create("policy", PolicySpec(model=NAME, vision=vision))
-    policy = mine._policies["policy"]
-    report = await mine.forward_backward("policy", rows, LossSpec(name="reinforce"), "r", logprobs=True)
-    assert report.forward_tokens < report.flat_tokens  # the picture that two rows begin with is computed once
     reference = transformers_model()
     reference.zero_grad()
     own_loss(reference, rows, shown).backward()
     wanted = dict(reference.named_parameters())
     scale = max(float(weight.grad.abs().max()) for weight in wanted.values() if weight.grad is not None)
-    trained = policy.model.own_parameters()
+    async with training(shown, vision) as mine:
+        report = await mine.forward_backward("policy", rows, LOSS, "r")
+        model = mine._policies["policy"].model
+    assert report.forward_tokens < report.flat_tokens  # the picture that two rows begin with is computed once
+    trained = model.own_parameters()
     assert any("vision_model" in name for name, _ in trained) == (vision == "trained")
     assert any("text_model" in name for name, _ in trained)
     for name, weight in trained:
         assert (weight.grad - wanted[name].grad).abs().max() < 1e-4 * scale, name
     if vision == "frozen":
-        assert all(w.grad is None for name, w in policy.model.named_parameters() if policy.model.vision.owns(name))
+        assert all(weight.grad is None for name, weight in model.named_parameters() if model.vision.owns(name))
+    else:
+        assert float(wanted["model.connector.modality_projection.proj.weight"].grad.abs().max()) > 1e-3 * scale
 
 
-async def test_a_picture_is_computed_once_a_pass_or_once_for_all_where_the_tower_is_frozen():
+@pytest.mark.parametrize(("vision", "computed"), [("trained", 6), ("frozen", 3)])
+async def test_a_picture_is_computed_once_a_pass_or_once_for_all_where_the_tower_is_frozen(vision, computed):
     shown = Shown()
     rows = some_rows(shown)
-    for vision, computed in (("trained", 6), ("frozen", 3)):
-        mine = trainer(shown)
-        await mine.create("policy", PolicySpec(model=NAME, vision=vision))
+    async with training(shown, vision) as mine:
         for request in "ab":
-            await mine.forward_backward("policy", rows, LossSpec(name="reinforce"), request)
+            await mine.forward_backward("policy", rows, LOSS, request)
             await mine.optim_step("policy", UPDATE, f"step {request}")
         assert mine._policies["policy"].model.vision.computed == computed
 
 
 async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled():
     shown = Shown()
-    model = seeing(shown)
-    async with serving(model) as engine:
+    async with serving(seeing(shown)) as engine:
         calls = await conversation(engine, shown, 10)
         last, completion, _ = calls[-1]
         ids = np.concatenate((last.ids, np.array(completion, np.int32)))
@@ -116,9 +123,8 @@ async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled():
     for prompt, sampled, _ in calls:
         trained[len(prompt.ids) : len(prompt.ids) + len(sampled)] = True
     row = sample_of(TokenSequence(ids, last.media), trained, np.array(scored))
-    mine = trainer(shown)
-    await mine.create("policy", PolicySpec(model=NAME))
-    report = await mine.forward_backward("policy", [row], LossSpec(name="reinforce"), "r")
+    async with training(shown) as mine:
+        report = await mine.forward_backward("policy", [row], LOSS, "r")
     assert report.trained_tokens == 60
     assert report.rows == 1
     assert report.metrics["logprob_gap_max"] < 1e-4
@@ -128,22 +134,18 @@ async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled():
 async def test_new_weights_reach_the_engine_and_a_checkpoint_gives_them_back(tmp_path, vision):
     shown = Shown()
     rows = some_rows(shown)
-    mine = trainer(shown)
-    await mine.create("policy", PolicySpec(model=NAME, vision=vision))
-    await mine.forward_backward("policy", rows, LossSpec(name="reinforce"), "r")
-    await mine.optim_step("policy", UPDATE, "s")
-    await mine.save("policy", tmp_path, {"step": 1})
     sampler = LoadedModels(pictures=shown).own(NAME, torch.float32, torch.device("cpu"), vision)[0]
-    prompt = TokenSequence(rows[1].ids, rows[1].media)
-    async with serving(sampler) as engine:
+    prompt, trained = TokenSequence(rows[1].ids, rows[1].media), rows[1].loss_mask
+    async with training(shown, vision) as mine, serving(sampler) as engine:
+        await mine.forward_backward("policy", rows, LOSS, "r")
+        await mine.optim_step("policy", UPDATE, "s")
+        await mine.save("policy", tmp_path, {"step": 1}, "saved")
         before = await engine.score("policy", prompt)
-        await engine.sync_weights("policy", PolicyVersion(0, 1), await mine.publish("policy"))
+        await engine.sync_weights("policy", PolicyVersion(0, 1), await mine.weights("policy"))
         after = await engine.score("policy", prompt)
-    again = trainer(shown)
-    await again.create("policy", PolicySpec(model=NAME, vision=vision))
-    await again.load("policy", tmp_path)
-    found = await again.forward("policy", [rows[1]], ["old_logprobs"])
-    trained = rows[1].loss_mask
+    async with training(shown, vision) as again:
+        await again.load("policy", tmp_path)
+        found = await again.forward("policy", [rows[1]], ["old_logprobs"])
     wanted = np.array([np.nan, *after])[trained]
     assert np.abs(np.array(found["old_logprobs"][0])[trained] - wanted).max() < 1e-4
     assert np.abs(np.array([np.nan, *before])[trained] - wanted).max() > 1e-3
@@ -151,13 +153,13 @@ async def test_new_weights_reach_the_engine_and_a_checkpoint_gives_them_back(tmp
 
 async def test_rows_with_pictures_are_refused_by_a_text_model():
     shown = Shown()
-    mine = trainer(shown)
-    await mine.create("policy", PolicySpec(model="tiny-random"))
-    row = replace(some_rows(shown)[0], ids=np.minimum(some_rows(shown)[0].ids, 200))
-    with pytest.raises(ModelError, match="row of episode e0 has a picture, and the model reads text only"):
-        await mine.forward_backward("policy", [row], LossSpec(name="reinforce"), "r")
-    with pytest.raises(ConfigError, match="vision is 'trained', and tiny-random reads text only"):
-        await mine.create("other", PolicySpec(model="tiny-random", vision="trained"))
+    row = some_rows(shown)[0]
+    row = replace(row, ids=np.minimum(row.ids, 200))
+    async with training(shown, model="tiny-random") as mine:
+        with pytest.raises(ModelError, match="row of episode e0 has a picture, and the model reads text only"):
+            await mine.forward_backward("policy", [row], LOSS, "r")
+        with pytest.raises(ConfigError, match="vision is 'trained', and tiny-random reads text only"):
+            await mine.create("other", PolicySpec(model="tiny-random", vision="trained"))
 
 
 def test_the_pictures_of_a_tree_stand_at_the_nodes_of_each_row():
