@@ -3,9 +3,9 @@
     python bench/vision_digits.py [--seeds 0 1 2] [--steps 100] [--blank] [--groups 64] [--target 0.8]
 
 Needs scikit-learn. 1,437 of the 1,797 pictures are trained on, the other 360 are held out and answered greedily before
-the first and after the last step. The model is of Idefics3's architecture with random weights (0.6 million, 4 embeddings
+the first and after the last step. The model is of Idefics3's architecture with random weights (0.45 million, 4 embeddings
 a picture, tower trained); its agent sends a PNG through the OpenAI client, and is paid 1 for the right digit, which is
-one token. With `--blank` the same model gets a white picture in place of each, and must stay at chance: what it learns
+one token, one of ten by a grammar. With `--blank` the same model gets a white picture in place of each, and must stay at chance: what it learns
 otherwise, it sees. Prints a line a seed, and exits with 1 if one is on the wrong side of the target.
 """
 
@@ -65,7 +65,12 @@ async def rollout(task: dict[str, Any], endpoint: ModelEndpoint) -> palestra.Rol
     client = agent.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     url = picture(None if task["blank"] else task["number"])
     messages: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
-    reply = await client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=1)
+    reply = await client.chat.completions.create(
+        model=endpoint.model,
+        messages=messages,
+        max_tokens=1,
+        extra_body={"structured_outputs": {"choice": list("0123456789")}},
+    )
     answer = reply.choices[0].message.content or ""
     return palestra.RolloutResult(reward=float(answer == str(task["digit"])), metadata={"answer": answer})
 

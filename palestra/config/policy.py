@@ -133,6 +133,8 @@ class PolicyConfig(Section):
         given = [key for key in _OF_TRAINING if key in self.model_fields_set and getattr(self, key) is not None]
         if self.frozen and given:
             raise ValueError(f"a frozen policy is never trained; leave out either `frozen` or its `{given[0]}`")
+        if self.base is not None and self.vision is not None:
+            raise ValueError("base servers are for models that read text only; leave out either `base` or `vision`")
         if self.adapter is not None and self.vision is not None:
             raise ValueError("adapters of models that see are not supported; leave out either `adapter` or `vision`")
         if self.frozen and self.adapter is not None:

@@ -160,7 +160,9 @@ class PromptBuilder:
             text = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
         if max_context is not None and len(prompt.ids) >= max_context:
-            raise ContextOverflow(len(prompt.ids), max_context)
+            media = prompt.sequence.media
+            pictures = len(media), sum(span.tokens for span in media)
+            raise ContextOverflow(len(prompt.ids), max_context, pictures=pictures)
         return prompt
 
     async def _of_messages(self, call: GenerationRequest, renderer: Renderer, room: int | None) -> Prompt:

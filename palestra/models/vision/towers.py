@@ -38,7 +38,7 @@ class Idefics3Tower:
     padding, and a picture that is black in a model whose pixels have mean 0 keeps its tile.
     """
 
-    names = ("model.vision_model.", "model.connector.")
+    names: tuple[str, ...] = ("model.vision_model.", "model.connector.")
 
     def __init__(self, model: Any) -> None:
         self.text = model.model.text_model
@@ -57,7 +57,7 @@ class Idefics3Tower:
 class LlavaTower:
     """Llava 1.5: one picture [1, 3, H, W] through CLIP, of which one layer's patches are projected."""
 
-    names = ("model.vision_tower.", "model.multi_modal_projector.")
+    names: tuple[str, ...] = ("model.vision_tower.", "model.multi_modal_projector.")
 
     def __init__(self, model: Any) -> None:
         if not isinstance(model.config.vision_feature_layer, int):
