@@ -1,12 +1,13 @@
-"""Whether a model that sees learns to read: handwritten digits of scikit-learn, by reinforcement over HTTP, from scratch.
+"""Whether a model that sees learns to read: handwritten digits of scikit-learn, by reinforcement over HTTP.
 
     python bench/vision_digits.py [--seeds 0 1 2] [--steps 100] [--blank] [--groups 64] [--target 0.8]
 
-Needs scikit-learn. 1,437 of the 1,797 pictures are trained on, the other 360 are held out and answered greedily before
-the first and after the last step. The model is of Idefics3's architecture with random weights (0.45 million, 4 embeddings
-a picture, tower trained); its agent sends a PNG through the OpenAI client, and is paid 1 for the right digit, which is
-one token, one of ten by a grammar. With `--blank` the same model gets a white picture in place of each, and must stay at chance: what it learns
-otherwise, it sees. Prints a line a seed, and exits with 1 if one is on the wrong side of the target.
+Needs scikit-learn. 1,437 of the 1,797 pictures are trained on; the other 360 are held out, and answered greedily before
+the first and after the last step. The model is of Idefics3's architecture with random weights (0.45 million, 4
+embeddings a picture, tower trained). Its agent sends a PNG through the OpenAI client, and is paid 1 for the right
+digit, which is one token, one of ten by a grammar. With `--blank` the same model gets a white picture in place of each,
+and must stay at chance: what it learns otherwise, it sees. Prints a line a seed, and exits with 1 if one is on the
+wrong side of the target.
 """
 
 from __future__ import annotations

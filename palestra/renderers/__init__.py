@@ -11,6 +11,7 @@ from palestra.renderers.base import (
     whole_message,
 )
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
+from palestra.renderers.dialog import DialogRenderer
 from palestra.renderers.package import PackageRenderer
 from palestra.renderers.picture_layout import PictureLayout, layout_of
 from palestra.renderers.picture_tokens import PictureTokens
@@ -21,6 +22,7 @@ __all__ = [
     "ByteTokenizer",
     "ChatMLConfig",
     "ChatMLRenderer",
+    "DialogRenderer",
     "MessageDelta",
     "NotInThisFormat",
     "PackageRenderer",

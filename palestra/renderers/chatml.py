@@ -9,20 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from palestra.renderers.base import Renderer, Reply, Tools, reply_of
 from palestra.renderers.chatml_reply import ChatMLStream, read_reply, write_thought
 from palestra.renderers.control_text import plain_encoder
-from palestra.renderers.long_text import PIECE, LongText, TooManyTokens
+from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.prompt_writer import Pieces, PromptWriter, content_of, joined, refuse_pictures
 from palestra.renderers.tool_calls import RESULT, grammar_of_calls, offer, write_call
 from palestra.renderers.vocabulary import Vocabulary
-from palestra.threads import check_wanted
-from palestra.types.calls import Ids, MediaSpan, TokenSequence
-from palestra.types.messages import ChatMessage, ImagePart, TextPart
-
-Turn = list[str | ImagePart]  # the pieces of a turn
+from palestra.types.calls import Ids, TokenSequence
+from palestra.types.messages import ChatMessage, ImagePart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,47 +117,33 @@ class ChatMLRenderer(Renderer):
     def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
         return grammar_of_calls(tools, most_calls)
 
-    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[Turn]:
+    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[Pieces]:
         """Yield the turns of a whole conversation. A system turn comes first if there is a system message or a tool."""
         given = self._role(messages[0]) == "system"
         said = messages[0].text if given else self.config.default_system
         if said is not None or tools:
             if given:
-                _refuse_pictures(messages[0])
+                refuse_pictures(messages[0])
             yield ["system\n" + "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))]
         yield from _turns(messages[1:] if given else messages, self._role)
 
     def _role(self, message: ChatMessage) -> str:
         return self.config.developer if message.role == "developer" else message.role
 
-    def _sequence(self, turns: Iterable[Turn], ids: list[int], room: int | None) -> TokenSequence:
-        """Return `ids` followed by the ids of the turns, and the beginning of the assistant's reply.
+    def _sequence(self, turns: Iterable[Pieces], before: Sequence[int], room: int | None) -> TokenSequence:
+        """Return `before` followed by the ids of the turns, and the beginning of the assistant's reply.
 
         Raises:
             TooManyTokens: there are more than `room` ids.
         """
-        media = list[MediaSpan]()
-        for turn in turns:
-            ids.append(self._start)
-            for piece in turn:
-                if isinstance(piece, ImagePart):
-                    shown = self._picture(piece)
-                    media.append(MediaSpan(len(ids), len(shown), piece.digest))
-                    ids += shown
-                elif room is None or len(piece) <= PIECE:
-                    ids += self._encode(piece)
-                else:
-                    ids += self._long.encode(piece, max(room - len(ids), 0))
-            ids += [self._end, *self._encode("\n")]
-            if room is not None and len(ids) > room:
-                raise TooManyTokens(len(ids))
-            check_wanted()
-        return TokenSequence(np.asarray(ids + self._opening(), np.int32), tuple(media))
-
-    def _picture(self, part: ImagePart) -> Sequence[int]:
-        if self._pictures is None:
-            raise ValueError("this model reads text only, and a message has a picture")
-        return self._pictures.ids(part.digest)
+        writer = PromptWriter(self._encode, self._long, self._pictures, room)
+        writer.tokens(before)
+        for pieces in turns:
+            writer.tokens([self._start])
+            writer.pieces(pieces)
+            writer.end_turn([self._end, *self._encode("\n")])
+        writer.tokens(self._opening())
+        return writer.sequence()
 
     def _opening(self) -> list[int]:
         return [self._start, *self._encode("assistant\n")]
@@ -171,7 +153,7 @@ class ChatMLRenderer(Renderer):
         return [*([] if stopped else [self._end]), *self._encode("\n")]
 
 
-def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[Turn]:
+def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[Pieces]:
     """Yield what stands between start token and end token of each turn.
 
     Consecutive results of tools share one turn of the user, as in the templates of Qwen.
@@ -179,39 +161,18 @@ def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) 
     results: list[str | ImagePart] = []
     for message in messages:
         if message.role == "tool":
-            results += ["\n" if results else "", RESULT[0], *_content(message), RESULT[1]]
+            results += ["\n" if results else "", RESULT[0], *content_of(message), RESULT[1]]
             continue
         if results:
-            yield _joined(["user\n", *results])
+            yield joined(["user\n", *results])
             results = []
         if message.role == "assistant":
-            _refuse_pictures(message)
+            refuse_pictures(message)
             yield [f"{role(message)}\n{_reply(message)}"]
         else:
-            yield _joined([f"{role(message)}\n", *_content(message)])
+            yield joined([f"{role(message)}\n", *content_of(message)])
     if results:
-        yield _joined(["user\n", *results])
-
-
-def _content(message: ChatMessage) -> list[str | ImagePart]:
-    return [part.text if isinstance(part, TextPart) else part for part in message.content]
-
-
-def _joined(pieces: Iterable[str | ImagePart]) -> Turn:
-    """Return the pieces of a turn, of which no two texts follow one another: a token may reach over their boundary."""
-    joined: Turn = []
-    for piece in pieces:
-        if joined and isinstance(piece, str) and isinstance(last := joined[-1], str):
-            joined[-1] = last + piece
-        else:
-            joined.append(piece)
-    return joined
-
-
-def _refuse_pictures(message: ChatMessage) -> None:
-    """Raise ValueError if a message that can only have text has a picture."""
-    if any(isinstance(part, ImagePart) for part in message.content):
-        raise ValueError(f"a message of role {message.role} has a picture; pictures are the user's, or a tool's result")
+        yield joined(["user\n", *results])
 
 
 def _reply(message: ChatMessage) -> str:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import copy
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.renderers import PictureTokens
+from palestra.renderers import ChatMLRenderer, DialogRenderer, NotInThisFormat, PictureTokens, select_renderer
 from palestra.renderers.picture_layout import FixedLayout, TiledLayout, layout_of
 from unit.vision.seeing import Shown, noise, processor, renderer_of, seeing_once, user
 
@@ -114,3 +117,87 @@ def test_llava_has_a_fixed_number_of_placeholders():
     config = {"model_type": "llava", "vision_config": {"patch_size": 14}}
     files = {"preprocessor_config.json": b'{"crop_size": {"height": 336, "width": 336}}'}
     assert layout_of(config, files) == FixedLayout(tokens=576)
+
+
+# That of SmolVLM-Instruct and, with another first token, of Idefics3-8B-Llama3.
+DIALOG = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def dialog():
+    """A tokenizer with the template of SmolVLM, pictures, and the renderer that is chosen for it."""
+    tokenizer = copy.deepcopy(processor().tokenizer)
+    tokenizer.chat_template = DIALOG
+    shown = Shown()
+    renderer = select_renderer(tokenizer, pictures=PictureTokens(tokenizer, seeing_once().vision.layout, shown))
+    return tokenizer, shown, renderer
+
+
+def as_parts(messages):
+    return [
+        {
+            "role": message.role,
+            "content": [
+                {"type": "text", "text": part.text} if part.type == "text" else {"type": "image"}
+                for part in message.content
+            ],
+        }
+        for message in messages
+    ]
+
+
+def test_a_dialog_has_the_ids_of_transformers_processor_and_template(dialog):
+    tokenizer, shown, renderer = dialog
+    one, other = shown.add(noise(50, 20)), shown.add(noise(7, 90, seed=1))
+    assert isinstance(renderer, DialogRenderer)
+    said = user("Two.").model_copy(update={"role": "assistant"})
+    messages = [user("Be brief.").model_copy(update={"role": "system"}), user(one, other, "how many?"), said]
+    messages.append(user("Look: ", other, "again"))
+    found = renderer.render(messages)
+    text = tokenizer.apply_chat_template(as_parts(messages), add_generation_prompt=True, tokenize=False)
+    images = [shown.images[part.digest] for part in (one, other, other)]
+    assert found.ids.tolist() == processor()(text=text, images=images)["input_ids"][0]
+    assert [span.digest for span in found.media] == [one.digest, other.digest, other.digest]
+
+
+def test_a_dialog_goes_on_with_the_exact_tokens_of_a_reply(dialog):
+    tokenizer, shown, renderer = dialog
+    part = shown.add(noise(50, 20))
+    first = renderer.render([user("a")])
+    completion = np.array(tokenizer.encode(" Two.<end_of_utterance>", add_special_tokens=False), np.int32)
+    reply = renderer.parse(completion, lambda: first.ids).message
+    assert reply.text == "Two."
+    assert renderer.parse(completion[:-1], lambda: first.ids).message == reply  # cut at its limit
+    whole = renderer.render([user("a"), reply, user(part)])
+    for kept in (completion, completion[:-1]):
+        tail = renderer.extend(lambda: first.ids, kept, [user(part)])
+        assert [*first.ids, *kept, *tail.ids] == whole.ids.tolist()
+        (span,), (placed,) = tail.media, whole.media
+        assert span.start + len(first.ids) + len(kept) == placed.start
+    stream = renderer.stream(lambda: first.ids)
+    stream.feed(" Two.")
+    assert stream.finish(completion, cut=False)[1].message == reply
+
+
+def test_a_dialog_has_no_tools(dialog):
+    _, _, renderer = dialog
+    with pytest.raises(ValueError, match="has no tools"):
+        renderer.render([user("a")], [{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    with pytest.raises(ValueError, match="has no tools"):
+        renderer.render([user("a"), user("b").model_copy(update={"role": "tool", "tool_call_id": "1"})])
+    with pytest.raises(NotInThisFormat):
+        renderer.stream(lambda: None, single_call=True)
+
+
+def test_a_model_of_chatml_with_pictures_gets_chatml():
+    shown = Shown()
+    pictures = PictureTokens(processor().tokenizer, seeing_once().vision.layout, shown)
+    assert isinstance(select_renderer(processor().tokenizer, pictures=pictures), ChatMLRenderer)
+    assert select_renderer(processor().tokenizer, pictures=pictures).takes_images
+    assert not select_renderer(processor().tokenizer).takes_images
