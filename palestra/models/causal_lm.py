@@ -186,7 +186,7 @@ class CausalLM:
             if parameter.ndim < 2:
                 # A copy even of float32: a view into the mapped file would keep all of the file in memory.
                 parameter.data = parameter.data.to(torch.float32, copy=True)
-        for module in text.modules():
+        for module in model.modules():
             if isinstance(module, nn.Embedding):  # of tokens, and of positions
                 module.register_forward_hook(self._embedded)  # a method, so that a copy of the model calls its own
         self.vocab_size: int = config.vocab_size

@@ -68,8 +68,8 @@ def own_loss(model, rows, shown: Shown) -> torch.Tensor:
 
 
 @asynccontextmanager
-async def training(shown: Shown, vision: str | None = None, model: str = NAME):
-    made = TorchTrainer(CONFIG, 2, LoadedModels(pictures=shown))
+async def training(shown: Shown, vision: str | None = None, model: str = NAME, dtype: str = "float32"):
+    made = TorchTrainer(CONFIG.model_copy(update={"dtype": dtype}), 2, LoadedModels(pictures=shown))
     try:
         await made.create("policy", PolicySpec(model=model, vision=vision))
         yield made
@@ -128,6 +128,23 @@ async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled():
     assert report.trained_tokens == 60
     assert report.rows == 1
     assert report.metrics["logprob_gap_max"] < 1e-4
+
+
+async def test_in_bfloat16_the_trainer_rounds_pictures_as_the_engine_does():
+    """The same weights: rounded in the engine, and rounded in each product of the trainer."""
+    shown = Shown()
+    row = some_rows(shown)[1]
+    sampler = LoadedModels(pictures=shown).own(NAME, torch.bfloat16, torch.device("cpu"), "trained")[0]
+    async with serving(sampler, dtype="bfloat16") as engine:
+        scored = np.array([np.nan, *await engine.score("policy", TokenSequence(row.ids, row.media))])
+    async with training(shown, "trained", dtype="bfloat16") as mine:
+        (found,) = (await mine.forward("policy", [row], ["old_logprobs"]))["old_logprobs"]
+    async with training(shown, "trained") as exact:
+        (wanted,) = (await exact.forward("policy", [row], ["old_logprobs"]))["old_logprobs"]
+    trained = row.loss_mask
+    gap, rounding = np.abs(found - scored)[trained].max(), np.abs(wanted - scored)[trained].max()
+    assert gap < 0.3 * rounding
+    assert 0 < rounding < 0.02
 
 
 @pytest.mark.parametrize("vision", ["trained", "frozen"])
