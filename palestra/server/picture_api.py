@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,15 +14,10 @@ from palestra.http.disconnects import until_disconnect
 from palestra.pictures.blobs import Blobs, digest_of
 from palestra.pictures.containers import MEDIA_TYPES, media_type_of
 from palestra.server.state import DataPlane
+from palestra.types.wire import PictureKept
 
 _PATH = re.compile(r"/pictures/[^/]+")
 _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
-
-
-class PictureKept(BaseModel):
-    """The answer to an upload: the picture is on disk, and messages may name it."""
-
-    digest: str = Field(description="SHA-256 of the file, in hex; the name of the picture.")
 
 
 def is_upload(request: Request) -> bool:
