@@ -329,11 +329,15 @@ def checked_reset(found: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
         raise InvalidEnvironment(f"reset returns (observation, info), not {_shown(found)}")
     if not isinstance(found[1], dict):
         raise InvalidEnvironment(f"reset returns (observation, dict), not {_shown(found)}")
-    return _messages(found[0]), found[1]
+    return _messages(found[0], "reset"), found[1]
 
 
-def _messages(seen: Any) -> tuple[ChatMessage, ...]:
+def _messages(seen: Any, method: str) -> tuple[ChatMessage, ...]:
     """Return an observation as messages: those that it is, or one of the user with its text and pictures.
+
+    Args:
+        seen: the observation.
+        method: that has returned it, for the error.
 
     Raises:
         InvalidEnvironment: it is none.
@@ -346,8 +350,8 @@ def _messages(seen: Any) -> tuple[ChatMessage, ...]:
         return (ChatMessage(role="user", content=parts_of(seen)),)
     except TypeError as error:
         raise InvalidEnvironment(
-            "an observation is text, a picture, a list of texts and pictures, or a tuple of messages, not "
-            f"{_shown(seen)} ({error})"
+            f"{method} returns an observation that is {_shown(seen)} ({error}); an observation is text, a picture, a "
+            "list of texts and pictures, or a tuple of messages"
         ) from None
 
 
@@ -363,7 +367,7 @@ def checked_step(found: Any) -> tuple[tuple[ChatMessage, ...], StepReward, bool,
             f"step returns (observation, reward, terminated, truncated, info), not {_shown(found)}"
         )
     seen, reward, terminated, truncated, info = found
-    messages = _messages(seen)
+    messages = _messages(seen, "step")
     if reward is None:
         raise NotScored("step returned None for its reward")
     number = checked_names(reward) if isinstance(reward, Mapping) else _finite(reward)

@@ -20,6 +20,13 @@ class Picture(ImagePart):
 
     data: bytes = Field(exclude=True, repr=False)
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether another part shows the same picture, with its file or without."""
+        return isinstance(other, ImagePart) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @classmethod
     def of(cls, value: Any) -> Self:
         """Return the part that shows a picture.

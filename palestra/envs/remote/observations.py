@@ -67,7 +67,7 @@ def message_of(
 def _pictures(content: tuple[ChatMessage, ...], sent: set[str]) -> dict[str, Any]:
     """Return the field of the files that were not sent before; add their digests to `sent`."""
     files = {one.digest: one.data for one in files_in(content) if one.digest not in sent}
-    sent |= files.keys()
+    sent.update(files)
     return {"pictures": {digest: base64.b64encode(data).decode() for digest, data in files.items()}} if files else {}
 
 
@@ -86,7 +86,7 @@ def _with_files(message: Observed, known: set[str]) -> tuple[ChatMessage, ...]:
         if digest_of(data) != digest:
             raise EnvironmentFailed(f"the server sent a picture under a digest that is not its own: {digest:.64}")
         files[digest] = Picture(digest=digest, data=data)
-    known |= files.keys()
+    known.update(files)
 
     def with_file(part: Part) -> Part:
         if not isinstance(part, ImagePart):
