@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from palestra.config import AlgorithmConfig, Roles
+from palestra.pictures.parts import Picture
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
 from palestra.types.calls import Chat
 
@@ -52,6 +53,14 @@ class PlayedEpisode(Protocol):
         """Count an observation for the job's status."""
         ...
 
+    async def keep_picture(self, picture: Picture) -> None:
+        """Put the file of a picture into the run's folder, so that messages may name it.
+
+        Raises:
+            PalestraError: the file is no picture that the job takes, or could not be kept.
+        """
+        ...
+
     async def call(self, request: GenerationRequest) -> Chat:
         """Make one model call; when it returns, the call is recorded in the episode.
 
@@ -95,6 +104,11 @@ class SessionEpisode:
     def count_observation(self) -> None:
         """Count an observation for the job's status."""
         self._sessions.context.counts["observations"] += 1
+
+    async def keep_picture(self, picture: Picture) -> None:
+        """Put the file of a picture into the run's folder. See `PlayedEpisode.keep_picture`."""
+        context = self._sessions.context
+        await context.pool.run(context.store.pictures.keep, picture.data)
 
     async def call(self, request: GenerationRequest) -> Chat:
         """Make one model call. See `PlayedEpisode.call`."""

@@ -244,9 +244,8 @@ async def local_job(
         config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
         if resumed:
             await parts.engine.pause()  # until the learner has published the run's weights
-        picture_bytes = int(config.pictures.store_gib * 2**30)
         store = stack.enter_context(
-            open_run_store(folder.store, config.rollout, config.store, picture_bytes=picture_bytes)
+            open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures)
         )
         try:
             if base is not None:

@@ -6,24 +6,19 @@ import re
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.http.disconnects import until_disconnect
-from palestra.pictures.blobs import Blobs, digest_of
-from palestra.pictures.containers import MEDIA_TYPES, media_type_of
+from palestra.http.pictures import SHOWN, picture_answer
+from palestra.pictures.blobs import digest_of
+from palestra.pictures.containers import MEDIA_TYPES
 from palestra.server.state import DataPlane
+from palestra.types.wire import PictureKept
 
 _PATH = re.compile(r"/pictures/[^/]+")
 _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
-
-
-class PictureKept(BaseModel):
-    """The answer to an upload: the picture is on disk, and messages may name it."""
-
-    digest: str = Field(description="SHA-256 of the file, in hex; the name of the picture.")
 
 
 def is_upload(request: Request) -> bool:
@@ -50,30 +45,10 @@ def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:
             raise InvalidRequest("the digest in the path is not the SHA-256 of the body", "digest")
         return PictureKept(digest=await until_disconnect(request.receive, plane.pictures.keep(data)))
 
-    @routes.get(
-        "/pictures/{digest}", response_class=Response, responses={200: {"content": {kind: {} for kind in MEDIA_TYPES}}}
-    )
+    @routes.get("/pictures/{digest}", response_class=Response, responses=SHOWN)
     async def show_picture(digest: str, request: Request) -> Response:
         """Return the file of a picture, exactly as it was sent, with the type that its bytes have."""
         plane.keys.require_job(request)
         return await plane.pool.run(picture_answer, plane.store.pictures, digest)
 
     app.include_router(routes)
-
-
-def picture_answer(blobs: Blobs, digest: str) -> Response:
-    """Return the answer with a stored picture. Blocks for the disk.
-
-    The type is read from the bytes, and is one of four that hold no script, whatever the file was sent as.
-
-    Raises:
-        NotFound: there is no such picture.
-        StoreError: its file is damaged.
-    """
-    data = blobs.get(digest)
-    headers = {
-        "X-Content-Type-Options": "nosniff",
-        "Content-Security-Policy": "default-src 'none'; sandbox",
-        "Cache-Control": "private, max-age=31536000, immutable",  # the address says which bytes these are
-    }
-    return Response(data, media_type=media_type_of(data), headers=headers)

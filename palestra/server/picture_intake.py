@@ -13,11 +13,9 @@ from typing import Any
 
 from palestra.config import PicturesConfig
 from palestra.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedField
-from palestra.pictures.blobs import Blobs, digest_of, is_digest
-from palestra.pictures.containers import JPEG, MEDIA_TYPES, read_container
-from palestra.pictures.decoding import decode
-from palestra.pictures.encoding import encode
-from palestra.pictures.limits import InvalidPicture, PictureLimits
+from palestra.pictures.blobs import is_digest
+from palestra.pictures.kept import KeptPictures
+from palestra.pictures.limits import InvalidPicture
 from palestra.server.dialects.base import DialectRequest
 from palestra.server.dialects.sent_pictures import SentPicture, with_digests
 from palestra.server.picture_fetch import PictureFetcher
@@ -34,10 +32,9 @@ class PictureIntake:
     A URL is fetched once while the process runs: the same URL in a later turn means the same picture.
     """
 
-    def __init__(self, blobs: Blobs, config: PicturesConfig, pool: WorkPool) -> None:
-        """Keep pictures in `blobs`, within the limits of `config`; `pool` has the threads."""
-        self._blobs, self._config, self._pool = blobs, config, pool
-        self._limits = PictureLimits(max_bytes=config.max_bytes, max_pixels=config.max_pixels)
+    def __init__(self, kept: KeptPictures, config: PicturesConfig, pool: WorkPool) -> None:
+        """Keep pictures in `kept`; `config` says how many a call may have and which hosts; `pool` has the threads."""
+        self._kept, self._config, self._pool = kept, config, pool
         self._fetcher = PictureFetcher(config)
         self._fetched: OrderedDict[str, str] = OrderedDict()  # digest by URL
         self._small: OrderedDict[str, str] = OrderedDict()  # digest of the small copy by that of the picture
@@ -82,7 +79,7 @@ class PictureIntake:
             InvalidRequest: the file is no picture that is taken.
             PayloadTooLarge: see `settle`.
         """
-        return await self._pool.run(self._keep, data, media_type)
+        return await self._pool.run(self._kept.keep, data, media_type)
 
     async def _settled(self, picture: SentPicture) -> str:
         """Return the digest under which a picture is kept. Its place comes first in the message of an error."""
@@ -100,7 +97,7 @@ class PictureIntake:
 
     async def _of_url(self, url: str) -> str:
         digest = self._fetched.get(url)
-        if digest is None or digest not in self._blobs:
+        if digest is None or digest not in self._kept:
             digest = await self.keep(await self._fetcher.fetch(url))
         _remember(self._fetched, url, digest)
         return digest
@@ -110,7 +107,7 @@ class PictureIntake:
         if picture.base64 is None:
             if picture.named is None or not is_digest(picture.named):
                 raise InvalidPicture("a picture is named by the 64 hexadecimal digits of its SHA-256")
-            if picture.named not in self._blobs:
+            if picture.named not in self._kept:
                 raise InvalidPicture(f"there is no picture {picture.named}; upload it first (PUT /pictures/DIGEST)")
             return picture.named
         if len(picture.base64) > self._config.max_bytes // 3 * 4 + 4:
@@ -119,32 +116,13 @@ class PictureIntake:
             data = base64.b64decode(picture.base64, validate=True)
         except (binascii.Error, ValueError):
             raise InvalidPicture("its base64 is none") from None
-        return self._keep(data, picture.media_type)
-
-    def _keep(self, data: bytes, media_type: str | None) -> str:
-        """Keep a file that is a picture of the type that the client gives. Blocks for the disk and the decoder."""
-        found = read_container(data, self._limits)
-        if media_type is not None:
-            given = media_type.strip().lower()
-            given = JPEG if given == "image/jpg" else given
-            if given not in MEDIA_TYPES:
-                raise InvalidPicture(f"pictures of the type {given[:40]!r} are not taken; {', '.join(MEDIA_TYPES)} are")
-            if given != found.media_type:
-                raise InvalidPicture(f"it is sent as {given} and is {found.media_type}")
-        # A picture that is there has been decoded before.
-        if digest_of(data) not in self._blobs:
-            decode(data, self._limits)
-        return self._blobs.put(data)
+        return self._kept.keep(data, picture.media_type)
 
     def _small_copy(self, digest: str) -> str:
-        """Return the digest of a copy with at most `LOW_SIDE` pixels on a side; of a small picture its own."""
+        """Return the digest of a copy with at most `LOW_SIDE` pixels on a side. Blocks for the disk and the decoder."""
         small = self._small.get(digest)
-        if small is None or small not in self._blobs:
-            image = decode(self._blobs.get(digest), self._limits)
-            small = digest
-            if max(image.size) > LOW_SIDE:
-                image.thumbnail((LOW_SIDE, LOW_SIDE))
-                small = self._blobs.put(encode(image))
+        if small is None or small not in self._kept:
+            small = self._kept.small_copy(digest, LOW_SIDE)
         _remember(self._small, digest, small)
         return small
 

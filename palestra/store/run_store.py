@@ -15,12 +15,14 @@ from typing import Self
 
 import sqlalchemy as sa
 
-from palestra.config import RolloutConfig, StoreConfig
+from palestra.config import PicturesConfig, RolloutConfig, StoreConfig
 from palestra.database import Backend, Database
 from palestra.database.sqlite import make_private, open_engine
 from palestra.disk import GO_ON, writing
 from palestra.errors import StoreError
-from palestra.pictures.blobs import FOLDER, Blobs
+from palestra.pictures.blobs import FOLDER
+from palestra.pictures.kept import KeptPictures
+from palestra.pictures.limits import PictureLimits
 from palestra.store import tables
 from palestra.store.calls import Calls
 from palestra.store.episodes import Episodes
@@ -164,7 +166,7 @@ class RunStore:
     groups: Groups
     trained: TrainedTokens
     log: RunLog
-    pictures: Blobs
+    pictures: KeptPictures
 
     def close(self) -> None:
         """Finish the submitted operations and close the file."""
@@ -182,7 +184,7 @@ def open_run_store(
     rollout: RolloutConfig,
     store: StoreConfig,
     clock: Clock | None = None,
-    picture_bytes: int | None = None,
+    pictures: PicturesConfig | None = None,
 ) -> RunStore:
     """Open the store of a run, or create it.
 
@@ -191,7 +193,7 @@ def open_run_store(
         rollout: the limits of claims, leases and attempts.
         store: how durable a commit is.
         clock: of times and leases; None: the system's.
-        picture_bytes: the most that the run's pictures may take on disk; None: any number.
+        pictures: their limits; None: the defaults.
 
     Raises:
         StoreError: the file can't be written, is not a run store, is damaged, or of a newer version of Palestra.
@@ -224,5 +226,10 @@ def open_run_store(
         groups=Groups(db, episodes.available, episodes.settled),
         trained=TrainedTokens(db),
         log=RunLog(db, clock),
-        pictures=Blobs(path.parent / FOLDER, picture_bytes),
+        pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig()),
     )
+
+
+def _pictures(folder: Path, config: PicturesConfig) -> KeptPictures:
+    limits = PictureLimits(max_bytes=config.max_bytes, max_pixels=config.max_pixels)
+    return KeptPictures(folder, limits, int(config.store_gib * 2**30))

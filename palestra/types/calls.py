@@ -234,7 +234,7 @@ class Chat:
 
     @property
     def all_media(self) -> tuple[MediaSpan, ...]:
-        """Return the images of the whole prompt, in order; an ancestor's images only as far as the prompt shares its ids."""
+        """Return the images of the whole prompt, in order; an ancestor's as far as the prompt shares its ids."""
         spans = (
             span._replace(tokens=min(span.tokens, end - span.start))
             for call, end in self.lineage()

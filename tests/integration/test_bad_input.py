@@ -63,6 +63,7 @@ JOB_ROUTES = [
     ("GET", "/events", None),
     ("GET", "/metrics", None),
     ("POST", "/v1/checkpoints/policy@step-1", {}),
+    ("GET", f"/pictures/{'0' * 64}", None),
 ]
 EPISODE_ROUTES = [
     ("/heartbeat_episode", {}),

@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import orjson
 import pytest
 from hostile_pictures import ATTACKS, RED, encoded
-from in_process import episode_of, parts_of, serving, trajectory_of
+from in_process import episode_of, parts_of, serving
 from PIL import Image
 from seeing import PER_PICTURE, SeeingRenderer
 
@@ -315,10 +316,13 @@ async def test_attacks_are_answered_within_100_ms_and_nothing_of_them_is_kept(tm
         await user.upload(b"")  # imports
         for name, (make, _) in ATTACKS.items():
             data = make()
+            message = {"role": "user", "content": [text("a"), shown(url_of(data))]}
+            body = orjson.dumps({"model": "policy", "messages": [message]})
             took = []
-            for _ in range(3):  # the machine may be busy with something else
+            for _ in range(5):  # the machine may be busy with something else
                 began = time.perf_counter()
-                answer = await user.chat(text("a"), shown(url_of(data)))
+                headers = {"authorization": f"Bearer {user.key}"}
+                answer = await user.http.post("/v1/chat/completions", content=body, headers=headers)
                 took.append(time.perf_counter() - began)
                 large = len(data) > 3 * 2**20  # over the limit of a body, before any picture is looked at
                 refused(answer, 413 if large else 422, *([] if large else ["messages.0.content.1"]))
