@@ -43,7 +43,7 @@ def flat_inputs(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Te
 
 
 def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPicture, NDArray[np.int64]]]:
-    """Return the pictures of a micro-batch, each with the nodes of its placeholders; rows name shared ones again.
+    """Return the pictures of a micro-batch, each with the nodes [F] of its placeholders; rows name shared ones again.
 
     Raises:
         ModelError: there is a picture, and the model reads text only.

@@ -60,7 +60,7 @@ class Vision:
         return name.startswith(self.tower.names)
 
     def pixels(self, image: Image) -> dict[str, Tensor]:
-        """Return what the tower gets of a picture, as its image processor makes it."""
+        """Return what the tower gets of a picture, [1, …] each, as its image processor makes it."""
         return dict(self._processor(images=image, return_tensors="pt"))
 
     def embeddings(self, digest: str) -> Tensor:
@@ -84,7 +84,7 @@ class Vision:
         return found
 
     def of_image(self, image: Image) -> Tensor:
-        """Return the embeddings of a picture that is at hand; see `embeddings`."""
+        """Return the embeddings of a picture that is at hand, [F, hidden]; see `embeddings`."""
         device = next(iter(self.tower.text.parameters())).device
         pixels = {name: tensor.to(device) for name, tensor in self.pixels(image).items()}
         self.computed += 1
@@ -92,7 +92,7 @@ class Vision:
             return self.tower(pixels)
 
     def placed(self, ids: Ids, media: Sequence[MediaSpan]) -> list[PlacedPicture]:
-        """Return the pictures of a sequence; see `placed_pictures`."""
+        """Return the pictures of a sequence of `ids` [N]; see `placed_pictures`."""
         return placed_pictures(ids, media, self.image_token)
 
     def rows(self, pictures: Sequence[tuple[PlacedPicture, NDArray[np.int64]]]) -> PictureRows | None:
