@@ -7,12 +7,27 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.config import EmbeddedEngineConfig
 from palestra.engine.base import EngineRequest
-from palestra.errors import EngineFailure, InvalidRequest
+from palestra.engine.embedded.engine import EmbeddedEngine
+from palestra.engine.embedded.model_runner import PolicyModel
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest
+from palestra.models.loading import LoadedModels
 from palestra.models.weights import LocalWeights
+from palestra.runtime.shared_models import SharedModelOptions, SharedModels
 from palestra.types.calls import PolicyVersion, TokenSequence
 from unit.engine.calling import DRAWN, serving
-from unit.vision.seeing import Shown, noise, own_logits, renderer_of, seeing, seeing_once, transformers_model, user
+from unit.vision.seeing import (
+    NAME,
+    Shown,
+    noise,
+    own_logits,
+    renderer_of,
+    seeing,
+    seeing_once,
+    transformers_model,
+    user,
+)
 
 LONG = replace(DRAWN, max_tokens=12, min_tokens=12)
 
@@ -157,3 +172,28 @@ async def test_text_models_refuse_pictures(tiny):
     async with serving(tiny) as engine:
         with pytest.raises(InvalidRequest, match="reads text only, and the prompt has a picture"):
             await engine.score("policy", prompt)
+
+
+async def test_models_that_never_change_share_their_weights_and_see():
+    """As in a job that only serves, or a frozen policy beside another."""
+    shown = Shown()
+    prompt = renderer_of(shown).render([user(shown.add(noise(50, 30)), "what")])
+    models = LoadedModels(pictures=shown)
+    one, other = (models.frozen(NAME, torch.float32, torch.device("cpu"))[0] for _ in range(2))
+    weights = [
+        dict(model.named_parameters())["model.connector.modality_projection.proj.weight"] for model in (one, other)
+    ]
+    assert weights[0].data_ptr() == weights[1].data_ptr()
+    policies = {name: PolicyModel(model=model, stop_ids=frozenset()) for name, model in {"a": one, "b": other}.items()}
+    engine = EmbeddedEngine(policies, EmbeddedEngineConfig(threads=1, dtype="float32", max_batch=4))
+    try:
+        scores = [await engine.score(name, prompt) for name in policies]
+    finally:
+        await engine.close()
+    async with serving(seeing(shown)) as alone:
+        assert scores == [await alone.score("policy", prompt)] * 2
+
+
+def test_a_base_server_refuses_models_that_see():
+    with pytest.raises(ConfigError, match="tiny-random-vision sees, and base servers are for models that read text"):
+        SharedModels(SharedModelOptions(models=(NAME,)))

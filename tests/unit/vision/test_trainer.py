@@ -168,6 +168,24 @@ async def test_new_weights_reach_the_engine_and_a_checkpoint_gives_them_back(tmp
     assert np.abs(np.array([np.nan, *before])[trained] - wanted).max() > 1e-3
 
 
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+async def test_a_reference_and_a_critic_see_as_well(vision):
+    shown = Shown()
+    rows = some_rows(shown)
+    made = TorchTrainer(CONFIG, 2, LoadedModels(pictures=shown))
+    try:
+        await made.create("policy", PolicySpec(model=NAME, vision=vision, reference=NAME, critic="states"))
+        found = await made.forward("policy", rows, ["old_logprobs", "reference_logprobs", "values"])
+        critic = made._policies["policy"]._critic
+    finally:
+        await made.close()
+    for row, own, reference in zip(rows, found["old_logprobs"], found["reference_logprobs"], strict=True):
+        assert np.abs(own - reference)[row.loss_mask].max() < 1e-5
+    names = [name for name, _ in critic.optimizer.parameters]
+    assert any("vision_model" in name for name in names) == (vision == "trained")
+    assert any("text_model" in name for name in names)
+
+
 async def test_rows_with_pictures_are_refused_by_a_text_model():
     shown = Shown()
     row = some_rows(shown)[0]
