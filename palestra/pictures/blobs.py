@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from palestra.disk import write_whole, writing
@@ -53,7 +53,7 @@ class Blobs:
             StoreError: the file could not be written.
         """
         digest = digest_of(data)
-        path = self._path(digest)
+        path = self.path(digest)
         if self._is_whole(path, len(data)):
             return digest
         # One writer at a time, so that the quota is kept; pictures are small, and most of them are there already.
@@ -85,7 +85,7 @@ class Blobs:
         """
         if not is_digest(digest):
             raise NotFound("a picture is named by the 64 hexadecimal digits of its SHA-256")
-        path = self._path(digest)
+        path = self.path(digest)
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -95,31 +95,15 @@ class Blobs:
         return data
 
     def __contains__(self, digest: object) -> bool:
-        return isinstance(digest, str) and is_digest(digest) and self._path(digest).exists()
+        return isinstance(digest, str) and is_digest(digest) and self.path(digest).exists()
 
     def __iter__(self) -> Iterator[str]:
         """Return the digests of all pictures, in order."""
         if self.folder.is_dir():
             yield from sorted(path.name for path in self.folder.glob("??/*") if is_digest(path.name))
 
-    def remove_except(self, kept: Collection[str], before: float) -> int:
-        """Remove the pictures that are not needed, and return how many these were.
-
-        Args:
-            kept: digests of those that are.
-            before: Unix seconds; later files stay, because a call that is being answered may refer to one.
-        """
-        removed = 0
-        with self._lock:
-            for digest in list(self):
-                path = self._path(digest)
-                if digest not in kept and path.stat().st_mtime < before:
-                    path.unlink(missing_ok=True)
-                    removed += 1
-            self._used = None
-        return removed
-
-    def _path(self, digest: str) -> Path:
+    def path(self, digest: str) -> Path:
+        """Return where the file of a digest is, or would be."""
         return self.folder / digest[:2] / digest
 
     @staticmethod
@@ -131,7 +115,7 @@ class Blobs:
 
     def _bytes(self) -> int:
         if self._used is None:
-            self._used = sum(self._path(digest).stat().st_size for digest in self)
+            self._used = sum(self.path(digest).stat().st_size for digest in self)
         return self._used
 
     def _sync(self, folder: Path) -> None:

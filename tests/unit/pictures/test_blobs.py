@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -56,14 +54,3 @@ def test_the_quota_counts_each_picture_once_and_those_of_before(tmp_path):
         blobs.put(b"another one")
     assert len(list(blobs)) == 2
     blobs.put(b"5more")
-
-
-def test_pictures_that_are_not_needed_are_removed(tmp_path):
-    blobs = Blobs(tmp_path, max_bytes=8)
-    kept, gone, fresh = blobs.put(b"kept"), blobs.put(b"gone"), ""
-    for digest in (kept, gone):
-        os.utime(tmp_path / digest[:2] / digest, (1, 1))
-    assert blobs.remove_except({kept}, before=time.time() - 60) == 1
-    fresh = blobs.put(b"new!")
-    assert blobs.remove_except({kept}, before=time.time() - 60) == 0
-    assert set(blobs) == {kept, fresh}
