@@ -28,7 +28,9 @@ class PictureTokens:
         Raises:
             ValueError: the tokenizer has no token for placeholders.
         """
-        self.layout, self._tokenizer, self._pictures = layout, tokenizer, pictures
+        self.layout, self._pictures = layout, pictures
+        # Not `tokenizer.encode`, which sets truncation first, and fails if another thread encodes at that moment.
+        self._backend = tokenizer.backend_tokenizer
         self.image_token: int = tokenizer.convert_tokens_to_ids(layout.image_token)
         if self.image_token is None or self.image_token == tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no {layout.image_token}")
@@ -43,4 +45,4 @@ class PictureTokens:
         return self._encoded(self.layout.text(*self._pictures.size(digest)))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)

@@ -233,7 +233,7 @@ class PromptBuilder:
         long = _is_long(new, ())  # only the new messages are rendered, so the tools do not count as work
         room = None if room is None or not long else max(room - call.tokens, 0)
         tail = await self._aside.run_if(
-            long, renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
+            long or _has_pictures(new), renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
         )
         if tail is None:
             return None
@@ -272,7 +272,9 @@ class PromptBuilder:
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
         long = _is_long(messages, tools)
         room = room if long else None
-        whole: TokenSequence = await self._aside.run_if(long, renderer.render, messages, tools, room)
+        whole: TokenSequence = await self._aside.run_if(
+            long or _has_pictures(messages), renderer.render, messages, tools, room
+        )
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
         known = (match.call, match.call.tokens) if match.call and exact else None
         parent, shared = known or self.trie(call.policy, call.agent).longest(*whole)
@@ -360,6 +362,11 @@ def _refuse_images(call: GenerationRequest, renderer: Renderer) -> None:
                 raise UnsupportedField(
                     f"{place}: the model of the policy {call.policy!r} takes no images; leave the picture out", place
                 )
+
+
+def _has_pictures(messages: Sequence[ChatMessage]) -> bool:
+    """Return whether a message has a picture, which may have to be decoded before its size is known."""
+    return any(not isinstance(part, TextPart) for message in messages for part in message.content)
 
 
 def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:
