@@ -165,17 +165,22 @@ class ContextOverflow(PalestraError):
 
     http_status = 400
 
-    def __init__(self, prompt_tokens: int, max_context: int, at_least: bool = False) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_context: int, at_least: bool = False, pictures: tuple[int, int] = (0, 0)
+    ) -> None:
         """Create the error.
 
         Args:
             prompt_tokens: length of the prompt in tokens.
             max_context: longest prompt and reply together, in tokens.
             at_least: whether `prompt_tokens` is a lower bound, because tokenisation stopped where the context was full.
+            pictures: how many there are, and how many of the tokens stand for them.
         """
+        number, placeholders = pictures
+        shown = f"{number} pictures have {placeholders} of the tokens; leave some out, " if number else ""
         super().__init__(
             f"the prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens and the context of this policy is "
-            f"{max_context}; shorten the messages, or raise max_context of the policy"
+            f"{max_context}; {shown}shorten the messages, or raise max_context of the policy"
         )
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context

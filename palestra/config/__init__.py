@@ -8,8 +8,10 @@ from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngin
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import (
+    BUILT_IN,
     SMOLLM2,
     TINY,
+    TINY_VISION,
     CheckpointConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -32,6 +34,7 @@ from palestra.config.loading import (
 )
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
+from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import (
     ALL_LINEAR,
     DEFAULT_CONTEXT,
@@ -39,6 +42,7 @@ from palestra.config.policy import (
     PolicyConfig,
     SamplingConfig,
     UpdatesConfig,
+    VisionTraining,
     not_frozen,
     with_model,
 )
@@ -67,12 +71,14 @@ from palestra.config.watchdog import WatchdogConfig
 __all__ = [
     "ALGORITHM_NAMES",
     "ALL_LINEAR",
+    "BUILT_IN",
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
     "REWARD_NAME",
     "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",
+    "TINY_VISION",
     "UNSET",
     "A2CConfig",
     "ActorCriticConfig",
@@ -102,6 +108,7 @@ __all__ = [
     "OptimizerConfig",
     "OwnAlgorithmConfig",
     "PPOConfig",
+    "PicturesConfig",
     "PolicyConfig",
     "PolicyGradientConfig",
     "PoolConfig",
@@ -123,6 +130,7 @@ __all__ = [
     "TeacherServerConfig",
     "TrainerConfig",
     "UpdatesConfig",
+    "VisionTraining",
     "VllmEngineConfig",
     "WatchdogConfig",
     "dump_config",

@@ -16,6 +16,7 @@ from palestra.config.devices import check_devices
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, PooledEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
 from palestra.config.networks import TeacherServerConfig
+from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.pools import Role, RoleConfig
@@ -30,7 +31,8 @@ from palestra.errors import ConfigError
 
 JobKind = Literal["training", "inference"]
 
-SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no download from a hub
+# Models that need no download from a hub.
+SMOLLM2, TINY, TINY_VISION = BUILT_IN = ("SmolLM2-135M-Instruct", "tiny-random", "tiny-random-vision")
 MAX_POLICIES = 8
 
 
@@ -340,6 +342,7 @@ class JobConfig(Section):
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    pictures: PicturesConfig = PicturesConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -492,22 +495,8 @@ class JobConfig(Section):
         Args:
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
-        left_out: dict[str, Any] = dict.fromkeys(
-            (
-                "name",
-                "kind",
-                "run_dir",
-                "tracking",
-                "tasks",
-                "seats",
-                "server",
-                "store",
-                "checkpoint",
-                "evaluation",
-                "watchdog",
-            ),
-            True,
-        )
+        apart = "name kind run_dir tracking tasks seats server pictures store checkpoint evaluation watchdog"
+        left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",
             "max_lease_seconds",

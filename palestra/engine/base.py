@@ -65,7 +65,7 @@ class Engine(Protocol):
 
         Args:
             policy: whose present weights are asked.
-            prompt: [P] ids, at least one, without images.
+            prompt: [P] ids, at least one, with the images behind those that are placeholders.
 
         Raises:
             InvalidRequest: the engine can't answer such a request.

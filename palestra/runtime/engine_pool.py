@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.config.engine import PooledEngineConfig
 from palestra.engine.pool.manager import InferenceManager, PoolOptions
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
@@ -24,24 +25,25 @@ from palestra.threads import in_thread
 Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
 
 
-async def pooled_parts(config: JobConfig, weights: Mapping[str, str]) -> Parts:
+async def pooled_parts(config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str]) -> Parts:
     """Start the engine's workers, and build the other parts of a job in this process.
 
     Args:
-        config: the job, with at least two replicas.
+        config: the job.
+        settings: of its engine, with at least two replicas.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
 
     Raises:
         PalestraError: a worker can't be started; see `build_parts`.
     """
-    settings = config.engine
     if isinstance(settings, FakeEngineConfig):
-        engine, _ = await _opened(config, weights, _keep_nothing)
+        engine, _ = await _opened(config, settings, weights, _keep_nothing)
         fake = await in_thread(lambda: build_parts(config))
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
+    assert isinstance(settings, EmbeddedEngineConfig)
     shared = await in_thread(lambda: _share(settings))
-    engine, models = await _opened(config.model_copy(update={"engine": shared}), weights, _keep_in(shared))
+    engine, models = await _opened(config.model_copy(update={"engine": shared}), shared, weights, _keep_in(shared))
     try:
         return await in_thread(lambda: _parts(config, weights, engine, models))
     except BaseException:
@@ -50,10 +52,10 @@ async def pooled_parts(config: JobConfig, weights: Mapping[str, str]) -> Parts:
 
 
 async def _opened(
-    config: JobConfig, weights: Mapping[str, str], keep: Keep
+    config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str], keep: Keep
 ) -> tuple[InferenceManager, Mapping[str, SampledModel]]:
     """Return a pool whose workers serve, and the models that they have."""
-    settings, processes = config.engine, EngineProcesses(config, weights)
+    processes = EngineProcesses(config, weights)
     options = PoolOptions(
         replicas=settings.replicas,
         sync=settings.sync,

@@ -20,12 +20,15 @@ from palestra.algorithms.base import Algorithm
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.config import JobConfig, past_name
+from palestra.config.engine import PooledEngineConfig
 from palestra.engine.base import Engine
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError, EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
+from palestra.pictures.blobs import FOLDER, Blobs
+from palestra.pictures.stored import StoredPictures
 from palestra.rollout import RolloutSpec, RolloutSyncLock
 from palestra.runners import Runner, RunnerPool
 from palestra.runtime.engine_pool import pooled_parts
@@ -231,12 +234,11 @@ async def local_job(
     known = (config.folder / "run.db").exists()
     resumed = known and config.kind == "training"
     tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long
-    algorithms: dict[str, Algorithm] = {}
-    if config.kind == "training" and scored is None:
-        algorithms = _algorithms(config, play, own_code)
-        if not known and (config.roles or config.seats.roles or len(config.policies) > 1):
-            check_roles(config, agents_of(_environment(config, play)))
-    trackers = config.tracking if config.kind == "training" and scored is None else []
+    trains = config.kind == "training" and scored is None
+    algorithms = _algorithms(config, play, own_code) if trains else {}
+    if trains and not known:
+        _check_roles(config, play)
+    trackers = config.tracking if trains else []
     check_trackers(trackers)
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
@@ -245,12 +247,14 @@ async def local_job(
         trained = (
             config if scored is None else config.model_copy(update={"kind": "inference"})
         )  # scoring needs no trainer
-        parts, base = await _parts(trained, weights or {})
+        parts, base = await _parts(trained, weights or {}, folder)
         runtimes = parts.policies.runtimes
         config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
         if resumed:
             await parts.engine.pause()  # until the learner has published the run's weights
-        store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
+        store = stack.enter_context(
+            open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures)
+        )
         try:
             if base is not None:
                 await base.check_run(store.log)
@@ -383,13 +387,17 @@ async def _create_policies(
             await trainer.create(name, policy_spec(config, algorithm, name, weights))
 
 
-async def _parts(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, BaseConnection | None]:
+async def _parts(
+    config: JobConfig, weights: Mapping[str, str], folder: RunFolder
+) -> tuple[Parts, BaseConnection | None]:
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
-    if config.engine.replicas > 1:
-        return await pooled_parts(config, weights), None
-    return await in_thread(lambda: build_parts(config, weights)), None  # in a thread of its own, not of a pool
+    if isinstance(config.engine, PooledEngineConfig) and config.engine.replicas > 1:
+        return await pooled_parts(config, config.engine, weights), None
+    pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
+    built = await in_thread(lambda: build_parts(config, weights, pictures))  # in a thread of its own, not of a pool
+    return built, None
 
 
 async def _begun_again(
@@ -434,6 +442,16 @@ async def _first_versions(config: JobConfig, parts: Parts, store: RunStore) -> N
         parts.policies.add_past(name, policy)
     if roles.pools:
         store.episodes.casting = Casting(roles, config.seed, config.rollout.max_staleness)
+
+
+def _check_roles(config: JobConfig, play: RolloutSpec | None) -> None:
+    """Check that roles, seats and policies are those of the environment, where a job says anything of them.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if config.roles or config.seats.roles or len(config.policies) > 1:
+        check_roles(config, agents_of(_environment(config, play)))
 
 
 def _algorithms(config: JobConfig, play: RolloutSpec | None, own_code: bool) -> dict[str, Algorithm]:

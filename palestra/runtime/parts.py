@@ -17,9 +17,10 @@ from palestra.config import (
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
-from palestra.renderers import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
+from palestra.renderers import ByteTokenizer, ChatMLRenderer, PictureTokens, Renderer, select_renderer
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.base import Trainer
+from palestra.types.pictures import Pictures
 
 if TYPE_CHECKING:
     from palestra.engine.embedded.engine import EmbeddedEngine
@@ -38,12 +39,13 @@ class Parts:
     renewable: Renewable | None = None  # the trainer, where its processes may be lost
 
 
-def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> Parts:
+def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None, pictures: Pictures | None = None) -> Parts:
     """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
 
     Args:
         config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
+        pictures: where the pictures of prompts are found; None: models that see are not shown any.
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
@@ -55,7 +57,7 @@ def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> 
         return _fake(config, config.engine)
     if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
         return _external(config, config.engine, weights or {})
-    return _embedded(config, config.engine, weights or {})
+    return _embedded(config, config.engine, weights or {}, pictures)
 
 
 def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
@@ -83,11 +85,13 @@ def fake_engine(settings: FakeEngineConfig) -> Engine:
     return FakeEngine(digits_script(settings.reply_tokens, ByteTokenizer().eos_token_id), settings.delay_seconds)
 
 
-def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str]) -> Parts:
+def _embedded(
+    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], pictures: Pictures | None
+) -> Parts:
     """Build a job whose engine and trainer are in this process, and share weights that never change."""
     from palestra.models.loading import LoadedModels
 
-    models = LoadedModels()
+    models = LoadedModels(pictures=pictures)
     engine, loaded = load_engine(config, settings, weights, models)
     runtimes = {
         name: PolicyRuntime(
@@ -177,10 +181,13 @@ def _load(
     if policy.adapter is not None:
         sampler, tokenizer = models.adapted(model, policy.adapter, None, dtype, device)
     elif config.kind == "training" and not policy.frozen:
-        sampler, tokenizer = models.own(model, dtype, device)
+        sampler, tokenizer = models.own(model, dtype, device, policy.vision)
     else:
         sampler, tokenizer = models.frozen(model, dtype, device)
-    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
+    shown = None
+    if sampler.vision is not None and sampler.vision.pictures is not None:
+        shown = PictureTokens(tokenizer, sampler.vision.layout, sampler.vision.pictures)
+    renderer = select_renderer(tokenizer, config.rollout.dropped_reasoning == "keep", shown)
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")

@@ -40,7 +40,10 @@ class NetworkLoading:
             ConfigError: the adapter does not fit the model.
         """
         if spec.adapter is None:
-            return self.models.own(spec.model, torch.float32, self.device)
+            model, tokenizer = self.models.own(spec.model, torch.float32, self.device, spec.vision)
+            if model.vision is not None and model.vision.trained:
+                model.vision.kept = None  # every update changes what its tower makes of a picture
+            return model, tokenizer
         return self.models.adapted(spec.model, spec.adapter, seed, self.dtype, self.device)
 
     def frozen(self, spec: PolicySpec, policy: CausalLM, tokenizer: Any) -> dict[ForwardOutput, CausalLM]:

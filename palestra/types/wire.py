@@ -254,6 +254,12 @@ class AbortEpisode(Body):
     discard: bool = Field(False, description="True: never try it again; False: give it back for another attempt.")
 
 
+class PictureKept(Body):
+    """Answer of `PUT /pictures/DIGEST`: the picture is on disk, and messages may name it."""
+
+    digest: str = Field(description="SHA-256 of the file, in hex; the name of the picture.")
+
+
 class EpisodeAnswer(Body):
     """Answer of the routes that change an episode: its state after the change."""
 

@@ -103,6 +103,8 @@ class Rank:
         beside: dict[ForwardOutput, CausalLM] = {}
         try:
             model, tokenizer = loading().trained(spec, spec.seed)
+            if model.vision is not None:
+                raise ConfigError(f"{spec.model} sees pictures, and is trained on one device; set trainer.devices = 1")
             for one in (replace(spec, teacher=None), replace(spec, reference=None)):
                 beside |= loading().frozen(one, model, tokenizer)
             if self._config.activation_checkpointing:

@@ -124,6 +124,13 @@ OTHER: dict[str, Any] = {
     "server.max_wait_seconds": 9.0,
     "watchdog.seconds": 5.0,
     "watchdog.idle": "fail",
+    "pictures.max_bytes": 99,
+    "pictures.max_pixels": 99,
+    "pictures.max_in_call": 9,
+    "pictures.store_gib": 0.5,
+    "pictures.hosts": ["images.example.com"],
+    "pictures.private_hosts": ["10.0.0.7:8080"],
+    "pictures.fetch_seconds": 9.0,
 }
 # The first: with `deterministic`, and the second: with tasks, which the table has; the last: without `every`.
 ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.policy.frozen"}
@@ -143,6 +150,7 @@ NOT_TRAINED = {
     "checkpoint",
     "store",
     "server",
+    "pictures",
     "trainer.adapter_slots",
     "engine.replicas",
     "engine.sync",
