@@ -38,8 +38,8 @@ settings.register_profile("full", settings.get_profile("quick"))
 settings.register_profile("search", deadline=None, max_examples=1000, database=None)
 settings.load_profile("quick")
 
-# What pytest makes of the assertions of tests is kept for the next run also where PYTHONDONTWRITEBYTECODE is set: making
-# it takes each worker longer than importing all tests. While tests run, the setting holds again.
+# What pytest makes of the assertions of tests is kept for the next run even where PYTHONDONTWRITEBYTECODE is set: each
+# worker takes longer to make it than to import all tests. While tests run, the setting holds again.
 _kept, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 
