@@ -52,7 +52,7 @@ contracts: $(DEV)
 
 # Compiled beforehand: where PYTHONDONTWRITEBYTECODE is set, every process that a test starts would do it again.
 unit: $(DEV)
-	@$(BIN)/python -m compileall -q palestra tests
+	@$(BIN)/python -m compileall -q -j 2 palestra tests
 	$(BIN)/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"
 
 test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/faults.md

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from palestra.http.app import PUBLIC, build_app, describe
+from palestra.http.app import PUBLIC, build_app
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.episode_api import add_episode_routes
 from palestra.server.generate import add_dialect_routes
@@ -55,5 +55,4 @@ def create_app(
     add_picture_routes(app, plane)
     add_seat_routes(app, plane)
     add_status_routes(app, plane)
-    describe(app)
     return app

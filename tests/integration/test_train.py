@@ -95,6 +95,7 @@ def test_what_was_trained_before_a_rollout_began_to_fail_is_saved(tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
+@pytest.mark.slow
 def test_the_tiny_model_needs_no_setting_but_its_name(tmp_path):
     """The default context is more than it has."""
     settings = {"steps": 1, "run_dir": tmp_path / "run", "evaluation": {"every_steps": 0}}
