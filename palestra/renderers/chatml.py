@@ -50,7 +50,8 @@ class ChatMLRenderer(Renderer):
             ValueError: the tokenizer lacks ChatML's control tokens.
         """
         self.config, self._pictures = config or ChatMLConfig(), pictures
-        self.takes_images = pictures is not None
+        if pictures is not None:
+            self.takes_images = True
         self.reasons = self.config.reasons
         self.vocabulary = Vocabulary(tokenizer)
         self._start = tokenizer.convert_tokens_to_ids("<|im_start|>")

@@ -82,7 +82,7 @@ class TiledLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedLayout:
-    """Llava 1.5: every picture has the same number of placeholders, whatever its size."""
+    """Llava 1.5: every picture has the same number of placeholders."""
 
     tokens: int
     image_token: str = "<image>"

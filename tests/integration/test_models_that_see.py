@@ -81,6 +81,7 @@ def _tiny() -> Any:
     return model_folder("tiny-random-vision")
 
 
+@pytest.mark.slow
 async def test_what_is_asked_over_http_is_recorded_with_its_pictures_and_their_tokens(tmp_path: Path) -> None:
     settings = {"kind": "training", "policies": {"policy": POLICY}, **EXACT}
     async with serving(tmp_path, **settings) as job, episode_of(job) as (client, episode_id):

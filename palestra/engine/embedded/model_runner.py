@@ -304,7 +304,7 @@ def _products(
         draw: of matrices in place of an adapter's, which are zero at first.
     """
     for name, weight in model.named_parameters():
-        if model.vision is not None and model.vision.owns(name):  # one picture a pass, whatever is computed beside it
+        if model.vision is not None and model.vision.owns(name):  # one picture a pass, always of the same shape
             continue
         if weight.ndim == 2 and not name.endswith(LORA_EMBEDDING[0]):  # of which columns are read, and none multiplied
             yield name, weight.shape[1], partial(_multiplied, weight)

@@ -63,7 +63,13 @@ def _placeholder() -> int:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"prefill_chunk": 7, "prefix_cache_tokens": 0}, {"deterministic": True}], ids=str
+    "settings",
+    [
+        {},
+        pytest.param({"prefill_chunk": 7, "prefix_cache_tokens": 0}, marks=pytest.mark.slow),
+        pytest.param({"deterministic": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 async def test_ten_turns_with_a_picture_in_each_have_the_logprobs_of_transformers(settings):
     """One token, the placeholder, is never sampled: transformers would take one in a reply for a picture's."""
@@ -125,6 +131,7 @@ async def test_another_picture_of_the_same_size_gives_other_logprobs_and_the_sam
     assert scores[0][1] != pytest.approx(scores[1][1], abs=1e-5)
 
 
+@pytest.mark.slow
 async def test_a_deterministic_engine_gives_the_same_bits_beside_other_pictures():
     shown = Shown()
     parts = [shown.add(noise(20 + n, 60, seed=n)) for n in range(6)]
@@ -174,6 +181,7 @@ async def test_text_models_refuse_pictures(tiny):
             await engine.score("policy", prompt)
 
 
+@pytest.mark.slow
 async def test_models_that_never_change_share_their_weights_and_see():
     """As in a job that only serves, or a frozen policy beside another."""
     shown = Shown()

@@ -16,7 +16,7 @@ from unit.engine.calling import serving
 from unit.vision.seeing import Shown, noise, user
 
 
-@pytest.fixture(scope="module", params=["default", "full"])
+@pytest.fixture(scope="module", params=["default", pytest.param("full", marks=pytest.mark.slow)])
 def folder(request, tmp_path_factory):
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 

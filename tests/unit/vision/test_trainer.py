@@ -112,6 +112,7 @@ async def test_a_picture_is_computed_once_a_pass_or_once_for_all_where_the_tower
         assert mine._policies["policy"].model.vision.computed == computed
 
 
+@pytest.mark.slow
 async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled():
     shown = Shown()
     async with serving(seeing(shown)) as engine:
@@ -130,6 +131,7 @@ async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled():
     assert report.metrics["logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.slow
 async def test_in_bfloat16_the_trainer_rounds_pictures_as_the_engine_does():
     """The same weights: rounded in the engine, and rounded in each product of the trainer."""
     shown = Shown()
@@ -147,6 +149,7 @@ async def test_in_bfloat16_the_trainer_rounds_pictures_as_the_engine_does():
     assert 0 < rounding < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vision", ["trained", "frozen"])
 async def test_new_weights_reach_the_engine_and_a_checkpoint_gives_them_back(tmp_path, vision):
     shown = Shown()
@@ -168,6 +171,7 @@ async def test_new_weights_reach_the_engine_and_a_checkpoint_gives_them_back(tmp
     assert np.abs(np.array([np.nan, *before])[trained] - wanted).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vision", ["trained", "frozen"])
 async def test_a_reference_and_a_critic_see_as_well(vision):
     shown = Shown()
