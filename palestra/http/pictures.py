@@ -15,7 +15,7 @@ SHOWN: dict[int | str, dict[str, Any]] = {200: {"content": {kind: {} for kind in
 def picture_answer(blobs: Blobs, digest: str) -> Response:
     """Return the answer with a stored picture. Blocks for the disk.
 
-    The type is read from the bytes, and not from what the client says.
+    The type is read from the bytes, and not from what a client has said of them.
 
     Args:
         blobs: the pictures of a run.
