@@ -28,8 +28,8 @@ def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
     """Return the protocol by which a terminal shows pictures, as its variables say; None: it shows none.
 
     Args:
-        environment: the variables of this process. Inside of tmux and screen, which pass pictures on only if they are
-            told to, there is no protocol.
+        environment: the variables of this process. Inside of tmux and screen, which pass pictures on only where they
+            are configured to, there is no protocol.
     """
     term, program = environment.get("TERM", ""), environment.get("TERM_PROGRAM", "")
     if "TMUX" in environment or term.startswith(("screen", "tmux")):

@@ -1,8 +1,8 @@
 """The structure of PNG, JPEG, WebP and GIF files, read without decoding a pixel.
 
 A decoder trusts the sizes in a file: it reserves memory for a canvas, or goes through all frames to count them. So the
-structure is read first, from the first byte to the last. A file that goes on after its picture ends is refused, because
-it may be another file at the same time (a polyglot), and so is one that ends before.
+structure is read first, from the first byte to the last. A file that continues after its picture ends is refused,
+because it may be another file at the same time (a polyglot), and so is one that ends before.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
         limits: what it has to keep to.
 
     Raises:
-        InvalidPicture: the file is of no type that is taken, too large, animated, cut off, or goes on after its end.
+        InvalidPicture: the file is of no type that is taken, too large, animated, cut off, or continues after its end.
     """
     if len(data) > limits.max_bytes:
         raise InvalidPicture(f"it has {len(data):,} bytes, and a picture may have {limits.max_bytes:,}")
@@ -93,7 +93,7 @@ def _ends_at(data: bytes, end: int) -> None:
     if end > len(data):
         raise IndexError
     if end < len(data):
-        raise InvalidPicture(f"the file goes on for {len(data) - end:,} bytes after the picture ends")
+        raise InvalidPicture(f"the file continues for {len(data) - end:,} bytes after the picture ends")
 
 
 def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:

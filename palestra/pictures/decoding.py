@@ -23,7 +23,7 @@ _MOST_EXIF = 64 << 10  # bytes; what JPEG has room for
 
 
 class _TimedFile(io.BytesIO):
-    """The bytes of a file, of which nothing more is read after a time. Pillow reads 64 KiB at once."""
+    """The bytes of a file, of which nothing more is read after a time. Pillow reads 64 KiB at a time."""
 
     def __init__(self, data: bytes, seconds: float) -> None:
         super().__init__(data)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.session import GenerationRequest
@@ -89,41 +89,54 @@ def from_url(url: str, detail: Detail | None, place: str = "") -> SentPicture:
 def chat_content(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of OpenAI's chats, as JSON, whose parts of the type `image_url` or `image` are pictures.
 
+    Their URLs are read by `with_places`, which knows their places.
+
     Raises:
         ValueError: such a part lacks something, or has the wrong type.
-        InvalidRequest: see `from_url`.
     """
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    return {**message, "content": [_chat_part(part) for part in parts]}
+    return {**message, "content": [_chat_part(k, part) for k, part in enumerate(parts)]}
 
 
-def _chat_part(part: Any) -> Any:
+def _chat_part(number: int, part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image_url":
-        shown = ImageUrlPart.model_validate(part).image_url
-        try:
-            return from_url(shown.url, shown.detail)
-        except InvalidRequest as error:
-            raise ValueError(str(error)) from None
-    if kind == "image":
-        return SentPicture(named=ImagePart.model_validate(part).digest)
+    try:
+        if kind == "image_url":
+            shown = ImageUrlPart.model_validate(part).image_url
+            return SentPicture(url=shown.url, low=shown.detail == "low")
+        if kind == "image":
+            return SentPicture(named=ImagePart.model_validate(part).digest)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, ("content", number, *first["loc"])))
+        raise ValueError(f"{place}: {first['msg']}") from None
     return part
 
 
 def with_places(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """Return the messages of a chat, in which each picture knows its place. Without pictures: the same object."""
-    if not any(pictures_of(message) for message in messages):
+    """Return the messages of a chat, in which each picture knows its place. Without pictures: the same object.
+
+    Raises:
+        InvalidRequest: see `from_url`.
+    """
+    if not any(map(pictures_of, messages)):
         return messages
 
     def placed(number: int, message: ChatMessage) -> ChatMessage:
         parts = [
-            part.model_copy(update={"place": f"messages.{number}.content.{k}"}) if type(part) is SentPicture else part
+            _placed(part, f"messages.{number}.content.{k}") if type(part) is SentPicture else part
             for k, part in enumerate(message.content)
         ]
         return message.model_copy(update={"content": tuple(parts)})
 
     return tuple(placed(k, message) if pictures_of(message) else message for k, message in enumerate(messages))
+
+
+def _placed(picture: SentPicture, place: str) -> SentPicture:
+    if picture.url is not None:
+        return from_url(picture.url, "low" if picture.low else None, place)
+    return picture.model_copy(update={"place": place})
 
 
 def pictures_of(message: ChatMessage) -> list[SentPicture]:
