@@ -17,11 +17,10 @@ from palestra.errors import NotFound, PalestraError
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.decoding import decode
 from palestra.pictures.encoding import encode
-from palestra.pictures.limits import PictureLimits
+from palestra.pictures.limits import OF_A_RUN
 
 Protocol = Literal["kitty", "iterm"]
 _CHUNK = 4096  # characters of base64 in one of kitty's commands
-_ANY = PictureLimits(max_bytes=1 << 30, max_pixels=1 << 28, max_side=1 << 20)  # those of a run were taken already
 
 
 def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
@@ -55,7 +54,7 @@ class TerminalPicture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the line, and the picture as a control segment, which no file or pipe gets."""
         try:
-            image = decode(self.pictures.get(self.digest), _ANY)
+            image = decode(self.pictures.get(self.digest), OF_A_RUN)
         except NotFound:
             yield Text(f"[picture {self.digest}, whose file is gone]", style="red")
             return

@@ -31,3 +31,7 @@ class InvalidPicture(InvalidRequest):
 
     The message names the reason; who knows the message and the part of a conversation puts these before it.
     """
+
+
+# Those in a run's folder were taken already, under limits that may have been others; a busy machine changes nothing.
+OF_A_RUN = PictureLimits(max_bytes=1 << 30, max_pixels=1 << 28, max_side=1 << 20, seconds=60.0)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.decoding import decode
-from palestra.pictures.limits import PictureLimits
+from palestra.pictures.limits import OF_A_RUN
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _IMAGES = 4  # decoded pictures that are kept: a call asks for the size, and soon after for the pixels
 _SIZES = 65_536
-_LIMITS = PictureLimits(seconds=60.0)  # those in the folder were taken already, and a busy machine changes nothing
 
 
 class StoredPictures:
@@ -27,7 +26,7 @@ class StoredPictures:
         self.size = lru_cache(maxsize=_SIZES)(self._size)
 
     def _image(self, digest: str) -> Image:
-        return decode(self._blobs.get(digest), _LIMITS)
+        return decode(self._blobs.get(digest), OF_A_RUN)
 
     def _size(self, digest: str) -> tuple[int, int]:
         width, height = self.image(digest).size
