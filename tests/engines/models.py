@@ -59,7 +59,7 @@ def job_of(model: Path | str, run: Path, **engine) -> JobConfig:
     return JobConfig.model_validate(
         {
             "run_dir": str(run),
-            "policies": {"policy": {"model": str(model), "max_context": 512}},
+            "policies": {"policy": {"model": str(model), "max_context": 2048}},
             "engine": settings,
         }
     )
