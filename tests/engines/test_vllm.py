@@ -237,7 +237,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_engine_keeps_what_it_
 
 
 async def test_a_call_that_is_given_up_ends_at_the_server_too(engine):
-    params = SamplingParams(temperature=1.0, max_tokens=450, min_tokens=450, seed=0)
+    params = SamplingParams(temperature=1.0, max_tokens=1900, min_tokens=1900, seed=0)
     async with aclosing(engine.generate(engine_request(PROMPT, params))) as pieces:
         await anext(pieces)
     api = engine._policies["policy"].api
@@ -251,8 +251,9 @@ async def test_a_call_that_is_given_up_ends_at_the_server_too(engine):
 
 
 async def test_nothing_is_sampled_while_the_engine_is_paused(engine):
-    running = asyncio.create_task(reply(engine, max_tokens=400, min_tokens=400))
-    while not engine.load().running:
+    before = engine.load().sampled_tokens
+    running = asyncio.create_task(reply(engine, max_tokens=1900, min_tokens=1900))
+    while engine.load().sampled_tokens == before:
         await asyncio.sleep(0.01)
     await engine.pause()
     new = asyncio.create_task(reply(engine))
@@ -263,7 +264,7 @@ async def test_nothing_is_sampled_while_the_engine_is_paused(engine):
     assert not running.done()
     assert engine.load().waiting == 1
     await engine.resume()
-    assert len((await running)[0]) == 400
+    assert len((await running)[0]) == 1900
     assert len((await new)[0]) <= 12
 
 

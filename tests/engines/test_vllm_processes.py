@@ -23,7 +23,7 @@ from palestra.types.calls import SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]
 PROMPT = np.arange(40, 52, dtype=np.int32)
-LONG = SamplingParams(temperature=1.0, max_tokens=400, min_tokens=400, seed=1)
+LONG = SamplingParams(temperature=1.0, max_tokens=1900, min_tokens=1900, seed=1)
 
 
 @pytest.fixture(scope="module")
