@@ -26,7 +26,13 @@ _LOOK_SECONDS = 0.25
 _TAIL_BYTES = 65_536
 # Lines of a traceback's end: "ValueError: Head size 16 is not supported", perhaps behind a logger's prefix.
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_.]*(?:Error|Exception)|Value error)[:,] .+)$")
-_CONSEQUENCE = ("See root cause above", "Engine core initialization failed", "EngineDeadError", "cancelled")
+_CONSEQUENCE = (
+    "validation error for",
+    "See root cause above",
+    "Engine core initialization failed",
+    "EngineDeadError",
+    "cancelled",
+)
 
 
 class ServerProcess:

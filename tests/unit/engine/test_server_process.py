@@ -30,7 +30,9 @@ with socket.socket(socket.AF_UNIX) as listener:
 """
 LOG = """
 print("INFO starting")
+print("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig")
 print("(EngineCore pid=7) ERROR 11-23 [core.py:9] ValueError: Head size 16 is not supported by CPU.")
+print("  For further information visit https://errors.pydantic.dev")
 print("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 raise SystemExit(1)
 """
