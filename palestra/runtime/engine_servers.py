@@ -125,21 +125,25 @@ def _started(
     cache = cpu_cache_gib(settings) if is_cpu else settings.cache_gib or 0
     if is_cpu:
         _check_memory(settings, policies)
-    started: list[tuple[_Policy, Address, ServerProcess]] = []
+    started: list[tuple[_Policy, Address, ServerProcess, Path]] = []
     try:
         for each in policies:
             private = Path(tempfile.mkdtemp(prefix="palestra-", dir="/tmp"))  # short: a socket's path is limited
+            weights = _weights_folder(None)
             address = Address(url="http://engine", socket=private / "http", key=secrets.token_urlsafe(24))
             command = vllm_command(settings, each.files.folder, each.bounds.max_context, address, is_cpu)
             variables = vllm_variables(settings, address, private, is_cpu)
             log = config.folder / f"engine-{each.name}.log"
-            process = ServerProcess("vLLM", command, variables, log.absolute(), private)
-            started.append((each, address, process))
-        for _, address, process in started:
+            process = ServerProcess("vLLM", command, variables, log.absolute(), (private, weights))
+            started.append((each, address, process, weights))
+        for _, address, process, _ in started:
             process.wait_until_ready(address, "/health", settings.startup_seconds)
-        return {each.name: _served(settings, each, address, process, cache * GIB) for each, address, process in started}
+        return {
+            each.name: _served(settings, each, address, process, folder, cache * GIB)
+            for each, address, process, folder in started
+        }
     except BaseException:
-        for *_, process in started:
+        for *_, process, _ in started:
             process.stop()
         raise
 
@@ -150,7 +154,7 @@ def _found(settings: VllmEngineConfig | SglangEngineConfig, policy: _Policy) -> 
     if variable is not None and not (key := os.environ.get(variable, "")):
         raise ConfigError(f"engine.key_variable is {variable!r}, and that variable is not set here")
     assert settings.url is not None
-    return _served(settings, policy, Address(url=settings.url, key=key), None, 0)
+    return _served(settings, policy, Address(url=settings.url, key=key), None, _weights_folder(settings.weights_dir), 0)
 
 
 def _served(
@@ -158,6 +162,7 @@ def _served(
     policy: _Policy,
     address: Address,
     process: ServerProcess | None,
+    folder: Path,
     kv_bytes: int,
 ) -> ServedPolicy:
     """Return a policy and the server that samples from it; see `ServedPolicy`."""
@@ -167,10 +172,6 @@ def _served(
         if isinstance(settings, VllmEngineConfig)
         else SglangApi(connection, policy.bounds, stop_ids, policy.files.folder)
     )
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="palestra-weights-", dir=settings.weights_dir or weight_folder()))
-    except OSError as error:
-        raise ConfigError(f"there is no folder for new weights (engine.weights_dir): {error}") from error
     return ServedPolicy(
         api=api,
         bounds=policy.bounds,
@@ -182,6 +183,18 @@ def _served(
         most_calls=2 * settings.max_batch,  # so that the server has the next request when one is over
         version=PolicyVersion(0, 0),
     )
+
+
+def _weights_folder(parent: Path | None) -> Path:
+    """Make an empty folder for new weights, below one that is given, or in shared memory.
+
+    Raises:
+        ConfigError: it can't be made.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix="palestra-weights-", dir=parent or weight_folder()))
+    except OSError as error:
+        raise ConfigError(f"there is no folder for new weights (engine.weights_dir): {error}") from error
 
 
 def _check_memory(settings: VllmEngineConfig, policies: list[_Policy]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.config import JobConfig
-from palestra.models.catalog import model_folder, quiet_transformers
+from palestra.models.catalog import quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
 from palestra.runtime.parts import build_parts
 from palestra.threads import in_thread
@@ -35,7 +36,7 @@ def write_model(folder: Path, **changes) -> Path:
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,  # of 32 numbers: vLLM has no attention on CPUs for the 16 of tiny-random
+        "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
@@ -59,7 +60,7 @@ def job_of(model: Path | str, run: Path, **engine) -> JobConfig:
     return JobConfig.model_validate(
         {
             "run_dir": str(run),
-            "policies": {"policy": {"model": str(model), "max_context": 512}},
+            "policies": {"policy": {"model": str(model), "max_context": 2048}},
             "engine": settings,
         }
     )
@@ -76,5 +77,9 @@ async def started(model: Path, run: Path, **engine):
         await parts.trainer.close()
 
 
-def heads_of_16() -> Path:
-    return Path(model_folder("tiny-random"))
+def unknown_architecture(folder: Path) -> Path:
+    """Write a tiny model that transformers can load, and vLLM can not."""
+    made = write_model(folder / "unknown")
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))
+    return made

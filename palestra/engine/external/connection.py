@@ -146,9 +146,9 @@ class EngineConnection:
             event = json.loads(data)
         except ValueError as error:
             raise EngineFailure(f"{self._address}{path} sent an event that is no JSON: {data[:200]!r}") from error
-        if isinstance(event, dict) and (refusal := event.get("error")):
+        if isinstance(event, dict) and (refused := event.get("error")):
             # A stream has begun with 200 before the request was looked at.
-            if isinstance(refusal, dict) and refusal.get("code") in _REFUSED:
+            if isinstance(refused, dict) and refused.get("code") in _REFUSED:
                 raise InvalidRequest(f"the engine refuses this request: {_said(event)}")
             raise EngineFailure(f"{self._address}{path}: {_said(event)}")
         return event

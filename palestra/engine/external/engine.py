@@ -221,6 +221,7 @@ class ExternalEngine:
             for name in sorted(self._unchecked):
                 policy = self._policies[name]
                 await policy.api.check()
+                await policy.api.resume()  # a job that was killed may have left a server paused
                 await policy.api.set_version(policy.version)
                 self._unchecked.discard(name)
 

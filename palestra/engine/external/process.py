@@ -26,14 +26,20 @@ _LOOK_SECONDS = 0.25
 _TAIL_BYTES = 65_536
 # Lines of a traceback's end: "ValueError: Head size 16 is not supported", perhaps behind a logger's prefix.
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_.]*(?:Error|Exception)|Value error)[:,] .+)$")
-_CONSEQUENCE = ("See root cause above", "Engine core initialization failed", "EngineDeadError", "cancelled")
+_CONSEQUENCE = (
+    "validation error for",
+    "See root cause above",
+    "Engine core initialization failed",
+    "EngineDeadError",
+    "cancelled",
+)
 
 
 class ServerProcess:
     """A server that the job has started."""
 
     def __init__(
-        self, name: str, command: Sequence[str], variables: Mapping[str, str], log: Path, private: Path
+        self, name: str, command: Sequence[str], variables: Mapping[str, str], log: Path, folders: Sequence[Path]
     ) -> None:
         """Start the server; `wait_until_ready` waits for it.
 
@@ -42,18 +48,19 @@ class ServerProcess:
             command: program and arguments.
             variables: the whole environment of the process.
             log: file to which the server writes.
-            private: folder of its sockets, which is removed when it has ended.
+            folders: of its sockets, and of weights; they are removed when it has ended, also where the job was killed.
 
         Raises:
             EngineFailure: the process can't be started.
         """
         self._name, self._log = name, log
+        removed = [word for folder in folders for word in ("--remove", str(folder))]
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("ab") as file:
                 self._from = file.tell()
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(SUPERVISOR), *command],
+                    [sys.executable, "-I", "-S", str(SUPERVISOR), *removed, *command],
                     stdin=subprocess.PIPE,
                     stdout=file,
                     stderr=file,
@@ -62,7 +69,7 @@ class ServerProcess:
                 )
         except OSError as error:
             raise EngineFailure(f"{name} can't be started: {error}") from error
-        self._finalizer = weakref.finalize(self, _end, self._popen, private)
+        self._finalizer = weakref.finalize(self, _end, self._popen, folders)
 
     @property
     def pid(self) -> int:
@@ -134,8 +141,8 @@ def _listens(address: Address) -> bool:
         return tried.connect_ex(str(address.socket)) == 0
 
 
-def _end(process: subprocess.Popen[bytes], private: Path) -> None:
-    """Close the pipe, upon which the supervisor ends its group, reap the supervisor and remove the sockets."""
+def _end(process: subprocess.Popen[bytes], folders: Sequence[Path]) -> None:
+    """Close the pipe, upon which the supervisor ends its group, reap the supervisor and remove the folders."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):  # the supervisor itself is stopped, say
@@ -143,4 +150,5 @@ def _end(process: subprocess.Popen[bytes], private: Path) -> None:
     with contextlib.suppress(ProcessLookupError):  # the supervisor was killed by another, say, and left the group
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(private, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -196,7 +196,7 @@ def _chunk(choice: Mapping[str, Any], top: int) -> Chunk:
 
 
 def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[int, float], ...]:
-    """Return the most probable tokens of a position, best first; vLLM adds the sampled one to them."""
+    """Return the most probable tokens of a position, best first; the sampled one comes first in vLLM's list."""
     pairs = sorted(((int(each["token_id"]), float(each["logprob"])) for each in said), key=lambda pair: -pair[1])
     return tuple(pairs[:top])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from palestra.config import VllmEngineConfig
 from palestra.engine.external.connection import Address
 from palestra.engine.vllm.api import BACKEND, OLDEST, version_of
+from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
 
 WORKER = Path(__file__).with_name("worker")
@@ -77,6 +78,7 @@ def vllm_command(config: VllmEngineConfig, folder: Path, max_context: int, addre
     command += ["--dtype", config.dtype, "--max-model-len", str(max_context)]
     command += ["--max-num-seqs", str(config.max_batch), "--max-num-batched-tokens", str(budget)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--max-logprobs", str(MOST_TOP_LOGPROBS + 1)]
     command += ["--structured-outputs-config", json.dumps({"backend": "guidance"})]
     command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     command += ["--worker-extension-cls", "palestra_vllm_worker.WorkerExtension"]

@@ -11,7 +11,7 @@ from palestra.types.calls import SamplingParams
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises a lower one to this, other than 0
 LARGEST_BIAS = 100.0
-MOST_TOP_LOGPROBS = 20  # vLLM's default of --max-logprobs, and the most of OpenAI's API
+MOST_TOP_LOGPROBS = 20  # the most of OpenAI's API
 
 
 def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: bool) -> dict[str, Any]:
@@ -44,7 +44,8 @@ def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: b
         "top_k": sampling.top_k,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "logprobs": sampling.top_logprobs,
+        # One more than is asked for: vLLM counts the sampled token, which may not be among the most probable ones.
+        "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
         "stop_token_ids": sorted({*stop_ids, *sampling.stop_ids}),
         "ignore_eos": True,  # the policy's own stop tokens are among those above
         "detokenize": False,

@@ -30,7 +30,9 @@ with socket.socket(socket.AF_UNIX) as listener:
 """
 LOG = """
 print("INFO starting")
+print("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig")
 print("(EngineCore pid=7) ERROR 11-23 [core.py:9] ValueError: Head size 16 is not supported by CPU.")
+print("  For further information visit https://errors.pydantic.dev")
 print("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 raise SystemExit(1)
 """
@@ -41,7 +43,7 @@ def process_of(script: str, folder: Path) -> tuple[ServerProcess, Address]:
     private.mkdir()
     address = Address(url="http://engine", socket=private / "http")
     command = [sys.executable, "-S", "-c", script, str(address.socket)]
-    return ServerProcess("vLLM", command, {"PATH": os.environ["PATH"]}, folder / "log", private), address
+    return ServerProcess("vLLM", command, {"PATH": os.environ["PATH"]}, folder / "log", (private,)), address
 
 
 def members(group: int) -> list[int]:
@@ -114,7 +116,21 @@ def test_a_server_ends_with_a_job_that_is_killed(tmp_path):
         "print(made.pid, flush=True)\n"
         "time.sleep(600)"
     )
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), sys.executable, "-S", "-c", SERVER, str(tmp_path / "http")]
+    private = tmp_path / "private"
+    private.mkdir()
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        "--remove",
+        str(private),
+        sys.executable,
+        "-S",
+        "-c",
+        SERVER,
+        str(private / "http"),
+    ]
     job = subprocess.Popen([sys.executable, "-S", "-c", holder, *command], stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None
     group = int(job.stdout.readline())
@@ -125,6 +141,7 @@ def test_a_server_ends_with_a_job_that_is_killed(tmp_path):
     job.kill()
     job.communicate()
     until_gone(group)
+    assert not private.exists()  # sockets, or weights in shared memory
 
 
 # vLLM's command
