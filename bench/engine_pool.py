@@ -12,12 +12,15 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import numpy as np
+import psutil
+import uvloop
 from machine import observed
 
 from palestra.config import SMOLLM2, JobConfig
@@ -82,8 +85,8 @@ async def throughput(model: str, rounds: int) -> None:
 
 async def added_latency(calls: int) -> None:
     """Print what a worker adds to a call of one token, without a model."""
-    say("\n| calls in flight | in this process, p50 (ms) | in a worker, p50 (ms) | added (ms) |")
-    say("|---:|---:|---:|---:|")
+    say("\n| calls in flight | in this process, p50 (ms) | in a worker | added | CPU of both sides |")
+    say("|---:|---:|---:|---:|---:|")
     prompt = np.arange(300, 812, dtype=np.int32)
     async with engine_of("tiny-random", kind="fake") as one, engine_of("tiny-random", kind="fake", replicas=2) as two:
         for flight in (1, 16):
@@ -97,9 +100,19 @@ async def added_latency(calls: int) -> None:
                         await reply(engine, prompt, 1)
                         spent.append(time.perf_counter() - began)
 
+                used = cpu_seconds(engine)
                 await asyncio.gather(*(caller(engine, spent, calls // flight) for _ in range(flight)))
+                used = (cpu_seconds(engine) - used) / len(spent) * 1000
                 medians.append(statistics.median(spent) * 1000)
-            say(f"| {flight} | {medians[0]:.3f} | {medians[1]:.3f} | {medians[1] - medians[0]:.3f} |")
+            own, apart = medians
+            say(f"| {flight} | {own:.3f} | {apart:.3f} | {apart - own:.3f} | {used:.3f} |")
+
+
+def cpu_seconds(engine: Engine) -> float:
+    """Return the processor time that this process and an engine's workers have used."""
+    processes = [worker.process for worker in engine.load().workers if worker.process is not None]
+    times = [psutil.Process(process).cpu_times() for process in (os.getpid(), *processes)]
+    return float(sum(each.user + each.system for each in times))
 
 
 async def updates(model: str, rounds: int) -> None:
@@ -139,4 +152,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as jobs do
+        runner.run(main())

@@ -42,7 +42,7 @@ class Situation:
 
 
 def stuck_part(now: Situation) -> str | None:
-    """Return which part of a job holds up all others, in words; None: the job is in order, and nobody plays.
+    """Return which part of a job holds up all others, in words; None: the job is in order, and no worker plays.
 
     Args:
         now: a moment at which nothing has happened for long.
