@@ -1,6 +1,6 @@
 """What inference workers cost and gain: two processes beside one engine, an added call, and new weights.
 
-python bench/engine_pool.py [--quick] [--model NAME]
+python bench/engine_pool.py [--quick] [--only TABLE] [--model NAME]
 
 Prints three tables in Markdown. The contestants are loaded at the same time and take turns, so that what disturbs the
 machine disturbs both.
@@ -141,13 +141,17 @@ async def main() -> None:
     """Measure, and print the tables and the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=SMOLLM2)
+    parser.add_argument("--only", choices=("calls", "updates", "rate"), help="one of the tables")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, not for quoting")
     options = parser.parse_args()
     machine: dict[str, Any] = {}
     with observed(machine):
-        await added_latency(200 if options.quick else 2000)
-        await updates(options.model, 3 if options.quick else 9)
-        await throughput(options.model, 2 if options.quick else 6)
+        if options.only in (None, "calls"):
+            await added_latency(200 if options.quick else 2000)
+        if options.only in (None, "updates"):
+            await updates(options.model, 3 if options.quick else 9)
+        if options.only in (None, "rate"):
+            await throughput(options.model, 2 if options.quick else 6)
     say(f"\n{machine}")
 
 
