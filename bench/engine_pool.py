@@ -1,6 +1,6 @@
 """What inference workers cost and gain: two processes beside one engine, an added call, and new weights.
 
-python bench/engine_pool.py [--quick] [--model NAME]
+python bench/engine_pool.py [--quick] [--only TABLE] [--model NAME]
 
 Prints three tables in Markdown. The contestants are loaded at the same time and take turns, so that what disturbs the
 machine disturbs both.
@@ -12,12 +12,15 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import numpy as np
+import psutil
+import uvloop
 from machine import observed
 
 from palestra.config import SMOLLM2, JobConfig
@@ -82,8 +85,8 @@ async def throughput(model: str, rounds: int) -> None:
 
 async def added_latency(calls: int) -> None:
     """Print what a worker adds to a call of one token, without a model."""
-    say("\n| calls in flight | in this process, p50 (ms) | in a worker, p50 (ms) | added (ms) |")
-    say("|---:|---:|---:|---:|")
+    say("\n| calls in flight | in this process, p50 (ms) | in a worker | added | CPU of both sides |")
+    say("|---:|---:|---:|---:|---:|")
     prompt = np.arange(300, 812, dtype=np.int32)
     async with engine_of("tiny-random", kind="fake") as one, engine_of("tiny-random", kind="fake", replicas=2) as two:
         for flight in (1, 16):
@@ -97,9 +100,19 @@ async def added_latency(calls: int) -> None:
                         await reply(engine, prompt, 1)
                         spent.append(time.perf_counter() - began)
 
+                used = cpu_seconds(engine)
                 await asyncio.gather(*(caller(engine, spent, calls // flight) for _ in range(flight)))
+                used = (cpu_seconds(engine) - used) / len(spent) * 1000
                 medians.append(statistics.median(spent) * 1000)
-            say(f"| {flight} | {medians[0]:.3f} | {medians[1]:.3f} | {medians[1] - medians[0]:.3f} |")
+            own, apart = medians
+            say(f"| {flight} | {own:.3f} | {apart:.3f} | {apart - own:.3f} | {used:.3f} |")
+
+
+def cpu_seconds(engine: Engine) -> float:
+    """Return the processor time that this process and an engine's workers have used."""
+    processes = [worker.process for worker in engine.load().workers if worker.process is not None]
+    times = [psutil.Process(process).cpu_times() for process in (os.getpid(), *processes)]
+    return float(sum(each.user + each.system for each in times))
 
 
 async def updates(model: str, rounds: int) -> None:
@@ -128,15 +141,20 @@ async def main() -> None:
     """Measure, and print the tables and the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=SMOLLM2)
+    parser.add_argument("--only", choices=("calls", "updates", "rate"), help="one of the tables")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, not for quoting")
     options = parser.parse_args()
     machine: dict[str, Any] = {}
     with observed(machine):
-        await added_latency(200 if options.quick else 2000)
-        await updates(options.model, 3 if options.quick else 9)
-        await throughput(options.model, 2 if options.quick else 6)
+        if options.only in (None, "calls"):
+            await added_latency(200 if options.quick else 2000)
+        if options.only in (None, "updates"):
+            await updates(options.model, 3 if options.quick else 9)
+        if options.only in (None, "rate"):
+            await throughput(options.model, 2 if options.quick else 6)
     say(f"\n{machine}")
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as jobs do
+        runner.run(main())

@@ -19,14 +19,15 @@ class Channel:
     and a frame for each of them would cost more than the token's share of the pass.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, sends_json: bool = False) -> None:
         """Use a connection.
 
         Args:
             reader: of the connection.
             writer: of the connection.
+            sends_json: whether what is sent is JSON, without arrays and records.
         """
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._sends_json = reader, writer, sends_json
         self._due: list[Mapping[str, Any]] = []
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -38,7 +39,7 @@ class Channel:
     def _flush(self) -> None:
         due, self._due = self._due, []
         if due and not self._writer.is_closing():
-            data = write_frame({"messages": due})
+            data = write_frame({"messages": due}, is_json=self._sends_json)
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def frames(self) -> AsyncIterator[Frame]:

@@ -12,13 +12,12 @@ from typing import Any
 from palestra.backend.channel import Channel
 from palestra.backend.errors import error_fields
 from palestra.backend.frames import Frame
-from palestra.backend.typed import typed
 from palestra.engine.base import Engine, EngineRequest
 from palestra.errors import EngineFailure, PalestraError
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weight_file import FileWeights
 from palestra.models.weights import WeightSource
-from palestra.types.calls import PolicyVersion, TokenSequence
+from palestra.types.calls import MediaSpan, PolicyVersion, SamplingParams, TokenSequence
 from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra.engine")
@@ -34,14 +33,14 @@ class EngineWorker:
 
         Args:
             engine: what samples.
-            channel: to the job.
+            channel: to the job; what is sent is JSON.
         """
         self._engine, self._channel = engine, channel
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failure: asyncio.Task[str] | None = None
 
     async def run(self) -> None:
-        """Serve until the job has closed the channel, or the engine has failed, which the job is told."""
+        """Serve until the job has closed the channel, or the engine has failed, which the job learns."""
         self._failure = asyncio.create_task(self._engine.failure())
         try:
             winner = await race(self._receive(), self._report(), asyncio.shield(self._failure))
@@ -112,7 +111,7 @@ class EngineWorker:
         return self._failure.done()
 
     async def _generate(self, number: int, given: Any, frame: Frame) -> None:
-        request = typed(EngineRequest, given, frame.arrays, "request")
+        request = _request(given, frame)
         stream = self._engine.generate(request)
         async with contextlib.aclosing(stream) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
@@ -121,7 +120,7 @@ class EngineWorker:
     # Calls
 
     async def _do_score(self, given: Any, frame: Frame) -> list[float]:
-        return await self._engine.score(given["policy"], typed(TokenSequence, given["prompt"], frame.arrays, "prompt"))
+        return await self._engine.score(given["policy"], _prompt(given["prompt"], frame))
 
     async def _do_sync_weights(self, given: Any, frame: Frame) -> None:
         source = source_of(given["source"])
@@ -140,6 +139,24 @@ class EngineWorker:
 
     async def _do_resume(self, given: Any, frame: Frame) -> None:
         await self._engine.resume()
+
+
+def _request(given: dict[str, Any], frame: Frame) -> EngineRequest:
+    """Return a request of the job that has started this process, whose types therefore are right."""
+    sampling = given["sampling"]
+    exact = SamplingParams(
+        **sampling
+        | {
+            "stop_ids": tuple(sampling["stop_ids"]),
+            "logit_bias": tuple((token, added) for token, added in sampling["logit_bias"]),
+        }
+    )
+    return EngineRequest(policy=given["policy"], prompt=_prompt(given["prompt"], frame), sampling=exact)
+
+
+def _prompt(given: list[Any], frame: Frame) -> TokenSequence:
+    ids, media = given
+    return TokenSequence(frame.arrays[ids["array"]], tuple(MediaSpan(*one) for one in media))
 
 
 def source_of(place: dict[str, str] | None) -> WeightSource | None:

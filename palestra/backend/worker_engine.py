@@ -22,7 +22,7 @@ class WorkerEngine:
     """Implements `Engine` with an engine worker. A channel that ends is the end of the worker: all calls fail."""
 
     def __init__(self, channel: Channel, cause: Callable[[], Awaitable[str]]) -> None:
-        """Take calls at once.
+        """Begin to receive.
 
         Args:
             channel: to the worker, which is closed with this object.

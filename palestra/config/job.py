@@ -402,6 +402,17 @@ class JobConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _same_from_every_worker(self) -> JobConfig:
+        engine = self.engine
+        shares_cores = isinstance(engine, EmbeddedEngineConfig) and engine.threads is None
+        if self.deterministic and engine.replicas > 1 and shares_cores:
+            raise ValueError(
+                "deterministic = true with engine.replicas needs engine.threads: products of another number of "
+                "threads may round differently, and by default the workers divide the cores"
+            )
+        return self
+
     @property
     def folder(self) -> Path:
         """Return the run's folder: `run_dir`, or `runs/<name>`."""

@@ -137,7 +137,7 @@ async def _serve(number: int) -> None:
         number: of the descriptor of the socket.
     """
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=number))
-    channel = Channel(reader, writer)
+    channel = Channel(reader, writer, sends_json=True)
     message = await _first(channel)
     if message is None:
         return

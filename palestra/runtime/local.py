@@ -144,9 +144,27 @@ class LocalJob:
             parts.append(self._pool.run())
         if self._fleet is not None:
             parts.append(self._fleet.failure())
-        if self._watchdog is not None:
-            parts.append(self._watchdog.run())
-        await race(*parts)
+        await self._unless_stuck(asyncio.ensure_future(race(*parts)))
+
+    async def _unless_stuck(self, work: asyncio.Future[Any]) -> None:
+        """Await the work, or fail the job when the watchdog says so; what does not end then is left behind."""
+        if self._watchdog is None:
+            await work
+            return
+        watch = asyncio.create_task(self._watchdog.run())
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and isinstance(stuck := watch.exception(), PalestraError):
+                await self._failed(stuck)  # first, because what is stuck may not let itself be cancelled
+                work.cancel()
+                await asyncio.wait((work,), timeout=CLOSE_SECONDS)
+                raise stuck
+            await work
+        except asyncio.CancelledError:
+            await cancelled(work)
+            raise
+        finally:
+            watch.cancel()
 
     async def _work_on(self) -> None:
         """Run the work to its end, and begin it again whenever what trains it was lost."""
@@ -182,6 +200,8 @@ class LocalJob:
         raise await self.plane.store.db.lost()
 
     async def _failed(self, error: PalestraError) -> None:
+        if self.progress.over:
+            return
         try:
             # Before the state changes, so that followers of events see the reason.
             await self.plane.store.log.add_event("failed", {"reason": str(error)})
@@ -189,8 +209,7 @@ class LocalJob:
             if str(unrecorded) != str(error):
                 log.error("why the job failed could not be recorded: %s", unrecorded)
         finally:
-            if not self.progress.over:
-                self.progress.move(JobState.FAILED, str(error))
+            self.progress.move(JobState.FAILED, str(error))
             self.plane.store.episodes.available.notify()
 
     async def linger(self) -> None:

@@ -13,6 +13,7 @@ from palestra.server import DataPlane
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts, Part, duration
 
+STORE_SECONDS = 30.0  # limit for the answer of the store
 LOOKS = 20  # at the job, in the time after which it fails; at least one each second
 
 
@@ -42,7 +43,7 @@ class Situation:
 
 
 def stuck_part(now: Situation) -> str | None:
-    """Return which part of a job holds up all others, in words; None: the job is in order, and nobody plays.
+    """Return which part of a job holds up all others, in words; None: the job is in order, and no worker plays.
 
     Args:
         now: a moment at which nothing has happened for long.
@@ -109,7 +110,7 @@ class Watchdog:
             if done != seen:
                 seen, since = done, now
             elif now - since >= self._config.seconds:
-                if (why := stuck_part(await self._situation())) is None and self._config.idle == "wait":
+                if (why := await self._why()) is None and self._config.idle == "wait":
                     since = now  # nothing of it is the job's fault
                     continue
                 raise JobStuck(
@@ -120,6 +121,14 @@ class Watchdog:
     def _done(self) -> tuple[int, int]:
         """Return what grows with every accepted token, and with every step."""
         return self._plane.sessions.context.counts["completion_tokens"], self._plane.progress.step
+
+    async def _why(self) -> str | None:
+        """Return which part is stuck, see `stuck_part`; the store may be it."""
+        try:
+            async with asyncio.timeout(STORE_SECONDS):
+                return stuck_part(await self._situation())
+        except TimeoutError:
+            return "store: the database does not answer"
 
     async def _situation(self) -> Situation:
         plane, progress = self._plane, self._plane.progress

@@ -157,7 +157,7 @@ async def sample_reply(
         try:
             pieces = await _sample(runtime.engine, asked, reader, listener)
             break
-        except ReplyLost:  # what was read of it is dropped, unless somebody has heard it
+        except ReplyLost:  # what was read of it is dropped, unless the listener has heard it
             if (listener is not None and listener.heard) or attempt == MOST_ATTEMPTS - 1:
                 raise
     ids, logprobs, versions = _join(pieces)

@@ -134,6 +134,27 @@ async def test_a_trainer_that_does_not_come_back(tmp_path, monkeypatch):
         assert "stuck: trainer: training step 1 does not end" in await reason(job, running, clock)
 
 
+@pytest.mark.slow
+async def test_a_part_that_can_not_be_cancelled_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "CLOSE_SECONDS", 0.2)
+    released = asyncio.Event()
+
+    async def will_not(*_, **__):
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await released.wait()
+
+    def break_it(parts):
+        parts.trainer.forward_backward = will_not
+
+    async with watched(tmp_path, monkeypatch, break_it) as (job, running, clock):
+        await until(lambda: job.progress.part is Part.TRAINER)
+        assert "stuck: trainer" in await reason(job, running, clock)
+        events = await job.plane.store.log.events(0)
+        assert [event.kind for event in events].count("failed") == 1
+        released.set()
+
+
 async def test_an_engine_that_gives_no_token(tmp_path, monkeypatch):
     async with watched(tmp_path, monkeypatch, engine={"kind": "fake", "delay_seconds": 1000}) as (job, running, clock):
         await until(lambda: job.plane.sessions.context.policies.engine_loads[0].waiting == 16)

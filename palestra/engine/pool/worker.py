@@ -36,7 +36,7 @@ class StartedWorker:
 
     Attributes:
         engine: of the worker; its `failure` returns when the worker has died.
-        kill: ends the worker at once, even if it stands still; all calls of its engine fail then.
+        kill: ends the worker without waiting, even if it stands still; all calls of its engine fail then.
         process: number of its process; None: it has none of this machine.
     """
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from palestra.config import JobConfig, PolicyConfig, RolloutConfig, parse_config
+from palestra.config import (
+    EmbeddedEngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    PolicyConfig,
+    RolloutConfig,
+    parse_config,
+)
 from palestra.config.loading import dump_config
 from palestra.errors import ConfigError
 
@@ -316,6 +323,13 @@ def test_the_folder_is_run_dir_or_follows_from_the_name():
 def test_a_configuration_can_not_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         JobConfig().seed = 3  # type: ignore[misc]
+
+
+def test_workers_of_a_deterministic_job_have_a_fixed_number_of_threads():
+    with pytest.raises(ConfigError, match=r"needs engine\.threads"):
+        JobConfig(deterministic=True, engine=EmbeddedEngineConfig(replicas=2))
+    JobConfig(deterministic=True, engine=EmbeddedEngineConfig(replicas=2, threads=1))
+    JobConfig(deterministic=True, engine=FakeEngineConfig(replicas=2))
 
 
 def test_what_is_played_ahead_can_not_be_reproduced():
