@@ -94,7 +94,11 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
         )
         for name, one in loaded.items()
     }
-    sharded = _sharded_trainer(config, settings) if config.kind == "training" and config.trainer.devices > 1 else None
+    sharded = (
+        _sharded_trainer(config, settings, weights)
+        if config.kind == "training" and config.trainer.devices > 1
+        else None
+    )
     own = _torch_trainer(config, models) if config.kind == "training" and sharded is None else None
     return Parts(engine=engine, trainer=sharded or own, policies=PolicySet.of(config, runtimes), renewable=sharded)
 
@@ -154,9 +158,11 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
     )
 
 
-def _sharded_trainer(config: JobConfig, settings: EmbeddedEngineConfig) -> ShardedTrainer:
+def _sharded_trainer(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str]) -> ShardedTrainer:
+    from palestra.runtime.rank_memory import check_memory
     from palestra.trainer.sharded.trainer import ShardedTrainer
 
+    check_memory(config, {name: weights.get(name, config.policies[name].model) for name in config.trained_policies})
     return ShardedTrainer(config.trainer, config.checkpoint.keep, settings.dtype, config.deterministic)
 
 
