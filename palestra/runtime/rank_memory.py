@@ -37,6 +37,6 @@ def check_memory(config: JobConfig, models: dict[str, str]) -> None:
     if needed > (free := available_bytes()):
         raise ConfigError(
             f"trainer.devices is {ranks}, and its processes take {needed / GIB:.1f} GiB of memory while they load; "
-            f"{free / GIB:.1f} GiB are free, so that {(needed - free) / GIB:.1f} GiB are missing: choose a smaller model, "
-            "an adapter, or fewer devices"
+            f"{free / GIB:.1f} GiB are free, so that {(needed - free) / GIB:.1f} GiB are missing: choose a smaller "
+            "model, an adapter, or fewer devices"
         )
