@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.losses import PPOClipLoss
+from palestra.algorithms.losses import GSPOLoss, PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.errors import ConfigError, InvalidAlgorithm, NotFound, TrainerLost, WorkerCrashLoop
 from palestra.trainer import checkpoint
@@ -134,6 +134,10 @@ CASES = {
     "lora on the head": {
         "batches": [rows()],
         "spec": PolicySpec(model="tiny-random", adapter=AdapterConfig(rank=4, targets=["q_proj", "lm_head"])),
+    },
+    "a loss over sequences": {
+        "batches": [[replace(each, episode_id=f"e{n // 3}") for n, each in enumerate(batch_of_two_groups())]],
+        "loss": LossSpec.of(GSPOLoss()),
     },
     "entropy": {"batches": [rows()], "loss": LOSS.model_copy(update={"entropy_coefficient": 0.3})},
 }
