@@ -405,8 +405,8 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _same_from_every_worker(self) -> JobConfig:
         engine = self.engine
-        shares_cores = isinstance(engine, EmbeddedEngineConfig) and engine.threads is None
-        if self.deterministic and engine.replicas > 1 and shares_cores:
+        shares_cores = isinstance(engine, EmbeddedEngineConfig) and engine.replicas > 1 and engine.threads is None
+        if self.deterministic and shares_cores:
             raise ValueError(
                 "deterministic = true with engine.replicas needs engine.threads: products of another number of "
                 "threads may round differently, and by default the workers divide the cores"

@@ -119,4 +119,4 @@ def _parts(
             engine=engine,
             grammars=Grammars(vocabulary_of(tokenizer, models[name].vocab_size)),
         )
-    return parts_with_trainer(config, engine, runtimes, LoadedModels())
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights)

@@ -334,8 +334,6 @@ async def local_job(
 
             async def again() -> Learner | None:
                 fresh = _algorithms(config, play, own_code) if algorithms else {}
-                if base is None:  # the engine has not been lost, and waits for the weights of the checkpoint
-                    await parts.engine.pause()
                 await _create_policies(config, parts.trainer, fresh, weights or {})
                 return await _begun_again(config, parts, store, scored is not None, lambda: learner(fresh))
 
@@ -424,13 +422,17 @@ async def _begun_again(
 ) -> Learner | None:
     """Return a learner that begins at the newest checkpoint; None: the job trains nothing, and calls may begin.
 
+    An engine of this process waits from here on, until the learner has published the checkpoint's weights.
+
     Args:
         config: the job.
-        parts: of the job, whose base server has its policies again.
+        parts: of the job, whose base server or trainer has its policies again.
         store: of the job.
         scores: whether the models are scored.
         learner: makes a learner.
     """
+    if parts.renewable is not None:
+        await parts.engine.pause()
     if parts.trainer is not None:
         return await learner()
     if scores:

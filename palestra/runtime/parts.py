@@ -103,7 +103,7 @@ def _embedded(
         )
         for name, one in loaded.items()
     }
-    return parts_with_trainer(config, engine, runtimes, models)
+    return parts_with_trainer(config, engine, runtimes, models, weights)
 
 
 def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
@@ -112,7 +112,7 @@ def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig
     from palestra.runtime.engine_servers import served_engine
 
     engine, runtimes = served_engine(config, settings, weights)
-    return parts_with_trainer(config, engine, runtimes, LoadedModels())
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights)
 
 
 def load_engine(
@@ -208,7 +208,11 @@ def _load(
 
 
 def parts_with_trainer(
-    config: JobConfig, engine: Engine, runtimes: Mapping[str, PolicyRuntime], models: LoadedModels
+    config: JobConfig,
+    engine: Engine,
+    runtimes: Mapping[str, PolicyRuntime],
+    models: LoadedModels,
+    weights: Mapping[str, str],
 ) -> Parts:
     """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
 
@@ -217,6 +221,7 @@ def parts_with_trainer(
         engine: what samples.
         runtimes: of the policies.
         models: of this process, with which a trainer in it shares weights that never change.
+        weights: see `build_parts`.
     """
     policies = PolicySet.of(config, runtimes)
     if config.kind != "training":
@@ -226,8 +231,10 @@ def parts_with_trainer(
 
         own = TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
         return Parts(engine=engine, trainer=own, policies=policies)
+    from palestra.runtime.rank_memory import check_memory
     from palestra.trainer.sharded.trainer import ShardedTrainer
 
+    check_memory(config, {name: weights.get(name, config.policies[name].model) for name in config.trained_policies})
     assert not isinstance(config.engine, FakeEngineConfig)
     sharded = ShardedTrainer(config.trainer, config.checkpoint.keep, config.engine.dtype, config.deterministic)
     return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)

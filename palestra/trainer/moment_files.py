@@ -40,7 +40,7 @@ def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
 
 
 def read_moments(folder: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """Return the moments of weights by kind and name, with the shape of the weight, and sharded as it is.
+    """Return the moments of weights by kind and name, [n, d] or [d] as the weight is, and sharded like it.
 
     Args:
         folder: where `write_moments` has written.

@@ -135,7 +135,7 @@ class Optimizer:
         self._restore(moments)
 
     def _read(self, folder: Path, prefix: str) -> dict[str, Tensor]:
-        """Return the moments of a folder, by kind and name."""
+        """Return the moments of a folder, [n, d] or [d], by kind and name."""
         if not moments_folder(folder, prefix).is_dir():
             return read_shards(folder, prefix)
         from palestra.trainer.moment_files import read_moments  # loads a library that one process seldom needs

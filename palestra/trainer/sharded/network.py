@@ -68,7 +68,7 @@ class ShardedNetwork:
         return self._root(work)
 
     def idle(self) -> Tensor:
-        """Return 0 from a pass over one token, with a gradient of zero for all weights; to be called in `compute`."""
+        """Return 0, a scalar, from a pass over one token, with zero gradients for all weights; called in `compute`."""
         model = self.model
         hidden = model.hidden(*flat_inputs((self._tree,), model.device))
         return self.touched(model.logits(hidden).sum() * 0.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from palestra.errors import CheckpointError
@@ -24,7 +24,7 @@ class ShardedOptimizer(Optimizer):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a DTensor that this rank has; see `Optimizer.part_of`."""
+        """Return the part of a DTensor, [n, d] or [d], that this rank has; see `Optimizer.part_of`."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def write(self, folder: Path, prefix: str) -> None:
@@ -33,13 +33,13 @@ class ShardedOptimizer(Optimizer):
         Raises:
             OSError: a rank can't write.
         """
-        named = {f"{key}.{name}": value for name, p in self.parameters for key, value in self._moments(p)}
+        named = {
+            f"{key}.{name}": value for name, p in self.parameters for key, value in self.adamw.state.get(p, {}).items()
+        }
         write_moments(moments_folder(folder, prefix), named)
 
-    def _moments(self, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        yield from self.adamw.state.get(parameter, {}).items()
-
     def _restore(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
+        """Take over this rank's part of moments, [n, d] or [d]; see `Optimizer._restore`."""
         parameters = dict(self.parameters)
         super()._restore(
             {
@@ -75,7 +75,7 @@ def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) ->
 
     Args:
         parameters: each weight once, with its name.
-        weights: by name, whole.
+        weights: by name, whole: [n, d] or [d].
         path: of the checkpoint, for the message.
 
     Raises:

@@ -123,7 +123,7 @@ class RankPolicy(TorchPolicy):
         return gradient.report(), gradient.sums.on_cpu()
 
     def _loss(self, gradient: Gradient | None, micro: MicroBatch | None, problem: _Problem) -> Tensor:
-        """Return the loss of a pass: of a micro-batch, or 0 where this rank has none left, or has failed."""
+        """Return the loss of a pass, a scalar: of a micro-batch, or 0 where this rank has none left, or has failed."""
         if gradient is None or micro is None or problem.error is not None:
             return self._network.idle()
         hidden = flat_hidden(self.model, micro)

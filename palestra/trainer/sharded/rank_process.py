@@ -57,8 +57,9 @@ class _Talk:
 
 def main() -> None:
     """Answer requests until the job is gone."""
-    # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches all processes of a terminal, and SIGTERM those of a group; the job saves before it ends.
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sent, signal.SIG_IGN)
     talk = _Talk(socket.socket(fileno=int(sys.argv[1])), Path(os.environ[FOLDER]))
     for work in (talk.read, talk.beat):
         threading.Thread(target=work, name=f"palestra-rank-{work.__name__}", daemon=True).start()

@@ -559,4 +559,4 @@ async def test_layers_that_are_computed_again_give_the_same_gradient_with_less_i
             found.append(gradients(trainer))
             kept.append(saved[0])
     assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
-    assert kept[0] > 0
+    assert kept[1] < 0.7 * kept[0]

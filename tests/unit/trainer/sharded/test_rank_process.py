@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,8 @@ def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes
     try:
         theirs.close()
         own.settimeout(60)
+        assert receive(own) == Beat()
+        process.send_signal(signal.SIGTERM)  # as a service sends it to all processes of a job, which then saves
         assert receive(own) == Beat()
         own.close()  # as the kernel does when the job's process is killed
         assert process.wait(timeout=60) == 1

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.losses import PPOClipLoss
+from palestra.algorithms.losses import GSPOLoss, PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.errors import ConfigError, InvalidAlgorithm, NotFound, TrainerLost, WorkerCrashLoop
 from palestra.trainer import checkpoint
@@ -58,8 +58,12 @@ def on_the_loop(test):
 
 @pytest.fixture(scope="module")
 def two_ranks(loop):
-    """A trainer whose two processes start with the first test that needs them: their imports take seconds."""
-    config = TrainerConfig.model_validate(SETTINGS | {"devices": 2, "rank_timeout_seconds": SILENCE})
+    """A trainer whose two processes start with the first test that needs them: their imports take seconds.
+
+    It computes layers again in the backward pass, which the whole job of test_sharded_training.py does not.
+    """
+    own = {"devices": 2, "rank_timeout_seconds": SILENCE, "activation_checkpointing": True}
+    config = TrainerConfig.model_validate(SETTINGS | own)
     trainer = ShardedTrainer(config, 2, "float32")
     yield trainer
     pids = trainer.pids
@@ -130,6 +134,10 @@ CASES = {
     "lora on the head": {
         "batches": [rows()],
         "spec": PolicySpec(model="tiny-random", adapter=AdapterConfig(rank=4, targets=["q_proj", "lm_head"])),
+    },
+    "a loss over sequences": {
+        "batches": [[replace(each, episode_id=f"e{n // 3}") for n, each in enumerate(batch_of_two_groups())]],
+        "loss": LossSpec.of(GSPOLoss()),
     },
     "entropy": {"batches": [rows()], "loss": LOSS.model_copy(update={"entropy_coefficient": 0.3})},
 }
@@ -261,7 +269,7 @@ async def test_a_rank_that_is_killed_or_stopped_ends_the_request_and_all_ranks(t
     assert not any(map(alive, pids))
     await two_ranks.create(name, PolicySpec(model="tiny-random"))
     assert (await two_ranks.load(name, path.parent))["step"] == 1
-    await two_ranks.forward_backward(name, rows(), LOSS, "lost")
+    await two_ranks.forward_backward(name, rows(), LOSS, "goes on")
     assert await lose(two_ranks, name, signal.SIGSTOP) < SILENCE + 15.0
     two_ranks._losses = MOST_LOSSES - 1
     with pytest.raises(WorkerCrashLoop, match="without a checkpoint between them, the last time because rank 1"):
