@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.models.device import tune_malloc
     from palestra.runtime.checkpoints import newest_checkpoints
     from palestra.runtime.console import console_of
-    from palestra.runtime.local import run_on_uvloop, serve
+    from palestra.runtime.event_loop import run_on_uvloop
+    from palestra.runtime.local import serve
     from palestra.runtime.run_dir import resolve_run_dir
     from palestra.runtime.starting_points import with_checkpoints
 

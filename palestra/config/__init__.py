@@ -7,22 +7,7 @@ from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
-from palestra.config.job import (
-    BUILT_IN,
-    SMOLLM2,
-    TINY,
-    TINY_VISION,
-    CheckpointConfig,
-    EnvironmentConfig,
-    EvaluationConfig,
-    JobConfig,
-    JobKind,
-    RolloutConfig,
-    ServerConfig,
-    StoreConfig,
-    TasksConfig,
-    TrainerConfig,
-)
+from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_VISION, JobConfig, JobKind
 from palestra.config.loading import (
     SAVED_CONFIG,
     UNSET,
@@ -34,6 +19,7 @@ from palestra.config.loading import (
 )
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
+from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
 from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import (
     ALL_LINEAR,
@@ -65,6 +51,7 @@ from palestra.config.policy_gradient import (
 from palestra.config.pools import PoolConfig, RoleConfig, past_name, past_of
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
+from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
 from palestra.config.seats import SeatsConfig
 from palestra.config.watchdog import WatchdogConfig
 

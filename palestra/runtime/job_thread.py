@@ -20,7 +20,9 @@ from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.console import Console
-from palestra.runtime.local import LocalJob, local_job, run_on_uvloop
+from palestra.runtime.event_loop import run_on_uvloop
+from palestra.runtime.local import local_job
+from palestra.runtime.local_job import LocalJob
 from palestra.runtime.runner_fleet import RunnerStarter
 from palestra.types.records import Task
 from palestra.waiting import race

@@ -16,7 +16,7 @@ from in_process import episode_of, parts_of, serving
 
 from palestra.engine.fake import FakeEngine
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.runtime.local import LocalJob
+from palestra.runtime.local_job import LocalJob
 from palestra.types.calls import Chat
 
 STOP = 258

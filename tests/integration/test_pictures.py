@@ -22,7 +22,7 @@ from seeing import PER_PICTURE, SeeingRenderer
 
 from palestra.pictures.decoding import decode
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.runtime.local import LocalJob
+from palestra.runtime.local_job import LocalJob
 
 PNG = encoded()
 DIGEST = hashlib.sha256(PNG).hexdigest()

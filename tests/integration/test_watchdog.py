@@ -12,6 +12,7 @@ from unit.building import FakeClock
 from palestra.errors import EngineFailure, JobStuck
 from palestra.learner import groups
 from palestra.runtime import local
+from palestra.runtime import local_job as running_job
 from palestra.types.progress import Part
 from palestra.types.records import Task
 from palestra.types.states import JobState
@@ -136,7 +137,8 @@ async def test_a_trainer_that_does_not_come_back(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 async def test_a_part_that_can_not_be_cancelled_does_not_hold_up_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "CLOSE_SECONDS", 0.2)
+    for module in (local, running_job):
+        monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
     released = asyncio.Event()
 
     async def will_not(*_, **__):
