@@ -41,7 +41,7 @@ async def engine_of(model: str, **settings: Any) -> AsyncIterator[Engine]:
     given: Mapping[str, Any] = {"model": model, "engine": settings}
     config = JobConfig.model_validate(given)
     apart = settings.get("replicas", 1) > 1
-    parts = await pooled_parts(config, {}) if apart else await in_thread(lambda: build_parts(config))
+    parts = await pooled_parts(config, config.engine, {}) if apart else await in_thread(lambda: build_parts(config))
     try:
         yield parts.engine
     finally:

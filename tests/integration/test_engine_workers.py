@@ -40,7 +40,7 @@ async def pool_of(deterministic=False, **engine):
             "deterministic": deterministic,
         }
     )
-    parts = await asyncio.wait_for(pooled_parts(config, {}), 120)
+    parts = await asyncio.wait_for(pooled_parts(config, config.engine, {}), 120)
     try:
         yield parts.engine
     finally:
