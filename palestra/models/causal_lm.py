@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,6 +29,7 @@ from palestra.config import AdapterConfig
 from palestra.errors import ModelError
 from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer_source, write_adapter
 from palestra.models.adapters import Adapter, merge
+from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, sharpened
 from palestra.models.quiet import quiet_transformers
@@ -41,36 +40,8 @@ from palestra.models.vision.vision import Vision
 if TYPE_CHECKING:
     from palestra.models.packed import PackedLayers
 
-_NAME = "palestra_flat"
+_ATTENTION = "palestra_flat"  # name under which transformers knows `_flat_attention`
 _TRIAL_TOKENS = 12
-
-
-class AttentionBackend(Protocol):
-    """Computes the attention of one layer over a flat batch of N tokens; knows which tokens belong together."""
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Return the attention output of each query head at each token, [N, H, D]; head h reads key head h // (H // K).
-
-        Args:
-            layer: number of the layer, from 0, by which a cache finds its keys and values.
-            query: [1, H, N, D], in the compute precision, as keys and values.
-            key: [1, K, N, D].
-            value: [1, K, N, D].
-            scale: factor of the scores before the softmax.
-            window: a token sees itself and the `window - 1` tokens before it; None: all before it.
-        """
-        ...
-
-
-class _Slot:
-    """Holds the backend of the forward pass that is running, for the attention modules of one model.
-
-    None between passes.
-    """
-
-    attention: AttentionBackend | None = None
 
 
 def _flat_attention(
@@ -103,7 +74,7 @@ def _flat_attention(
     Raises:
         ModelError: scores are capped, or the model has attention sinks or keys of another shape than its values.
     """
-    slot: _Slot = module.palestra_slot  # type: ignore[assignment]
+    slot: AttentionSlot = module.palestra_slot  # type: ignore[assignment]
     assert slot.attention is not None, "the model was called without an AttentionBackend"
     if softcap is not None or s_aux is not None:
         raise ModelError("models with capped attention scores or attention sinks are not supported")
@@ -116,47 +87,7 @@ def _flat_attention(
     return out.unsqueeze(0), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _flat_attention)
-
-
-def _recomputed(forward: Callable[..., Any], slot: _Slot) -> Callable[..., Any]:
-    """Return a layer's forward pass that is computed again in the backward pass, with the attention that it had."""
-
-    def compute(*inputs: Any, **named: Any) -> Any:
-        attention = slot.attention
-
-        def again(*inputs: Any, **named: Any) -> Any:
-            before, slot.attention = slot.attention, attention
-            try:
-                return forward(*inputs, **named)
-            finally:
-                slot.attention = before
-
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **named)
-        return recompute(again, *inputs, use_reentrant=False, **named)
-
-    return compute
-
-
-class _Trial:
-    """Plain causal attention of one sequence, which records the layers that called it and the shape of their keys."""
-
-    def __init__(self) -> None:
-        self.shape = (0, 0)
-        self.layers: set[int] = set()
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Return plain causal attention, [N, H, D]; see `AttentionBackend`."""
-        self.shape = (key.shape[1], key.shape[3])
-        self.layers.add(layer)
-        seen = torch.ones((key.shape[2], key.shape[2]), dtype=torch.bool, device=key.device).tril()
-        if window is not None:
-            seen = seen.triu(diagonal=1 - window)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _flat_attention)
 
 
 def _replaced(embedded: Tensor, pictures: PictureRows) -> Tensor:
@@ -213,15 +144,15 @@ class CausalLM:
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 2**20
         self.layers: int = config.num_hidden_layers
-        self._slot = _Slot()
+        self._slot = AttentionSlot()
         for module in text.modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.palestra_slot = self._slot
-        trial = _Trial()
+        trial = TrialAttention()
         self._try(trial)
         self.key_heads, self.head_dim = trial.shape
 
-    def _try(self, trial: _Trial) -> None:
+    def _try(self, trial: TrialAttention) -> None:
         """Compare a flat forward pass of a few tokens with the model's own forward pass.
 
         Args:
@@ -241,7 +172,7 @@ class CausalLM:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{self.config.model_type} models are not supported: {error}") from error
         finally:
-            self.config._attn_implementation = _NAME
+            self.config._attn_implementation = _ATTENTION
         difference = float((flat - own).norm() / own.norm().clamp_min(1e-6))
         if trial.layers != set(range(self.layers)):
             raise ModelError(f"{self.config.model_type} models are not supported: their attention can't be replaced")
@@ -262,7 +193,9 @@ class CausalLM:
         """
         ids = self._trial_ids()
         with torch.inference_mode():
-            return self.logits(self.hidden(ids, torch.arange(len(ids), device=self.device), attention or _Trial()))
+            return self.logits(
+                self.hidden(ids, torch.arange(len(ids), device=self.device), attention or TrialAttention())
+            )
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -285,7 +218,7 @@ class CausalLM:
             ModelError: the model has no list of layers.
         """
         for block in self.blocks:
-            block.forward = _recomputed(block.forward, self._slot)
+            block.forward = recomputed(block.forward, self._slot)
 
     @property
     def token_bytes(self) -> int:
@@ -500,7 +433,7 @@ class CausalLM:
             try:
                 self.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
             finally:
-                self.config._attn_implementation = _NAME
+                self.config._attn_implementation = _ATTENTION
         for name, content in ({} if self.vision is None else self.vision.files).items():
             (folder / name).write_bytes(content)
 
@@ -536,9 +469,9 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
             config = AutoConfig.from_pretrained(folder)
             read_as = dtype if adapter is None and config.dtype == dtype else torch.float32
             if sees(config):
-                model, vision = load_seeing(folder, read_as, _NAME)
+                model, vision = load_seeing(folder, read_as, _ATTENTION)
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=read_as, attn_implementation=_NAME)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=read_as, attn_implementation=_ATTENTION)
                 vision = None
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error

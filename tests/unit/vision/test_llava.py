@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.models.attention_backend import TrialAttention
 from palestra.models.byte_model import byte_tokenizer
-from palestra.models.causal_lm import _Trial, load_causal_lm
+from palestra.models.causal_lm import load_causal_lm
 from palestra.models.vision.tiny import CHAT_TEMPLATE
 from palestra.renderers import PictureTokens, select_renderer
 from unit.engine.calling import serving
@@ -58,8 +59,8 @@ def test_logits_are_those_of_transformers(folder):
     with torch.no_grad():
         wanted = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)(input_ids=ids[None], **pixels)
         rows = model.picture_rows([(picture, picture.positions) for picture in model.vision.placed(*prompt)])
-        found = model.logits(model.hidden(ids, torch.arange(len(ids)), _Trial(), rows))
-        blind = model.logits(model.hidden(ids, torch.arange(len(ids)), _Trial()))
+        found = model.logits(model.hidden(ids, torch.arange(len(ids)), TrialAttention(), rows))
+        blind = model.logits(model.hidden(ids, torch.arange(len(ids)), TrialAttention()))
     assert (found - wanted.logits[0]).abs().max() < 1e-5
     assert (blind - wanted.logits[0]).abs().max() > 1e-4
 
@@ -76,6 +77,6 @@ async def test_the_engine_scores_a_prompt_with_pictures(folder):
     ids = torch.from_numpy(prompt.ids.astype(np.int64))
     with torch.no_grad():
         rows = model.picture_rows([(picture, picture.positions) for picture in model.vision.placed(*prompt)])
-        logits = model.logits(model.hidden(ids, torch.arange(len(ids)), _Trial(), rows)).log_softmax(-1)
+        logits = model.logits(model.hidden(ids, torch.arange(len(ids)), TrialAttention(), rows)).log_softmax(-1)
     wanted = logits[range(len(ids) - 1), ids[1:]].numpy()
     assert np.abs(np.array(found) - wanted).max() < 1e-4

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from palestra.errors import ConfigError, ModelError
-from palestra.models.causal_lm import _Trial, load_causal_lm, load_tokenizer
+from palestra.models.attention_backend import TrialAttention
+from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
 from palestra.models.vision.kept import KeptEmbeddings
 from palestra.models.vision.placed import placed_pictures
@@ -29,7 +30,7 @@ def flat_logits(model, prompt) -> torch.Tensor:
     placed = [(picture, picture.positions) for picture in model.vision.placed(*prompt)]
     ids = torch.from_numpy(prompt.ids.astype(np.int64))
     rows = model.picture_rows(placed)
-    return model.logits(model.hidden(ids, torch.arange(len(ids)), _Trial(), rows))
+    return model.logits(model.hidden(ids, torch.arange(len(ids)), TrialAttention(), rows))
 
 
 @torch.inference_mode()
