@@ -394,12 +394,12 @@ class InferenceManager:
             started = await self._start(worker.number)
         worker.begin(started)
         try:
-            paused = asyncio.create_task(started.engine.failure())
-            paused.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
+            failing = asyncio.create_task(started.engine.failure())
+            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
             try:
                 winner = await race(worker.lost(), self._admit(worker), worker.stuck(lambda: self._paused))
             finally:
-                await cancelled(paused)
+                await cancelled(failing)
             return str(winner.result) if winner.index != 1 else None
         finally:
             worker.end()
