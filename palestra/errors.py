@@ -25,7 +25,9 @@
     ├── TooManyRequests              429  retry after `retry_after_seconds`
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
+    │   ├── ReplyLost                503  a reply was lost in part, and could not be repeated
     │   └── BaseServerLost           503  a base server has forgotten the job
+    ├── TrainerLost                  503  a process of the trainer has died, and the others were ended
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
@@ -33,6 +35,7 @@
     ├── EnvironmentFailed        500  an environment on another machine raised something, or its session has ended
     ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
+    ├── JobStuck                     500  nothing happens in a job any more
     ├── WorkerCrashLoop                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
     │   └── NodeLost              503  the machine that was chosen for it is dead
@@ -162,17 +165,22 @@ class ContextOverflow(PalestraError):
 
     http_status = 400
 
-    def __init__(self, prompt_tokens: int, max_context: int, at_least: bool = False) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_context: int, at_least: bool = False, pictures: tuple[int, int] = (0, 0)
+    ) -> None:
         """Create the error.
 
         Args:
             prompt_tokens: length of the prompt in tokens.
             max_context: longest prompt and reply together, in tokens.
             at_least: whether `prompt_tokens` is a lower bound, because tokenisation stopped where the context was full.
+            pictures: how many there are, and how many of the tokens stand for them.
         """
+        number, placeholders = pictures
+        shown = f"{number} pictures have {placeholders} of the tokens; leave some out, " if number else ""
         super().__init__(
             f"the prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens and the context of this policy is "
-            f"{max_context}; shorten the messages, or raise max_context of the policy"
+            f"{max_context}; {shown}shorten the messages, or raise max_context of the policy"
         )
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context
@@ -314,11 +322,28 @@ class EngineFailure(PalestraError):
     retryable = True
 
 
+class ReplyLost(EngineFailure):
+    """A reply was lost in part, and its caller has tokens that sampling it again did not repeat.
+
+    A caller who has handed on none of them may begin anew; the whole reply then comes from one attempt.
+    """
+
+
 class BaseServerLost(EngineFailure):
     """The connection to a base server was lost, or the server has been started again and has forgotten the job.
 
     The job begins again from its newest checkpoint.
     """
+
+
+class TrainerLost(PalestraError):
+    """One of the processes of a trainer has died or stopped, and the others were ended with it.
+
+    The job begins again from its newest checkpoint.
+    """
+
+    http_status = 503
+    retryable = True
 
 
 class ConnectionLost(PalestraError):
@@ -374,6 +399,10 @@ class RolloutFailed(PalestraError):
     def __init__(self, termination: str, message: str) -> None:
         super().__init__(message)
         self.termination = termination
+
+
+class JobStuck(PalestraError):
+    """Nothing has happened in a training job for longer than `watchdog.seconds`; the message names the stuck part."""
 
 
 class WorkerCrashLoop(PalestraError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 _EXTRAS = {
     "browser": ("playwright",),
     "cluster": ("ray",),
+    "pictures": ("PIL",),
     "postgres": ("psycopg",),
     "train": (
         "accelerate",

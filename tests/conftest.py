@@ -7,6 +7,7 @@ examples in every run; with `--hypothesis-profile=search` it draws new ones.
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,3 +37,11 @@ settings.register_profile(
 settings.register_profile("full", settings.get_profile("quick"))
 settings.register_profile("search", deadline=None, max_examples=1000, database=None)
 settings.load_profile("quick")
+
+# What pytest makes of the assertions of tests is kept for the next run even where PYTHONDONTWRITEBYTECODE is set: each
+# worker takes longer to make it than to import all tests. While tests run, the setting holds again.
+_kept, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = _kept

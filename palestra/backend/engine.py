@@ -12,6 +12,7 @@ from palestra.backend.link import Link
 from palestra.backend.typed import typed
 from palestra.backend.weights import place_of_weights
 from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.replay import Replay
 from palestra.errors import BaseServerLost, EngineFailure
 from palestra.models.weights import WeightSource
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
@@ -57,31 +58,22 @@ class RemoteEngine:
         """Stream a reply; see `Engine.generate`.
 
         Raises:
-            EngineFailure: the reply was sampled again, and came out differently.
+            ReplyLost: the reply was sampled again, and came out differently.
         """
-        sampled: list[int] = []
+        replay = Replay()
         while True:
             await self._begin()
             try:
                 async with contextlib.aclosing(self._link.generate(request)) as frames:
-                    again = 0  # tokens of this attempt that an earlier one has yielded
                     async for frame in frames:
                         piece = typed(SampledTokens, frame.header["piece"], frame.arrays, "piece")
-                        known = min(len(piece.ids), len(sampled) - again)
-                        if list(piece.ids[:known]) != sampled[again : again + known]:
-                            raise EngineFailure(
-                                "the connection to the base server was lost in a reply, and sampling it again has "
-                                "given other tokens"
-                            )
-                        again += known
-                        if known < len(piece.ids):
-                            sampled += piece.ids[known:]
-                            again = len(sampled)
-                            self._sampled_tokens += len(piece.ids) - known
-                            yield _after(piece, known)
+                        if (fresh := replay.take(piece)) is not None:
+                            self._sampled_tokens += len(fresh.ids)
+                            yield fresh
+                replay.end()
                 return
             except BaseServerLost:
-                continue
+                replay.begin_again()
             finally:
                 self._running -= 1
                 if not self._running:
@@ -156,12 +148,3 @@ class RemoteEngine:
         self._closed = True
         self._open.set()
         await self._link.close()
-
-
-def _after(piece: SampledTokens, known: int) -> SampledTokens:
-    """Return a piece without its first tokens."""
-    if not known:
-        return piece
-    return SampledTokens(
-        ids=piece.ids[known:], logprobs=piece.logprobs[known:], version=piece.version, top=piece.top[known:]
-    )

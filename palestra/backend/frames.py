@@ -43,17 +43,18 @@ class Frame:
     arrays: tuple[NDArray[Any], ...]
 
 
-def write_frame(header: Mapping[str, Any]) -> bytes:
+def write_frame(header: Mapping[str, Any], *, is_json: bool = False) -> bytes:
     """Return the bytes of a message.
 
     Args:
         header: may hold records, arrays of int32, float32, bool or uint8, paths, and collections of these.
+        is_json: whether the header is known to hold only what JSON can, so that nothing in it has to be looked at.
 
     Raises:
         TypeError: a value can't be sent.
     """
     arrays: list[NDArray[Any]] = []
-    tree = _tree(header, arrays)
+    tree = dict(header) if is_json else _tree(header, arrays)
     tree["arrays"] = [[_NAMES[array.dtype], *array.shape] for array in arrays]
     text = json.dumps(tree, separators=(",", ":")).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *(np.ascontiguousarray(array).tobytes() for array in arrays)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from itertools import groupby
@@ -17,8 +18,10 @@ from sqlalchemy import Connection
 from palestra.cli.episode_list import episode_lines
 from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
+from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
 from palestra.config import JobConfig
 from palestra.dashboard.token_text import token_text
+from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.store.browsing import EpisodeView, browse, episode_events, newest_rows, read_episode, trained_steps
 from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
@@ -55,7 +58,8 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
             return
         view = read_episode(connection, arguments.episode)
         if arguments.text:
-            console.print(conversation(view.trajectory))
+            pictures, protocol = Blobs(folder / FOLDER), protocol_of(os.environ)
+            console.print(conversation(view.trajectory, lambda digest: TerminalPicture(pictures, digest, protocol)))
         else:
             _show(console, view, connection, config, arguments.unfold)
 

@@ -33,13 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.models.device import tune_malloc
     from palestra.runtime.checkpoints import newest_checkpoints
     from palestra.runtime.console import console_of
-    from palestra.runtime.local import run_on_uvloop, serve
+    from palestra.runtime.event_loop import run_on_uvloop
+    from palestra.runtime.local import serve
     from palestra.runtime.run_dir import resolve_run_dir
     from palestra.runtime.starting_points import with_checkpoints
 
     config = with_checkpoints(load_config(arguments.config, overrides(arguments.set)))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
-    if config.engine.kind == "embedded":
+    if config.engine.kind != "fake":
         tune_malloc()  # before the console starts the first thread
     # The console is shown from here on, because loading the model takes seconds in which nothing else is written.
     console = console_of(config)

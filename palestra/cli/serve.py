@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; the first start prints the admin's key."""
     from palestra.control.jobs.rules import Rules, load_rules
-    from palestra.runtime.local import run_on_uvloop
+    from palestra.runtime.event_loop import run_on_uvloop
     from palestra.runtime.ray.cluster import LocalRay
     from palestra.runtime.ray.serve import ServeOptions, serve_control
 

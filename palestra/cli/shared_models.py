@@ -181,7 +181,7 @@ def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> in
     import asyncio
 
     from palestra.models.device import tune_malloc
-    from palestra.runtime.local import run_on_uvloop
+    from palestra.runtime.event_loop import run_on_uvloop
 
     async def main() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()

@@ -35,15 +35,18 @@ from palestra.client.protocol import (
     heartbeat_call,
     push_calls,
     read_claim,
+    upload_call,
 )
 from palestra.client.seat import AsyncSeat, seat_of
 from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, JobOver, PalestraError
+from palestra.pictures.blobs import digest_of
 from palestra.threads import in_thread
 from palestra.types.wire import ClaimAnswer, RolloutFacts
 
 log = logging.getLogger("palestra.client")
 T = TypeVar("T")
+MOST_UPLOADED = 65_536  # digests that a client remembers; a picture that is forgotten is uploaded again
 # Returns the present URL and key of a data plane. May block; raises JobOver if the job is over.
 Find = Callable[[], tuple[str, str]]
 
@@ -79,6 +82,7 @@ class AsyncClient:
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.AsyncClient(limits=LIMITS)
         self._find, self._finding = find, asyncio.Lock()
+        self._uploaded: dict[str, None] = {}  # digests of pictures that the server has, oldest first
 
     async def __aenter__(self) -> Self:
         return self
@@ -162,6 +166,26 @@ class AsyncClient:
             PalestraError: the call was refused, or the server did not answer for long.
         """
         return await self._send(model_call(episode, call))  # type: ignore[no-any-return]
+
+    async def upload_picture(self, data: bytes, digest: str | None = None, episode: Episode | None = None) -> str:
+        """Upload a picture once, and return the digest by which messages may name it.
+
+        Args:
+            data: the file: PNG, JPEG, WebP or GIF, with one frame.
+            digest: its SHA-256, in hex; None: it is computed.
+            episode: whose key is sent; None: the job's.
+
+        Raises:
+            InvalidRequest: the file is no picture that the job takes.
+            PayloadTooLarge: it is too large, or the run's pictures have no room for it.
+        """
+        name = digest_of(data) if digest is None else digest
+        if name not in self._uploaded:
+            await self._send(upload_call(data, name, None if episode is None else episode.api_key))
+            self._uploaded[name] = None
+            if len(self._uploaded) > MOST_UPLOADED:
+                self._uploaded.pop(next(iter(self._uploaded)))
+        return name
 
     async def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
         """Give an episode back without a reward, because of a failure that is not the policy's doing.

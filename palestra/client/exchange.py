@@ -185,7 +185,7 @@ class Settings(Endpoint):
         return {
             "method": call.method,
             "url": self.url + call.path,
-            "content": None if call.body is None else call.body.model_dump_json(),
+            "content": call.body if call.body is None or isinstance(call.body, bytes) else call.body.model_dump_json(),
             "headers": headers,
             "timeout": call.timeout_seconds,
         }

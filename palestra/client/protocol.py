@@ -24,6 +24,7 @@ from palestra.types.wire import (
     EndEpisode,
     EpisodeAnswer,
     HeartbeatEpisode,
+    PictureKept,
     PushTasks,
     RolloutFacts,
     TaskBody,
@@ -195,6 +196,18 @@ def abort_call(episode: Episode, reason: str, discard: bool) -> Call[EpisodeAnsw
     """
     body = AbortEpisode(episode_id=episode.episode_id, reason=reason[:2000], discard=discard)
     return Call("/abort_episode", body, EpisodeAnswer, episode.api_key)
+
+
+def upload_call(data: bytes, digest: str, key: str | None) -> Call[PictureKept]:
+    """Build the request that uploads a picture. Sent again, it changes nothing.
+
+    Args:
+        data: the file.
+        digest: its SHA-256, in hex.
+        key: of an episode; None: the job's.
+    """
+    headers = {"content-type": "application/octet-stream"}
+    return Call(f"/pictures/{digest}", data, PictureKept, key, method="PUT", headers=headers)
 
 
 def heartbeat_call(episode: Episode) -> Call[EpisodeAnswer]:

@@ -5,21 +5,9 @@ from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
+from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
-from palestra.config.job import (
-    SMOLLM2,
-    TINY,
-    CheckpointConfig,
-    EnvironmentConfig,
-    EvaluationConfig,
-    JobConfig,
-    JobKind,
-    RolloutConfig,
-    ServerConfig,
-    StoreConfig,
-    TasksConfig,
-    TrainerConfig,
-)
+from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_VISION, JobConfig, JobKind
 from palestra.config.loading import (
     SAVED_CONFIG,
     UNSET,
@@ -31,6 +19,8 @@ from palestra.config.loading import (
 )
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
+from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
+from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import (
     ALL_LINEAR,
     DEFAULT_CONTEXT,
@@ -38,6 +28,7 @@ from palestra.config.policy import (
     PolicyConfig,
     SamplingConfig,
     UpdatesConfig,
+    VisionTraining,
     not_frozen,
     with_model,
 )
@@ -60,17 +51,21 @@ from palestra.config.policy_gradient import (
 from palestra.config.pools import PoolConfig, RoleConfig, past_name, past_of
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
+from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
 from palestra.config.seats import SeatsConfig
+from palestra.config.watchdog import WatchdogConfig
 
 __all__ = [
     "ALGORITHM_NAMES",
     "ALL_LINEAR",
+    "BUILT_IN",
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
     "REWARD_NAME",
     "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",
+    "TINY_VISION",
     "UNSET",
     "A2CConfig",
     "ActorCriticConfig",
@@ -100,6 +95,7 @@ __all__ = [
     "OptimizerConfig",
     "OwnAlgorithmConfig",
     "PPOConfig",
+    "PicturesConfig",
     "PolicyConfig",
     "PolicyGradientConfig",
     "PoolConfig",
@@ -115,11 +111,15 @@ __all__ = [
     "ScaledGroupConfig",
     "SeatsConfig",
     "ServerConfig",
+    "SglangEngineConfig",
     "StoreConfig",
     "TasksConfig",
     "TeacherServerConfig",
     "TrainerConfig",
     "UpdatesConfig",
+    "VisionTraining",
+    "VllmEngineConfig",
+    "WatchdogConfig",
     "dump_config",
     "find_mistakes",
     "in_present_names",

@@ -6,19 +6,40 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.renames import new_value
 from palestra.config.section import Positive, Section
 
 
-class EmbeddedEngineConfig(Section):
-    """`kind = "embedded"`, the default: transformers models, in this process."""
+class PooledEngineConfig(Section):
+    """What engines have in common that may be several inference workers, each a process of its own."""
+
+    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Inference workers, each a process with the models; 1: the engine is in the job's process.",
+    )
+    sync: Literal["rolling", "all"] = Field(
+        "rolling",
+        description="How new weights reach several workers. `rolling`: one after another, so that the others go on; "
+        "`all`: all together.",
+    )
+    stuck_seconds: float = Field(
+        60.0, gt=0, description="One of several workers that has work, and does none for so long, is replaced."
+    )
+
+
+class EmbeddedEngineConfig(PooledEngineConfig):
+    """`kind = "embedded"`, the default: transformers models, in this process or in workers."""
 
     kind: Literal["embedded"] = Field("embedded", description="The kind of engine; each has keys of its own.")
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Precision of the engine's products, weights, keys and values."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
-    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
+    threads: Positive | None = Field(
+        None,
+        description="CPU threads for arithmetic, of each worker. None: all cores, divided among the workers.",
+    )
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
     prefill_chunk: Positive = Field(
@@ -29,8 +50,8 @@ class EmbeddedEngineConfig(Section):
     cache_gib: float | None = Field(
         None,
         gt=0,
-        description="Memory for keys and values, in GiB. A call starts when its longest reply fits. None: a quarter of "
-        "the machine's memory, or half of what is free on the GPU.",
+        description="Memory for keys and values of each worker, in GiB. A call starts when its longest reply fits. "
+        "None: a quarter of the machine's memory, divided among the workers, or half of what is free on the GPU.",
     )
     in_flight_updates: Literal["continue", "finish"] = Field(
         "continue",
@@ -42,7 +63,7 @@ class EmbeddedEngineConfig(Section):
     )
 
 
-class FakeEngineConfig(Section):
+class FakeEngineConfig(PooledEngineConfig):
     """`kind = "fake"`: digits that follow from the seed, without a model; for tests."""
 
     kind: Literal["fake"] = Field("fake", description="The kind of engine; each has keys of its own.")
@@ -68,8 +89,11 @@ def _known_kind(value: Any) -> Any:
 
 
 EngineConfig = Annotated[
-    Annotated[EmbeddedEngineConfig, Tag("embedded")] | Annotated[FakeEngineConfig, Tag("fake")],
+    Annotated[EmbeddedEngineConfig, Tag("embedded")]
+    | Annotated[VllmEngineConfig, Tag("vllm")]
+    | Annotated[SglangEngineConfig, Tag("sglang")]
+    | Annotated[FakeEngineConfig, Tag("fake")],
     Discriminator(_kind_of),
     BeforeValidator(_known_kind),
 ]
-KINDS = ("embedded", "fake")
+KINDS = ("embedded", "vllm", "sglang", "fake")

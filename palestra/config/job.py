@@ -12,242 +12,30 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
-from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.devices import check_devices
+from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, PooledEngineConfig
+from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
 from palestra.config.networks import TeacherServerConfig
+from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
+from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.pools import Role, RoleConfig
 from palestra.config.renames import in_first_names
 from palestra.config.roles import AgentName, Roles, check_pools
+from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
 from palestra.config.seats import SeatsConfig
-from palestra.config.section import Identifier, Positive, Seconds, Section
+from palestra.config.section import Identifier, Positive, Section
 from palestra.config.shared_base import check_bases
 from palestra.config.trained import check_trained
+from palestra.config.watchdog import WatchdogConfig
 from palestra.errors import ConfigError
 
 JobKind = Literal["training", "inference"]
 
-SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no download from a hub
+# Models that need no download from a hub.
+SMOLLM2, TINY, TINY_VISION = BUILT_IN = ("SmolLM2-135M-Instruct", "tiny-random", "tiny-random-vision")
 MAX_POLICIES = 8
-
-
-class TasksConfig(Section):
-    """Files of tasks. Without a file, an environment generates tasks, or clients push them with `POST /tasks`."""
-
-    train: Path | None = Field(None, description="JSONL file of tasks: one JSON object per line; `id` is optional.")
-    validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
-
-
-class EnvironmentConfig(Section):
-    """An environment that ships with Palestra, or one that a server plays; the job's process plays its episodes."""
-
-    name: str | None = Field(
-        None,
-        description="Name of an environment that ships with Palestra, such as `arithmetic`, `gomoku-duel` or "
-        "`kuhn-poker`; `palestra environments` lists all. None: remote workers play, or the environment given to "
-        "`palestra.train`.",
-    )
-    settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
-    url: str | None = Field(
-        None,
-        description="URL of an environment server (`palestra env serve`), such as `http://10.0.0.7:7500`, in place of "
-        "`name`. Its tasks come from files, or clients push them.",
-    )
-    protocol: Literal["palestra", "openenv", "nemo-gym"] = Field(
-        "palestra",
-        description="What the server at `url` speaks: `palestra` (`palestra env serve`), `openenv` (a server of "
-        "OpenEnv), or `nemo-gym` (a resources server of NeMo Gym). With the last two, `settings` may set their limits "
-        "(docs/partners.md), and the key is optional.",
-    )
-    key_variable: str = Field(
-        "PALESTRA_ENVIRONMENT_KEY",
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Environment variable that holds the key of the environment server. The key itself is never in a "
-        "configuration.",
-    )
-    train_tasks: Positive = Field(512, description="Tasks to generate, if no file names any.")
-    validation_tasks: int = Field(64, ge=0, description="Held-out tasks to generate, if no file names any.")
-    system: str | None = Field(None, description="System message. None: the environment's own, if it has one.")
-    max_concurrency: Positive | None = Field(
-        None, description="Episodes that are played at the same time. None: as many as a step has, at most 256."
-    )
-    timeout_seconds: Seconds | None = Field(
-        None, description="Limit for one attempt at an episode. None: only `rollout.max_episode_seconds` applies."
-    )
-    runners: Positive | None = Field(
-        None,
-        description="Processes that play `name` beside the job, one core each: for environments that compute. In a "
-        "service each counts as one core of the job. None: the job's own process plays.",
-    )
-
-    @model_validator(mode="after")
-    def _runners_have_a_name(self) -> EnvironmentConfig:
-        if self.runners is not None and self.name is None:
-            raise ValueError("environment.runners play an environment that ships; give environment.name")
-        return self
-
-    @model_validator(mode="after")
-    def _one_environment(self) -> EnvironmentConfig:
-        if self.url is not None and (self.name is not None or (self.settings and self.protocol == "palestra")):
-            raise ValueError(
-                "environment.url names a server that has its own environment and settings; leave `name` and "
-                "`settings` out"
-            )
-        return self
-
-
-class RolloutConfig(Section):
-    """Episodes: the sizes of groups, leases of workers, staleness, and how calls are recorded."""
-
-    group_size: Positive = Field(8, description="Episodes of one task, which are compared with one another.")
-    groups_per_step: Positive = Field(8, description="Tasks in one training step; each makes a group of episodes.")
-    min_group_size: Positive = Field(
-        2,
-        description="Completed episodes that a group needs to be trained; a group with fewer is dropped and replaced.",
-    )
-    max_attempts: Positive = Field(3, description="Attempts at an episode before it is discarded.")
-    lease_seconds: Seconds = Field(
-        120.0,
-        description="A claimed episode is given to another worker after so long without a model call or a heartbeat "
-        "of it. A claim may ask for another time, as `allow_discard_timeout`, up to `max_lease_seconds`.",
-    )
-    max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
-    max_episode_seconds: Seconds = Field(3600.0, description="Longest duration of one attempt at an episode.")
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        le=16,
-        description="Most steps by which a token may be older than the policy that is trained. 0: episodes are played "
-        "and trained in turn; above 0: the episodes of so many later steps are played while a step is trained.",
-    )
-
-    max_open_buckets: Positive | None = Field(
-        None, description="Groups that are played at the same time. None: all that are due."
-    )
-    max_per_worker: Positive | None = Field(
-        None,
-        description="Episodes of one task that a worker may hold at the same time, so that a fast one leaves some of "
-        "them to others. None: any number. Episodes that the server plays itself are not limited.",
-    )
-    max_claimed: Positive | None = Field(
-        None, description="Episodes that may be claimed at the same time, by all workers. None: any number."
-    )
-    step_order: Literal["observed", "acted"] = Field(
-        "observed",
-        description="Order of the TimeSteps of an episode in which several agents act at the same time, for credit by "
-        "step: by the time of their observations, or of their actions. Both times are recorded.",
-    )
-    weight_sync: Literal["any_time", "between_episodes"] = Field(
-        "any_time",
-        description="When episodes that Palestra plays itself get new weights. `any_time`: as soon as there are new "
-        "ones (each token records its version); `between_episodes`: when no episode is being played.",
-    )
-
-    strict_history: bool = Field(
-        False,
-        description="Refuse, with 409, a call that continues an earlier one and can't reuse its exact tokens.",
-    )
-
-    dropped_reasoning: Literal["fork", "keep"] = Field(
-        "fork",
-        description="How to treat an assistant message that the agent returns without its reasoning. `fork`: the model "
-        "does not see the reasoning again, so the tokens fork; `keep`: the exact tokens stay, reasoning included.",
-    )
-    stripped_whitespace: Literal["fork", "keep"] = Field(
-        "fork",
-        description="How to treat an assistant message that the agent returns with other white space around its text "
-        "or its reasoning, as after `.strip()`. `fork`: the model sees the new text, so the tokens fork; `keep`: the "
-        "exact tokens stay.",
-    )
-
-    untrainable_sampling: Literal["refuse", "ignore"] = Field(
-        "refuse",
-        description="How to treat sampling fields that are not possible in a training episode, because the trainer "
-        "could not compute the probabilities: `top_p` below 1, `top_k`, `min_tokens`, penalties, `logit_bias`. "
-        "`refuse`: the call is refused with 400; `ignore`: the fields are ignored, and the header "
-        "`x-palestra-sampling` says so, for frameworks that always send them.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_groups_of_one(cls, data: Any) -> Any:
-        """Need one episode of a group that has one, unless `min_group_size` says otherwise."""
-        if isinstance(data, Mapping) and data.get("group_size") == 1 and "min_group_size" not in data:
-            return {**data, "min_group_size": 1}
-        return data
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> RolloutConfig:
-        if self.min_group_size > self.group_size:
-            raise ValueError("min_group_size is larger than group_size")
-        if self.lease_seconds > self.max_lease_seconds:
-            raise ValueError("lease_seconds is larger than max_lease_seconds")
-        return self
-
-
-class EvaluationConfig(Section):
-    """Validation on held-out tasks: greedy, through the same claims as training, while no weight changes."""
-
-    every_steps: int = Field(
-        5, ge=0, description="Evaluate every so many steps, before the first and after the last. 0: never."
-    )
-    every_tokens: Positive | None = Field(
-        None,
-        description="Evaluate after each step that passes a multiple of so many sampled tokens, before the first step "
-        "and after the last; `every_steps` is not used then. None: by steps.",
-    )
-    max_tasks: Positive | None = Field(None, description="Use at most so many validation tasks, the first ones.")
-
-
-class CheckpointConfig(Section):
-    """Checkpoints, which hold weights, optimizer state and the step to resume from."""
-
-    every_steps: Positive = Field(10, description="Save every so many steps; the last step is always saved.")
-    keep: int = Field(2, ge=2, description="Checkpoints to keep; at least two, in case one is damaged.")
-
-
-class TrainerConfig(Section):
-    """The trainer: precision, device and batch sizes of the computation of gradients."""
-
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of products; weights are float32.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
-    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
-    micro_batch_tokens: Positive | None = Field(
-        None,
-        description="Most tokens in one forward and backward pass: memory grows with it. None: 1,024 on a CPU, 8,192 "
-        "on a GPU.",
-    )
-    logit_chunk: Positive = Field(2048, description="Most positions whose logits are in memory at the same time.")
-    adapter_slots: Positive | None = Field(
-        None,
-        description="Most adapters that are in memory with their gradients and optimizers; the others wait on disk, "
-        "and come back when they are trained, bit for bit. None: all are in memory.",
-    )
-
-
-class StoreConfig(Section):
-    """The run store, a SQLite database in the run's folder."""
-
-    synchronous: Literal["FULL", "NORMAL"] = Field(
-        "FULL",
-        description="SQLite's synchronous level. NORMAL survives kill -9; FULL also survives a loss of power.",
-    )
-    trained_logprobs_steps: int = Field(
-        100,
-        ge=0,
-        description="Number of newest steps of which the logprob of each token when it was trained is kept, about "
-        "4 bytes a token, for the page and for `load_run`; 0: none is recorded.",
-    )
-
-
-class ServerConfig(Section):
-    """The data plane, which is the HTTP server of the job: its address and limits."""
-
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. TLS needs a proxy.")
-    port: int = Field(7411, ge=0, le=65535, description="Port to listen on; 0: any free port.")
-    max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
-    max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
-    max_wait_seconds: Seconds = Field(60.0, description="Longest time that a claim may wait for an episode.")
 
 
 # Keys added since the first runs that can be resumed, with the value that changes nothing; see `digest`.
@@ -317,6 +105,8 @@ class JobConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    pictures: PicturesConfig = PicturesConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -345,6 +135,7 @@ class JobConfig(Section):
     def _can_be_trained(self) -> JobConfig:
         if self.kind == "training":
             check_trained(self)
+            check_devices(self)
             check_pools(self.players, self.steps, self.rollout.max_staleness, self.algorithm_of)
         return self
 
@@ -362,10 +153,27 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _fits_its_engine(self) -> JobConfig:
+        if isinstance(self.engine, VllmEngineConfig | SglangEngineConfig):
+            check_served(self.engine, self.policies, self.deterministic, bool(self.players.pools))
+        return self
+
+    @model_validator(mode="after")
     def _reproducible(self) -> JobConfig:
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError(
                 "deterministic = true needs rollout.max_staleness = 0: what is played ahead depends on time"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _same_from_every_worker(self) -> JobConfig:
+        engine = self.engine
+        shares_cores = isinstance(engine, EmbeddedEngineConfig) and engine.replicas > 1 and engine.threads is None
+        if self.deterministic and shares_cores:
+            raise ValueError(
+                "deterministic = true with engine.replicas needs engine.threads: products of another number of "
+                "threads may round differently, and by default the workers divide the cores"
             )
         return self
 
@@ -462,10 +270,8 @@ class JobConfig(Section):
         Args:
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
-        left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "kind", "run_dir", "tracking", "tasks", "seats", "server", "store", "checkpoint", "evaluation"),
-            True,
-        )
+        apart = "name kind run_dir tracking tasks seats server pictures store checkpoint evaluation watchdog"
+        left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",
             "max_lease_seconds",
@@ -489,7 +295,17 @@ class JobConfig(Section):
         }
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
-        left_out["trainer"] = {"adapter_slots"}  # it changes no number
+        # A server may move, and a reply is the same from every worker.
+        left_out["engine"] = {"python", "url", "key_variable", "weights_dir", "startup_seconds"}
+        left_out["engine"] |= set(PooledEngineConfig.model_fields)
+        left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
+        # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
+        left_out["trainer"] |= {
+            key
+            for key in ("devices", "activation_checkpointing", "cpu_offload")
+            if not self.deterministic
+            or (not with_unused and getattr(self.trainer, key) == TrainerConfig.model_fields[key].default)
+        }
         left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:

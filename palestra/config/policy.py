@@ -15,7 +15,8 @@ from palestra.config.shared_base import check_address
 
 DEFAULT_CONTEXT = 4096
 ALL_LINEAR = "all-linear"  # as a target of an adapter: all linear layers but the head
-_OF_TRAINING = ("optimizer", "algorithm", "updates")  # keys that a frozen policy does not have
+VisionTraining = Literal["frozen", "trained"]
+_OF_TRAINING = ("optimizer", "algorithm", "updates", "vision")  # keys that a frozen policy does not have
 
 
 class SamplingConfig(Section):
@@ -88,7 +89,8 @@ class PolicyConfig(Section):
     model: str = Field(
         "SmolLM2-135M-Instruct",
         min_length=1,
-        description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random` (made on the spot), "
+        description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random` or `tiny-random-vision` (made on "
+        "the spot), "
         "or a Hugging Face folder or name. The folder may be that of an adapter in PEFT's format, as a checkpoint is.",
     )
     max_context: Positive = Field(
@@ -106,6 +108,12 @@ class PolicyConfig(Section):
         None,
         description="Train an adapter (LoRA) of the model, whose own weights stay as they are and are in memory once "
         "for the engine and the trainer, as long as both have the same `dtype` and device. None: train all weights.",
+    )
+    vision: VisionTraining | None = Field(
+        None,
+        description="Whether the tower of a model that sees is trained with the rest: `trained`, or `frozen`, as "
+        "without this key: then pictures pass through it once, and not again after every update. Refused for a model "
+        "that reads text only, and beside `adapter`.",
     )
     base: Annotated[str, AfterValidator(check_address)] | None = Field(
         None,
@@ -125,6 +133,10 @@ class PolicyConfig(Section):
         given = [key for key in _OF_TRAINING if key in self.model_fields_set and getattr(self, key) is not None]
         if self.frozen and given:
             raise ValueError(f"a frozen policy is never trained; leave out either `frozen` or its `{given[0]}`")
+        if self.base is not None and self.vision is not None:
+            raise ValueError("base servers are for models that read text only; leave out either `base` or `vision`")
+        if self.adapter is not None and self.vision is not None:
+            raise ValueError("adapters of models that see are not supported; leave out either `adapter` or `vision`")
         if self.frozen and self.adapter is not None:
             raise ValueError(
                 "a frozen policy is never trained, so it gets no new adapter; leave out `adapter`, and name the folder "
@@ -134,15 +146,16 @@ class PolicyConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what says how a policy is trained, if it is frozen, and an adapter that is not there."""
+        """Leave out what says how a policy is trained, if it is frozen, and what is not there."""
         # A run writes its configuration with all defaults; an optimizer beside `frozen` would be refused on resuming.
         dumped: dict[str, Any] = handler(self)
         if self.frozen:
             dumped = {key: value for key, value in dumped.items() if key not in _OF_TRAINING}
         if self.adapter is None:  # so that runs of versions without adapters have the digest that they had
             dumped.pop("adapter", None)
-        if self.base is None:
-            dumped.pop("base", None)
+        for key in ("base", "vision"):
+            if getattr(self, key) is None:
+                dumped.pop(key, None)
         return dumped
 
 

@@ -109,9 +109,12 @@ def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section]
     # The policies' tables have names of their own that TRL has, too, with another meaning: `epsilon` is AdamW's there.
     if path[:1] != ["policies"] and key not in known and (other_name := key_of_other_name(key)) is not None:
         return f"unknown key {dotted!r}; {other_name}"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    below = [] if near else _keys_named(key, root)
-    hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
+    meant = (
+        difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        or _keys_named(key, root)  # the same name in another table
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    )
+    hint = f"did you mean {meant[0]!r}?" if meant else f"known keys here: {', '.join(known)}"
     return f"unknown key {dotted!r}; {hint}"
 
 

@@ -39,7 +39,9 @@ from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
+from palestra.http.pictures import SHOWN, picture_answer
 from palestra.http.sse import encode_event
+from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.store.search import EpisodeFilter
 from palestra.types.records import EpisodeKind
 from palestra.types.states import EpisodeState
@@ -278,6 +280,12 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         """Return an episode with its calls, and the outline of its rows of tokens."""
         found, reading = reader.run(run), await reader.reading(run, episode)
         return await reader.read(found, lambda: episode_answer(found, reading))
+
+    @api.get("/{run}/pictures/{digest}", response_class=Response, responses=SHOWN)
+    async def picture(run: str, digest: str) -> Response:
+        """Return the file of a picture that the run's calls name by this digest, exactly as the model got it."""
+        found = reader.run(run)
+        return await reader.read(found, lambda: picture_answer(Blobs(found.folder / FOLDER), digest))
 
     @api.get("/{run}/episodes/{episode}/calls/{call}")
     async def conversation(run: str, episode: str, call: Whole) -> ConversationAnswer:

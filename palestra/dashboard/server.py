@@ -13,7 +13,7 @@ from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import PAGE, public_paths
 from palestra.dashboard.routes import SESSION, add_page
 from palestra.dashboard.runs import Run
-from palestra.http.app import PUBLIC, build_app, describe
+from palestra.http.app import PUBLIC, build_app
 
 MOST_BYTES = 1024  # of a body; no route of this room takes one
 
@@ -43,5 +43,4 @@ def create_page_app(
         return RedirectResponse(PAGE)
 
     add_page(app, runs, access, stopping)
-    describe(app)
     return app

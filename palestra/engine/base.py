@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,18 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLoad:
+    """One worker of a pool at this moment."""
+
+    name: str
+    state: str  # starting, ready, updating or draining
+    requests: int  # that it is answering
+    process: int | None  # number of its process; None: it is starting, or has none of this machine
+    restarts: int  # how often another one had to be started in its place
+    versions: Mapping[str, str]  # of the policies whose weights it was given, by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
     """What an engine has to do at this moment, and what it has done since it was made."""
 
@@ -30,6 +42,7 @@ class EngineLoad:
     passes: int = 0  # forward passes so far
     prefilled_tokens: int = 0  # prompt tokens that were computed so far
     sampled_tokens: int = 0  # tokens that were sampled so far
+    workers: tuple[WorkerLoad, ...] = ()  # of a pool
 
 
 class Engine(Protocol):
@@ -41,6 +54,7 @@ class Engine(Protocol):
         Raises:
             InvalidRequest: the engine can't answer such a request.
             EngineFailure: the reply could not be finished; nothing of it may be used.
+            ReplyLost: its beginning came from a worker that died. A caller who has handed on nothing may ask again.
         """
         ...
 
@@ -51,7 +65,7 @@ class Engine(Protocol):
 
         Args:
             policy: whose present weights are asked.
-            prompt: [P] ids, at least one, without images.
+            prompt: [P] ids, at least one, with the images behind those that are placeholders.
 
         Raises:
             InvalidRequest: the engine can't answer such a request.

@@ -18,7 +18,7 @@ from palestra.env_server.page import PAGE, PAGE_HEADERS
 from palestra.env_server.sessions import SessionTable
 from palestra.env_server.sockets import carry
 from palestra.errors import InvalidRequest, PalestraError, Unauthorized
-from palestra.http.app import PUBLIC, build_app, describe, request_schema
+from palestra.http.app import PUBLIC, build_app, request_schema
 from palestra.http.bodies import parse_body
 from palestra.http.errors import Failure, openai_error
 from palestra.http.guard import bearer
@@ -105,7 +105,6 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
             return
         await carry(session, websocket)
 
-    describe(app)
     return app
 
 

@@ -135,6 +135,7 @@ class EnvironmentSession:
         self._orders: asyncio.Queue[Reset | Abandon | Close] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._episodes = self._observations = self._actions = 0
+        self._pictures: set[str] = set()  # digests of those whose files the client was sent
 
     async def open(self) -> None:
         """Make the environment and set it up.
@@ -301,7 +302,7 @@ class EnvironmentSession:
             self._withdraw(environment)
             alone = environment.waits_only_for(observation.id)
             survives = environment.survives_failure(observation.id)
-            encoded = message_of(observation, alone=alone, survives_failure=survives)
+            encoded = message_of(observation, alone=alone, survives_failure=survives, sent=self._pictures)
             try:
                 self._send(**encoded)
             except PalestraError as error:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from palestra.envs.commands import command_call, commands_help
-from palestra.envs.environment import Environment, Step, StepMessage
+from palestra.envs.environment import Environment, Reset, Step, StepMessage
 from palestra.envs.tool_environment import final_answer
 from palestra.errors import EnvironmentFailed
+from palestra.pictures.parts import Picture
 from palestra.tools import Finish, Tool, ToolFailure, ToolManager, ToolResult
-from palestra.types.messages import ChatMessage, ToolCall, text_message
+from palestra.types.messages import ChatMessage, Part, TextPart, ToolCall, text_message
 
 MAX_CALLS = 16  # of one reply that are done
 DONE = "done"  # what a tool returns that has nothing to say
@@ -67,8 +68,8 @@ class ActingEnvironment(Environment):
         """Begin the episode of `task` and return what the agent is to do."""
 
     @abstractmethod
-    async def observe(self) -> str:
-        """Return what the world looks like now; "": the results of the calls say it all."""
+    async def observe(self) -> str | Picture:
+        """Return what the world looks like now, as text or picture; "": the results of the calls say it all."""
 
     @abstractmethod
     async def progress(self, answer: str | None) -> Progress:
@@ -92,11 +93,12 @@ class ActingEnvironment(Environment):
 
     # Methods that a rollout calls.
 
-    async def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    async def reset(self, task: Mapping[str, Any]) -> Reset:
         """Begin the episode of `task`, and return what the agent is to do and what the world looks like."""
         self._steps = 0
         goal = await self.start(task)
-        return f"{goal}\n\n{await self.observe()}".strip(), {}
+        seen = await self.observe()
+        return [goal, seen] if isinstance(seen, Picture) else f"{goal}\n\n{seen}".strip(), {}
 
     async def step_message(self, action: ChatMessage) -> StepMessage:
         """Do the calls of a reply one after another, and show the world as it is then."""
@@ -129,7 +131,11 @@ class ActingEnvironment(Environment):
         said = [result.content for result in results if not action.tool_calls and result.content != DONE]
         if not results:
             said = ["That is no action: " + ("reply with one line." if self._text_actions else "call a tool.")]
-        seen = "\n\n".join(text for text in (*said, await self.observe()) if text)
+        shown = await self.observe()
+        seen = "\n\n".join(text for text in (*said, *([shown] if isinstance(shown, str) else [])) if text)
+        if isinstance(shown, Picture):
+            parts: tuple[Part, ...] = (*([TextPart(text=seen)] if seen else []), shown)
+            return (*answers, ChatMessage(role="user", content=parts))
         return (*answers, text_message("user", seen)) if seen or not answers else answers
 
     def _command(self, text: str) -> tuple[ToolCall, ...]:

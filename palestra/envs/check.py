@@ -140,10 +140,10 @@ async def _close(environment: Environment) -> None:
 async def _episode(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
     """Play one episode and return everything that the agent was shown in it, for comparison with another play."""
     before = repr(task)
-    text, _ = checked_reset(await _call_of("reset", environment, partial(environment.reset, task)))
+    shown, _ = checked_reset(await _call_of("reset", environment, partial(environment.reset, task)))
     if repr(task) != before:
         raise InvalidEnvironment("reset changed the task; copy what has to be changed")
-    seen: list[Any] = [text]
+    seen: list[Any] = [shown]
     limit = environment.max_steps
     for number in range(max_steps if limit is None else min(limit, max_steps)):
         action = script(number, environment.tools, ())

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from palestra.envs.environment import Environment
 from palestra.envs.rewards import checked_names
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, NotScored
+from palestra.pictures.parts import parts_of
 from palestra.threads import call
 from palestra.types.clock import Clock, SystemClock
 from palestra.types.messages import ChatMessage, Observation, StepReward, text_message
@@ -283,20 +284,19 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def start(self, task: Mapping[str, Any]) -> None:
         """Reset the environment for this task and show its first observation."""
-        text, info = checked_reset(await self._run(partial(self._environment.reset, task)))
+        seen, info = checked_reset(await self._run(partial(self._environment.reset, task)))
         self.max_steps = self._environment.max_steps
         said = self._environment.system if self._system is None else self._system
         system = () if said is None else (text_message("system", said),)
-        self.emit(self._agent, (*system, text_message("user", text)), tools=self._environment.tools, info=info)
+        self.emit(self._agent, (*system, *seen), tools=self._environment.tools, info=info)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Run one step of the environment and show the result."""
         found = await self._run(step_of(self._environment, action))
         seen, reward, terminated, truncated, info = checked_step(found)
-        content = seen if isinstance(seen, tuple) else (text_message("user", seen),)
         self.emit(
             self._agent,
-            content,
+            seen,
             parents=(observation.id,),
             tools=self._environment.tools,
             reward=reward,
@@ -319,21 +319,44 @@ def step_of(environment: Environment, action: ChatMessage) -> Callable[[], Any]:
     return partial(environment.step_message, action)
 
 
-def checked_reset(found: Any) -> tuple[str, dict[str, Any]]:
-    """Check the value that `reset` returned, and return it.
+def checked_reset(found: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
+    """Check the value that `reset` returned, and return it with the observation as messages.
 
     Raises:
-        InvalidEnvironment: the value is not a tuple of text and a dict.
+        InvalidEnvironment: the value is not a tuple of an observation and a dict.
     """
     if not (isinstance(found, tuple) and len(found) == 2):
         raise InvalidEnvironment(f"reset returns (observation, info), not {_shown(found)}")
-    if not isinstance(found[0], str) or not isinstance(found[1], dict):
-        raise InvalidEnvironment(f"reset returns (text, dict), not {_shown(found)}")
-    return found
+    if not isinstance(found[1], dict):
+        raise InvalidEnvironment(f"reset returns (observation, dict), not {_shown(found)}")
+    return _messages(found[0], "reset"), found[1]
 
 
-def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], StepReward, bool, bool, dict[str, Any]]:
-    """Check the value that `step` returned, and return it with plain Python types.
+def _messages(seen: Any, method: str) -> tuple[ChatMessage, ...]:
+    """Return an observation as messages: those that it is, or one of the user with its text and pictures.
+
+    Args:
+        seen: the observation.
+        method: that has returned it, for the error.
+
+    Raises:
+        InvalidEnvironment: it is none.
+    """
+    if isinstance(seen, str):
+        return (text_message("user", seen),)
+    if isinstance(seen, tuple) and all(isinstance(message, ChatMessage) for message in seen):
+        return seen
+    try:
+        return (ChatMessage(role="user", content=parts_of(seen)),)
+    except TypeError as error:
+        raise InvalidEnvironment(
+            f"{method} returns an observation that is {_shown(seen)} ({error}); an observation is text, a picture, a "
+            "list of texts and pictures, or a tuple of messages"
+        ) from None
+
+
+def checked_step(found: Any) -> tuple[tuple[ChatMessage, ...], StepReward, bool, bool, dict[str, Any]]:
+    """Check the value that `step` returned, and return it with messages and plain Python types.
 
     Raises:
         NotScored: the reward is None, so the episode is left out of training.
@@ -344,9 +367,7 @@ def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], StepReward,
             f"step returns (observation, reward, terminated, truncated, info), not {_shown(found)}"
         )
     seen, reward, terminated, truncated, info = found
-    messages = isinstance(seen, tuple) and all(isinstance(message, ChatMessage) for message in seen)
-    if not isinstance(seen, str) and not messages:
-        raise InvalidEnvironment(f"an observation is text, or a tuple of messages, not {_shown(seen)}")
+    messages = _messages(seen, "step")
     if reward is None:
         raise NotScored("step returned None for its reward")
     number = checked_names(reward) if isinstance(reward, Mapping) else _finite(reward)
@@ -354,7 +375,7 @@ def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], StepReward,
         raise InvalidEnvironment(f"terminated and truncated are True or False, not {_shown((terminated, truncated))}")
     if not isinstance(info, dict):
         raise InvalidEnvironment(f"info is a dict, not {_shown(info)}")
-    return seen, number, bool(terminated), bool(truncated), info
+    return messages, number, bool(terminated), bool(truncated), info
 
 
 def _finite(reward: Any) -> float:

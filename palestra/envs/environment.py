@@ -11,9 +11,11 @@ from palestra.errors import InvalidEnvironment
 from palestra.types.messages import ChatMessage, StepReward
 
 Info = dict[str, Any]
-Reset = tuple[str, Info]
-Step = tuple[str, StepReward, bool, bool, Info]
-StepMessage = tuple[str | tuple[ChatMessage, ...], StepReward, bool, bool, Info]
+# A text; a picture: an image of Pillow, an array of uint8, bytes of a file; or a list of texts and pictures.
+Shown = Any
+Reset = tuple[Shown, Info]
+Step = tuple[Shown, StepReward, bool, bool, Info]
+StepMessage = tuple[Shown | tuple[ChatMessage, ...], StepReward, bool, bool, Info]
 
 
 class Environment(ABC):
@@ -50,7 +52,8 @@ class Environment(ABC):
             task: the task as the job has it; must not be changed.
 
         Returns:
-            observation: the first observation, as the agent reads it.
+            observation: the first observation, as the agent reads it: a text; a picture, as an image of Pillow, an
+                array of uint8 [height, width, 3], or the bytes of a file; or a list of texts and pictures.
             info: information for people; the agent does not see it.
         """
 
@@ -62,7 +65,7 @@ class Environment(ABC):
             action: the text of the agent's reply.
 
         Returns:
-            observation: the next observation, as the agent reads it.
+            observation: the next observation, in one of the forms of `reset`.
             reward: the reward of this step, a finite number; None: not scored, so the episode is left out of training.
                 Or several rewards by name, `{"right": 1.0, "style": None}`, which the job weighs and adds up, and of
                 which None alone was not scored; the steps of an episode are added up by name.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from palestra.envs.environment import Environment
-from palestra.envs.gymnasium_spaces import NoText, action_of, instruction, shown
+from palestra.envs.environment import Environment, Reset, Step
+from palestra.envs.gymnasium_spaces import NoText, action_of, instruction, is_picture_space, shown
 from palestra.envs.task_splits import Split, draw_tasks
 from palestra.errors import ConfigError, InvalidEnvironment
 
 _NUMBER = re.compile(r"-?\d+")
+View = Literal["text", "picture", "render"]
 
 
 _NAME = "FrozenLake-v1"
@@ -39,6 +40,7 @@ class GymnasiumEnvironment(Environment):
         features: Sequence[str] = (),
         rules: str = "",
         impossible_reward: float = 0.0,
+        observation: View = "text",
         **settings: Any,
     ) -> None:
         """Create the world with `gymnasium.make`.
@@ -50,12 +52,17 @@ class GymnasiumEnvironment(Environment):
             rules: text before the first observation of each episode; empty: for actions that are neither discrete nor
                 text, what a reply has to be.
             impossible_reward: reward of a reply that has no valid action.
-            **settings: arguments for `gymnasium.make`.
+            observation: what the agent is shown: `text`; `picture`, the observation, an array of uint8 [height,
+                width], [height, width, 1] or [height, width, 3]; or `render`, what the world's `render` draws.
+            **settings: arguments for `gymnasium.make`; with `render`, `render_mode` is `rgb_array`.
 
         Raises:
-            ConfigError: Gymnasium is not installed, or has no such environment, or its actions are of another kind.
+            ConfigError: Gymnasium is not installed, or has no such environment, or its actions are of another kind, or
+                its observations are no pictures.
         """
         gymnasium = imported_gymnasium()
+        if observation == "render":
+            settings["render_mode"] = "rgb_array"
         try:
             self._world: Any = gymnasium.make(name, **settings)
         except gymnasium.error.Error as error:
@@ -71,21 +78,34 @@ class GymnasiumEnvironment(Environment):
         if self._actions and (self._first is None or len(actions) != space.n):
             raise ConfigError(f"{name!r} has the actions {space}, and {len(actions)} names are given")
         self._rules = rules or ("" if isinstance(space, kinds.Discrete | kinds.Text) else told)
-        self._features, self._impossible = tuple(features), impossible_reward
+        self._features, self._impossible, self._view = tuple(features), impossible_reward, observation
+        if observation == "picture" and not is_picture_space(self._world.observation_space):
+            raise ConfigError(
+                f"the observations of {name!r} are {self._world.observation_space}, and no pictures; take "
+                "observation = 'render' where the world can draw itself"
+            )
 
-    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> Reset:
         """Begin an episode with the task's seed and options, and return the rules and the first observation."""
         seen, info = self._world.reset(seed=task.get("seed"), options=task.get("options"))
-        text = self.describe(seen)
-        return f"{self._rules}\n{text}" if self._rules else text, dict(info)
+        shown = self._shown(seen)
+        if not self._rules:
+            return shown, dict(info)
+        return f"{self._rules}\n{shown}" if isinstance(shown, str) else [self._rules, shown], dict(info)
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _shown(self, seen: Any) -> Any:
+        """Return what the agent is shown: a text, or a picture as an array."""
+        if self._view == "text":
+            return self.describe(seen)
+        return seen if self._view == "picture" else self._world.render()
+
+    def step(self, action: str) -> Step:
         """Take the first valid action that the reply names, or end the episode if there is none."""
         chosen = self._chosen(action)
         if chosen is None:
             return "impossible action", self._impossible, True, False, {"impossible": True}
         seen, reward, terminated, truncated, info = self._world.step(chosen)
-        return self.describe(seen), float(reward), bool(terminated), bool(truncated), dict(info)
+        return self._shown(seen), float(reward), bool(terminated), bool(truncated), dict(info)
 
     def close(self) -> None:
         """Close the Gymnasium environment and release what it holds."""
@@ -98,12 +118,15 @@ class GymnasiumEnvironment(Environment):
             seen: the observation, as Gymnasium returned it.
 
         Raises:
-            InvalidEnvironment: the observation is a picture, or its text is longer than 2,000 characters.
+            InvalidEnvironment: the observation has no form as text, or its text is longer than 2,000 characters.
         """
         try:
             text = shown(seen, self._features)
         except NoText as error:
-            raise InvalidEnvironment(f"an observation of {self._world}: {error}; override `describe`") from error
+            raise InvalidEnvironment(
+                f"an observation of {self._world}: {error}; override `describe`, or take observation = "
+                "'picture' or 'render'"
+            ) from error
         if len(text) > 2000:
             raise InvalidEnvironment(f"an observation of {self._world} has no short text; override `describe`")
         return text
@@ -166,7 +189,7 @@ class FrozenLake(GymnasiumEnvironment):
         self._settings: dict[str, Any] = {"map_name": f"{size}x{size}", "is_slippery": is_slippery}
         self._map: list[str] | None = None  # the present world's map; None: the default one of its size
 
-    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> Reset:
         """Begin an episode on the task's map.
 
         Raises:

@@ -21,6 +21,13 @@ def kind_of(space: Any) -> str:
     return next(base.__name__ for base in type(space).__mro__ if base.__module__.startswith("gymnasium.spaces"))
 
 
+def is_picture_space(space: Any) -> bool:
+    """Return whether observations of a space are pictures: uint8, [height, width] with no, one or three channels."""
+    if kind_of(space) != "Box" or space.dtype.name != "uint8":
+        return False
+    return len(space.shape) == 2 or (len(space.shape) == 3 and space.shape[2] in {1, 3})
+
+
 def instruction(space: Any) -> str:
     """Return what a reply has to be, as a sentence for the agent.
 

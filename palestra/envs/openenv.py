@@ -121,7 +121,7 @@ class OpenEnvEnvironment(Environment):
         seen = self.describe(data.get("observation", {}))
         return (f"{self._rules}\n{seen}" if self._rules else seen) or "Begin.", {"metadata": data.get("metadata")}
 
-    async def step(self, action: str) -> StepMessage:  # type: ignore[override]  # a message of text is one as well
+    async def step(self, action: str) -> StepMessage:
         """Send a reply of text; see `step_message`."""
         return await self.step_message(ChatMessage(role="assistant", content=(TextPart(text=action),)))
 

@@ -17,8 +17,12 @@ from palestra.http.guard import Authenticate, RequestGuard
 from palestra.types.wire import ErrorAnswer
 
 PUBLIC = ("/openapi.json",)  # answered without a key
+_MODELS = "#/components/schemas/{model}"
+# As a reference: of a model FastAPI would make a validator for each of these codes of each route, which is most of the
+# time in which an application is made.
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 409, 413, 422, 429, 503)
+    code: {"content": {"application/json": {"schema": {"$ref": _MODELS.format(model=ErrorAnswer.__name__)}}}}
+    for code in (400, 401, 403, 404, 409, 413, 422, 429, 503)
 }
 
 
@@ -28,25 +32,8 @@ def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
     Args:
         kind: the model of the body.
     """
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema = kind.model_json_schema(ref_template=_MODELS)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def describe(app: FastAPI) -> None:
-    """Make the application's OpenAPI document contain each model once, under its name."""
-    made = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = made()
-        known = document["components"]["schemas"]
-        for methods in document["paths"].values():
-            for route in methods.values():
-                content = route.get("requestBody", {}).get("content", {}).get("application/json")
-                if content is not None and "$ref" not in content["schema"]:
-                    content["schema"] = {"$ref": _add(content["schema"], known)}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's guide replaces the method in this way
 
 
 def _add(schema: dict[str, Any], known: dict[str, Any]) -> str:
@@ -59,7 +46,25 @@ def _add(schema: dict[str, Any], known: dict[str, Any]) -> str:
     for name, definition in (whole.pop("$defs", {}) | {schema["title"]: whole}).items():
         if known.setdefault(name, definition) != definition:
             raise ValueError(f"two models are called {name}")
-    return f"#/components/schemas/{schema['title']}"
+    return _MODELS.format(model=schema["title"])
+
+
+def _describe(app: FastAPI) -> None:
+    """Make the application's OpenAPI document contain each model once, under its name."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = made()
+        known = document.setdefault("components", {}).setdefault("schemas", {})
+        _add(ErrorAnswer.model_json_schema(ref_template=_MODELS), known)
+        for methods in document["paths"].values():
+            for route in methods.values():
+                content = route.get("requestBody", {}).get("content", {}).get("application/json")
+                if content is not None and "$ref" not in content["schema"]:
+                    content["schema"] = {"$ref": _add(content["schema"], known)}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's guide replaces the method in this way
 
 
 def build_app(
@@ -93,4 +98,5 @@ def build_app(
     app.add_middleware(
         RequestGuard, authenticate=authenticate, max_bytes=max_body_bytes, public=public, answers=answers
     )
+    _describe(app)
     return app

@@ -36,7 +36,7 @@ from palestra.store import RunStore
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.metrics import of_policy
-from palestra.types.progress import JobProgress, Phase
+from palestra.types.progress import JobProgress, Part, Phase
 from palestra.types.records import BatchManifest, Task
 from palestra.types.states import JobState
 from palestra.waiting import race, together
@@ -141,7 +141,8 @@ class Learner:
         if self._progress.state is not JobState.RUNNING:  # it is, where a job goes on after the loss of its base server
             self._progress.move(JobState.RUNNING)
         await self._event("running", {"step": self._progress.step, "version": self._progress.version})
-        await self._unless_stopped(self._wait_for_tasks())
+        with self._progress.inside(Part.TASKS):
+            await self._unless_stopped(self._wait_for_tasks())
         finished = unfinished is None
         if unfinished is not None and not self._stopping.is_set():  # if stopped, the validation tasks may be missing
             finished = await self._finish_step(unfinished)
@@ -157,14 +158,16 @@ class Learner:
             self._progress.step, self._progress.sampled_tokens = step, self._budget.sampled
             await self._pools.add(step)
             await self._open_engine()
-            await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
+            with self._progress.inside(Part.CHECKPOINT):
+                await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
             finished = await self._finish_step(row)
             self._progress.step_seconds.append(time.monotonic() - started)
         if self._stopping.is_set():
             fault_point("during_stop")
         if self._progress.step > self._checkpoints.saved_step:
             self._progress.enter(f"saving step {self._progress.step}")
-        await self._checkpoints.save_now(self._progress.step)
+        with self._progress.inside(Part.CHECKPOINT):
+            await self._checkpoints.save_now(self._progress.step)
         if finished and self._budget.is_over(self._progress.step):
             await self._event(
                 "completed", {"step": self._progress.step}
@@ -295,7 +298,8 @@ class Learner:
         self._progress.enter(f"training step {manifest.step}")
         trajectories = await self._store.calls.trajectories(manifest.episode_ids)
         await self._budget.count(manifest.step)
-        trained = await self._updates.train(manifest.step, trajectories)
+        with self._progress.inside(Part.TRAINER):
+            trained = await self._updates.train(manifest.step, trajectories)
         row = {"rollout/sampled_tokens": float(self._budget.sampled), **trained.row}
         row |= role_metrics(trajectories, self._policies.roles)
         self._progress.staleness = trained.staleness
@@ -323,12 +327,13 @@ class Learner:
         """
         if not policies:
             return
-        async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
-            fault_point("before_publish")
-            sources = [(policy, await self._trainer.weights(policy)) for policy in policies]
-            # All at the same time: an engine takes over what waits between two of its turns, and turns are long.
-            await together(*(self._hand_over(*each, number) for number, each in enumerate(sources)))
-            fault_point("after_publish")
+        with self._progress.inside(Part.WEIGHT_SYNC):
+            async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
+                fault_point("before_publish")
+                sources = [(policy, await self._trainer.weights(policy)) for policy in policies]
+                # All at the same time: an engine takes over what waits between two of its turns, and turns are long.
+                await together(*(self._hand_over(*each, number) for number, each in enumerate(sources)))
+                fault_point("after_publish")
         self._progress.version = str(max(self._versions().values()))
 
     async def _hand_over(self, policy: str, source: WeightSource, number: int) -> None:

@@ -27,6 +27,7 @@ from palestra.learner.recorded_run import (
     recorded_rewards,
     source_config,
 )
+from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session import PolicyRuntime
 from palestra.store import RunStore
@@ -36,7 +37,7 @@ from palestra.threads import in_thread
 from palestra.tokens import common_tokens
 from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.conversations import read_conversation
-from palestra.types.messages import ChatMessage, text_message
+from palestra.types.messages import ChatMessage, ImagePart, text_message
 from palestra.types.records import RecordedEpisode, Task
 
 _IDS = "recorded_episodes"  # fact in the run store: the ids of the episodes that are learned from
@@ -111,6 +112,9 @@ class Recordings:
         episode = found.episode
         calls = [chat for chat in found.chats if chat.policy in self._policies]
         apart = is_apart(self._roles, self._policies)
+        pictures = Blobs(run_dir / FOLDER)
+        for digest in {span.digest for chat in calls for span in chat.all_media} - set(self._store.pictures):
+            self._store.pictures.put(pictures.get(digest))
         return RecordedEpisode(
             task=Task(task_id=episode.task.task_id, data=episode.task.data),
             rewards=recorded_rewards(self._roles, self._policies, episode.players, episode.rewards or {}),
@@ -129,6 +133,11 @@ class Recordings:
     def _of_conversation(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
         """Return an episode with a call for each reply of a conversation."""
         messages, tools, reward = read_conversation(task)
+        with_images = any(isinstance(part, ImagePart) for message in messages for part in message.content)
+        if with_images and not self._runtime.renderer.takes_images:
+            raise ConfigError(
+                f"the conversation {task.task_id!r} has images, and the model of {self._runtime.name!r} takes none"
+            )
         calls: list[Chat] = []
         for place, message in enumerate(messages):
             if message.role == "assistant":

@@ -90,6 +90,7 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
         critic=critic,
         adapter=config.policies[policy].adapter,
         seed=_seed_of(config.seed, policy),
+        vision=config.policies[policy].vision,
     )
 
 

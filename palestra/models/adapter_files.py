@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,14 +166,16 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def write_adapter(folder: Path, adapter: Adapter) -> None:
+def write_adapter(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write an adapter into a folder, for `read_adapter` and for PEFT.
 
     Args:
         folder: where to write; it has to exist.
         adapter: is written in the precision that it has.
+        weights: its matrices, [r, in] and [out, r], by name, where this process has parts of them; None: its own.
     """
-    tensors = {f"{_PREFIX}{name}": p.detach().contiguous() for name, p in adapter.named_parameters()}
+    named = dict(adapter.named_parameters()) if weights is None else weights
+    tensors = {f"{_PREFIX}{name}": p.detach().contiguous() for name, p in named.items()}
     safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config, alpha = adapter.config, adapter.config.alpha
     written = {

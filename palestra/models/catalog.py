@@ -8,11 +8,14 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from palestra.config import SMOLLM2, TINY
+from palestra.config import BUILT_IN, SMOLLM2, TINY, TINY_VISION
 from palestra.errors import ModelError, ServerFailed
+from palestra.models.byte_model import make_tiny
+from palestra.models.quiet import quiet_transformers
+from palestra.models.vision.tiny import make_tiny_vision
 
 # How long the hub may take to answer. Its own client would try five times for each of several files, so one request
 # finds out first whether the hub answers at all.
@@ -73,12 +76,14 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
     if name == SMOLLM2:
         return _smollm2()
     if name == TINY:
-        return _made_once(f"{TINY}-1", _make_tiny)
+        return _made_once(f"{TINY}-1", make_tiny)
+    if name == TINY_VISION:
+        return _made_once(f"{TINY_VISION}-1", make_tiny_vision)
     if Path(name).is_dir():
         return Path(name)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"model {name!r}: no such folder; known names are {SMOLLM2!r} and {TINY!r}, "
+            f"model {name!r}: no such folder; known names are {SMOLLM2!r}, {TINY!r} and {TINY_VISION!r}, "
             "anything else is a folder or a Hugging Face name such as 'org/model'"
         )
     return hub_model(name, ask)
@@ -95,7 +100,7 @@ def exact_model(name: str) -> Path:
         ModelError: there is no such model.
         ServerFailed: the hub can't be reached.
     """
-    if name in (SMOLLM2, TINY) or Path(name).is_absolute():
+    if name in BUILT_IN or Path(name).is_absolute():
         return Path(model_folder(name))
     return _hub_folder(name)
 
@@ -187,57 +192,3 @@ def _convert_gguf(source: Path, folder: Path) -> None:
             del model.config.quantization_config
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _make_tiny(folder: Path) -> None:
-    """Write a model of two layers with random weights from a fixed seed, one token a byte, and the ChatML format."""
-    import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
-    )
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
-        " + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    with quiet_transformers():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hide the progress bars of transformers inside of the block, because they would run through the command's own."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

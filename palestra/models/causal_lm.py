@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import safetensors.torch
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,42 +29,19 @@ from palestra.config import AdapterConfig
 from palestra.errors import ModelError
 from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer_source, write_adapter
 from palestra.models.adapters import Adapter, merge
-from palestra.models.catalog import model_folder, quiet_transformers
+from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
+from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, sharpened
+from palestra.models.quiet import quiet_transformers
+from palestra.models.vision.loading import load_seeing, sees
+from palestra.models.vision.placed import PictureRows, PlacedPicture
+from palestra.models.vision.vision import Vision
 
 if TYPE_CHECKING:
     from palestra.models.packed import PackedLayers
 
-_NAME = "palestra_flat"
+_ATTENTION = "palestra_flat"  # name under which transformers knows `_flat_attention`
 _TRIAL_TOKENS = 12
-
-
-class AttentionBackend(Protocol):
-    """Computes the attention of one layer over a flat batch of N tokens; knows which tokens belong together."""
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Return the attention output of each query head at each token, [N, H, D]; head h reads key head h // (H // K).
-
-        Args:
-            layer: number of the layer, from 0, by which a cache finds its keys and values.
-            query: [1, H, N, D], in the compute precision, as keys and values.
-            key: [1, K, N, D].
-            value: [1, K, N, D].
-            scale: factor of the scores before the softmax.
-            window: a token sees itself and the `window - 1` tokens before it; None: all before it.
-        """
-        ...
-
-
-class _Slot:
-    """Holds the backend of the forward pass that is running, for the attention modules of one model.
-
-    None between passes.
-    """
-
-    attention: AttentionBackend | None = None
 
 
 def _flat_attention(
@@ -96,7 +74,7 @@ def _flat_attention(
     Raises:
         ModelError: scores are capped, or the model has attention sinks or keys of another shape than its values.
     """
-    slot: _Slot = module.palestra_slot  # type: ignore[assignment]
+    slot: AttentionSlot = module.palestra_slot  # type: ignore[assignment]
     assert slot.attention is not None, "the model was called without an AttentionBackend"
     if softcap is not None or s_aux is not None:
         raise ModelError("models with capped attention scores or attention sinks are not supported")
@@ -109,27 +87,12 @@ def _flat_attention(
     return out.unsqueeze(0), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _flat_attention)
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _flat_attention)
 
 
-class _Trial:
-    """Plain causal attention of one sequence, which records the layers that called it and the shape of their keys."""
-
-    def __init__(self) -> None:
-        self.shape = (0, 0)
-        self.layers: set[int] = set()
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Return plain causal attention, [N, H, D]; see `AttentionBackend`."""
-        self.shape = (key.shape[1], key.shape[3])
-        self.layers.add(layer)
-        seen = torch.ones((key.shape[2], key.shape[2]), dtype=torch.bool, device=key.device).tril()
-        if window is not None:
-            seen = seen.triu(diagonal=1 - window)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+def _replaced(embedded: Tensor, pictures: PictureRows) -> Tensor:
+    """Return embeddings of tokens [N, hidden] with those of pictures in their places, in the precision of the first."""
+    return embedded.index_copy(0, pictures.rows, pictures.values.to(embedded.dtype))
 
 
 class CausalLM:
@@ -140,11 +103,12 @@ class CausalLM:
     computes something else would be trained wrongly without any error.
 
     Attributes:
-        model, config: the transformers model and its configuration.
+        model, config: the transformers model, and the configuration of what reads its tokens.
         compute_dtype: precision of matrix products.
         vocab_size: number of tokens, V.
         max_positions: longest sequence that the model was made for, in tokens.
         layers, key_heads, head_dim: what the size of a key-value cache depends on.
+        vision: its tower, and where it finds pictures; None: it reads text only.
         adapter: matrices of low rank beside its layers; None: it has none.
         packed: its matrices in another layout, for sampling alone, see `pack`; None: it has plain ones.
     """
@@ -153,7 +117,7 @@ class CausalLM:
     packed: PackedLayers | None = None
     _owner: CausalLM | None = None  # whose weights these are; None: its own
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, vision: Vision | None = None) -> None:
         """Take over a transformers model and try a flat forward pass.
 
         Computes in the precision of the model's matrices until `compute_in` changes that. Parameters with one dimension
@@ -161,12 +125,14 @@ class CausalLM:
 
         Args:
             model: a causal language model, loaded with the attention that this module registers.
+            vision: of a model that sees; only its text model has that attention.
 
         Raises:
             ModelError: flat batches don't support the architecture.
         """
-        config = model.config
-        self.model, self.config = model, config
+        text = model if vision is None else vision.tower.text
+        config = text.config
+        self.model, self.config, self.vision = model, config, vision
         self.compute_dtype: torch.dtype = model.dtype
         for parameter in model.parameters():
             if parameter.ndim < 2:
@@ -178,15 +144,15 @@ class CausalLM:
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 2**20
         self.layers: int = config.num_hidden_layers
-        self._slot = _Slot()
-        for module in model.modules():
+        self._slot = AttentionSlot()
+        for module in text.modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.palestra_slot = self._slot
-        trial = _Trial()
+        trial = TrialAttention()
         self._try(trial)
         self.key_heads, self.head_dim = trial.shape
 
-    def _try(self, trial: _Trial) -> None:
+    def _try(self, trial: TrialAttention) -> None:
         """Compare a flat forward pass of a few tokens with the model's own forward pass.
 
         Args:
@@ -206,7 +172,7 @@ class CausalLM:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{self.config.model_type} models are not supported: {error}") from error
         finally:
-            self.config._attn_implementation = _NAME
+            self.config._attn_implementation = _ATTENTION
         difference = float((flat - own).norm() / own.norm().clamp_min(1e-6))
         if trial.layers != set(range(self.layers)):
             raise ModelError(f"{self.config.model_type} models are not supported: their attention can't be replaced")
@@ -227,7 +193,32 @@ class CausalLM:
         """
         ids = self._trial_ids()
         with torch.inference_mode():
-            return self.logits(self.hidden(ids, torch.arange(len(ids), device=self.device), attention or _Trial()))
+            return self.logits(
+                self.hidden(ids, torch.arange(len(ids), device=self.device), attention or TrialAttention())
+            )
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Return the decoder layers, in their order.
+
+        Raises:
+            ModelError: the model has no list of them.
+        """
+        for module in self.model.base_model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.layers:
+                return list(module)
+        raise ModelError(f"{self.config.model_type} models have no list of {self.layers} layers")
+
+    def recompute_blocks(self) -> None:
+        """Let each decoder layer keep its input alone, and compute itself again in the backward pass.
+
+        Activations take the memory of one layer then, and a step about a third longer.
+
+        Raises:
+            ModelError: the model has no list of layers.
+        """
+        for block in self.blocks:
+            block.forward = recomputed(block.forward, self._slot)
 
     @property
     def token_bytes(self) -> int:
@@ -268,7 +259,7 @@ class CausalLM:
         Each has its own layers, so that passes of both may run at the same time, and one may get an adapter.
         """
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
-        made = copy.deepcopy(self, shared)
+        made = copy.deepcopy(self, shared | self._pictures())
         made._owner = self
         return made
 
@@ -277,9 +268,14 @@ class CausalLM:
         own = {id(weight) for _, weight in self.own_parameters()}
         kept = (*self.model.parameters(), *self.model.buffers())
         shared: dict[int, Any] = {id(tensor): tensor for tensor in kept if id(tensor) not in own}
-        made = copy.deepcopy(self, shared)
+        made = copy.deepcopy(self, shared | self._pictures())
         made._owner = self._owner
         return made
+
+    def _pictures(self) -> dict[int, Any]:
+        """Return what a copy of this model shares with it besides weights: the place where pictures are found."""
+        pictures = None if self.vision is None else self.vision.pictures
+        return {} if pictures is None else {id(pictures): pictures}
 
     def free_adapter(self) -> None:
         """Free the matrices of the adapter now, if there is one; the model can't be used any more.
@@ -309,20 +305,42 @@ class CausalLM:
         """Round embeddings, [1, N, hidden], to the compute precision, and return them in float32."""
         return out if self.compute_dtype == torch.float32 else out.to(self.compute_dtype).float()
 
-    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def picture_rows(self, pictures: Sequence[tuple[PlacedPicture, NDArray[np.int64]]]) -> PictureRows | None:
+        """Return the embeddings of pictures for rows of a flat batch; see `Vision.rows`.
+
+        Args:
+            pictures: each with the row [F] of each of its placeholders.
+
+        Raises:
+            ModelError: the model reads text only, or placeholders and embeddings are not as many.
+        """
+        if not pictures:
+            return None
+        if self.vision is None:
+            raise ModelError(f"{self.config.model_type} models read text only, and there is a picture")
+        with self._autocast(self.device):
+            return self.vision.rows(pictures)
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, pictures: PictureRows | None = None
+    ) -> Tensor:
         """Return the last layer's normalised output, float32 [N, hidden].
 
         Args:
             ids: [N] token ids, all sequences one after another.
             positions: [N], the position of each token within its sequence.
             attention: knows which tokens see each other.
+            pictures: embeddings in place of those of some tokens; None: all tokens are text.
         """
+        text = self.model.base_model if self.vision is None else self.vision.tower.text
         self._slot.attention = attention
         try:
             with self._autocast(ids.device):
-                out = self.model.base_model(
-                    input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-                )
+                given = {"input_ids": ids.unsqueeze(0)}
+                if pictures is not None:
+                    embedded = text.get_input_embeddings()(ids)
+                    given = {"inputs_embeds": _replaced(embedded, pictures).unsqueeze(0)}
+                out = text(**given, position_ids=positions.unsqueeze(0), use_cache=False)
         finally:
             self._slot.attention = None
         hidden: Tensor = out.last_hidden_state[0]
@@ -356,7 +374,9 @@ class CausalLM:
         """Return the weights that may change, see `named_parameters`: of the adapter, or all if none is shared."""
         if self.adapter is not None:
             return self.adapter.named_parameters()
-        return self.named_parameters() if self._owner is None else []
+        if self._owner is not None:
+            return []
+        return self._changing(self.named_parameters())
 
     def own_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the weights that may change by their names, packed or not."""
@@ -377,6 +397,8 @@ class CausalLM:
         """
         for name, parameter in self.own_parameters():
             parameter.copy_(given[name])
+        if self.vision is not None and self.vision.trained and self.vision.kept is not None:
+            self.vision.kept.clear()
         if self.packed is not None:
             self.packed.take(given)
 
@@ -384,25 +406,36 @@ class CausalLM:
         """Return the weights that may change and that the last hidden states depend on: without those of the head."""
         if self.adapter is not None:
             return self.adapter.body_parameters()
-        return list(self.model.base_model.named_parameters())
+        body = list(self.model.base_model.named_parameters())
+        return self._changing(body, f"{self.model.base_model_prefix}.")
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
+    def _changing(self, named: list[tuple[str, nn.Parameter]], prefix: str = "") -> list[tuple[str, nn.Parameter]]:
+        """Return weights without those of a tower that is not trained; `prefix` is what their names lack."""
+        if self.vision is None or self.vision.trained:
+            return named
+        return [(name, weight) for name, weight in named if not self.vision.owns(prefix + name)]
+
+    def save(self, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write what may change, configuration and tokenizer for Hugging Face's libraries, loadable without Palestra.
 
         Args:
             folder: where to write; it has to exist.
             tokenizer: the model's tokenizer.
+            weights: tensors [n, d] or [d] by the names of `own_parameters`, where this process has parts of them; None:
+                the model's own.
         """
         tokenizer.save_pretrained(folder)
         if self.adapter is not None:
-            write_adapter(folder, self.adapter)
+            write_adapter(folder, self.adapter, weights)
             return
         with quiet_transformers():
-            self.model.config._attn_implementation = "sdpa"
+            self.config._attn_implementation = "sdpa"
             try:
-                self.model.save_pretrained(folder)
+                self.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
             finally:
-                self.model.config._attn_implementation = _NAME
+                self.config._attn_implementation = _ATTENTION
+        for name, content in ({} if self.vision is None else self.vision.files).items():
+            (folder / name).write_bytes(content)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that `save` has written, [n, d] or [d] by the names of `own_parameters`, on the CPU.
@@ -433,18 +466,23 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
         with quiet_transformers():
             # Parameters with one dimension stay float32 and must not be rounded on the way; a checkpoint that is
             # rounded already is read as it is, which takes half the memory.
-            rounded = adapter is None and AutoConfig.from_pretrained(folder).dtype == dtype
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype if rounded else torch.float32, attn_implementation=_NAME
-            )
+            config = AutoConfig.from_pretrained(folder)
+            read_as = dtype if adapter is None and config.dtype == dtype else torch.float32
+            if sees(config):
+                model, vision = load_seeing(folder, read_as, _ATTENTION)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=read_as, attn_implementation=_ATTENTION)
+                vision = None
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    if adapter is not None and vision is not None:
+        raise ModelError(f"model {name!r} is an adapter of a model that sees, which is not supported")
     if adapter is not None:
         merge(model, adapter.weights, adapter.config.scale)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
-    return CausalLM(model.eval().to(device or torch.device("cpu")))
+    return CausalLM(model.eval().to(device or torch.device("cpu")), vision)
 
 
 def load_tokenizer(name: str) -> Any:

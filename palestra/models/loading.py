@@ -11,12 +11,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from palestra.config import SMOLLM2, TINY, AdapterConfig
+from palestra.config import BUILT_IN, AdapterConfig, VisionTraining
 from palestra.errors import ConfigError, ModelError
 from palestra.models.adapter_files import SavedAdapter, saved_adapter
 from palestra.models.adapters import Adapter
 from palestra.models.catalog import cache_folder, model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
+from palestra.types.pictures import Pictures
 
 LoadModel = Callable[[str, torch.dtype, torch.device], tuple[CausalLM, Any]]
 _Key = tuple[str, torch.dtype, torch.device]
@@ -43,29 +44,39 @@ class LoadedModels:
     those of the same name, precision and device. Weights that nothing uses any more are freed.
     """
 
-    def __init__(self, load: LoadModel = load_model) -> None:
+    def __init__(self, load: LoadModel = load_model, pictures: Pictures | None = None) -> None:
         """Load nothing yet.
 
         Args:
             load: loads a model's weights and tokenizer.
+            pictures: where models that see find the pictures of their prompts; None: there are none.
         """
-        self._load = load
+        self._read, self._pictures = load, pictures
         self._bases: WeakValueDictionary[_Key, CausalLM] = WeakValueDictionary()
         self._tokenizers: WeakKeyDictionary[CausalLM, Any] = WeakKeyDictionary()
         self._one_at_a_time = threading.Lock()
 
-    def own(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
+    def own(
+        self, name: str, dtype: torch.dtype, device: torch.device, vision: VisionTraining | None = None
+    ) -> tuple[CausalLM, Any]:
         """Load a model with weights of its own, which may be changed.
 
         Args:
             name: as `PolicyConfig.model` has it; an adapter's folder is merged into its base.
             dtype: of the weights with two dimensions or more.
             device: where the weights are put.
+            vision: what may change of a model that sees; None: all but what pictures pass through.
 
         Raises:
             ModelError: missing weights, or an unsupported architecture.
+            ConfigError: `vision` is given, and the model reads text only.
         """
-        return self._load(name, dtype, device)
+        model, tokenizer = self._load(name, dtype, device)
+        if model.vision is not None:
+            model.vision.trained = vision == "trained"
+        elif vision is not None:
+            raise ConfigError(f"vision is {vision!r}, and {name} reads text only; leave `vision` out")
+        return model, tokenizer
 
     def frozen(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
         """Load a model that is never changed, which computes in the precision of its weights.
@@ -107,6 +118,8 @@ class LoadedModels:
         saved = saved_adapter(name)
         base = name if saved is None else saved.base
         model, tokenizer = self._on_base(base, dtype, device)
+        if model.vision is not None:
+            raise ConfigError(f"{name} sees, and adapters of models that see are not supported; leave `adapter` out")
         adapter = model.add_adapter(config, _lasting_name(base))
         if saved is None:
             adapter.fill(seed or 0)
@@ -115,6 +128,13 @@ class LoadedModels:
             adapter.take(saved.weights)
         if seed is None:
             adapter.freeze(dtype)
+        return model, tokenizer
+
+    def _load(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
+        """Load a model and its tokenizer; one that sees gets the place where its pictures are found."""
+        model, tokenizer = self._read(name, dtype, device)
+        if model.vision is not None:
+            model.vision.pictures = self._pictures
         return model, tokenizer
 
     def _on_base(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
@@ -141,11 +161,11 @@ def place_of(name: str) -> str:
 
 def _lasting_name(name: str) -> str:
     """Return the name of a base that is written beside its adapter: without what depends on the present folder."""
-    if name in (SMOLLM2, TINY) or not Path(name).is_dir():
+    if name in BUILT_IN or not Path(name).is_dir():
         return name
     folder = Path(name).resolve()
     made = folder.parent == (cache_folder() / "models").resolve()  # such a folder is made on any machine
-    return next((known for known in (SMOLLM2, TINY) if made and folder.name.startswith(f"{known}-")), str(folder))
+    return next((known for known in BUILT_IN if made and folder.name.removeprefix(f"{known}-").isalnum()), str(folder))
 
 
 def _check_same(name: str, saved: SavedAdapter, adapter: Adapter) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from palestra.models.adapter_stacks import ALIGNED, Stacks, stacked
 from palestra.models.adapters import Adapter, LoraLinear, embedding_layer, head_layer, linear_layers
-from palestra.models.causal_lm import AttentionBackend, CausalLM
+from palestra.models.attention_backend import AttentionBackend
+from palestra.models.causal_lm import CausalLM
 from palestra.models.lora_embedding import LoraEmbedding
 from palestra.models.row_groups import RowGroups, Runs, separately
 

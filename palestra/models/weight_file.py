@@ -11,14 +11,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import safetensors
-import safetensors.torch
-import torch
 from safetensors import SafetensorError
 
 from palestra.errors import ModelError
 from palestra.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    import torch
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -39,6 +41,8 @@ def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = 
     Raises:
         OSError: the file can't be written; a part of it is not left behind.
     """
+    import safetensors.torch  # here alone: a process that only names such files loads no torch
+
     named = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in source.tensors()}
     part = path.with_name(f"{path.name}.part")
     try:

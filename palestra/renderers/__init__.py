@@ -11,7 +11,10 @@ from palestra.renderers.base import (
     whole_message,
 )
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
+from palestra.renderers.dialog import DialogRenderer
 from palestra.renderers.package import PackageRenderer
+from palestra.renderers.picture_layout import PictureLayout, layout_of
+from palestra.renderers.picture_tokens import PictureTokens
 from palestra.renderers.selection import select_renderer
 from palestra.renderers.vocabulary import ByteTokenizer, Vocabulary
 
@@ -19,15 +22,19 @@ __all__ = [
     "ByteTokenizer",
     "ChatMLConfig",
     "ChatMLRenderer",
+    "DialogRenderer",
     "MessageDelta",
     "NotInThisFormat",
     "PackageRenderer",
+    "PictureLayout",
+    "PictureTokens",
     "PlainTextStream",
     "Renderer",
     "Reply",
     "ReplyForm",
     "ReplyStream",
     "Vocabulary",
+    "layout_of",
     "select_renderer",
     "whole_message",
 ]

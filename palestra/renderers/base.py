@@ -105,6 +105,7 @@ class Renderer(ABC):
         incremental: whether a `stream` gives parts of a reply before its end, and notices the end of a tool call.
         independent_turns: whether a turn has the same tokens in every conversation, so that `extend` with the tokens of
             a written reply returns what `render` would of the whole conversation.
+        takes_images: whether messages may have images. If not, a call with one is refused before `render` is called.
     """
 
     vocabulary: Vocabulary
@@ -112,6 +113,7 @@ class Renderer(ABC):
     reasons: bool
     incremental: bool
     independent_turns: bool
+    takes_images: bool = False
 
     @abstractmethod
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:

@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from palestra.renderers.base import Renderer, Reply, Tools, reply_of
 from palestra.renderers.chatml_reply import ChatMLStream, read_reply, write_thought
 from palestra.renderers.control_text import plain_encoder
-from palestra.renderers.long_text import PIECE, LongText, TooManyTokens
-from palestra.renderers.tool_calls import grammar_of_calls, offer, write_call, write_result
+from palestra.renderers.long_text import LongText
+from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.prompt_writer import Pieces, PromptWriter, content_of, joined, refuse_pictures
+from palestra.renderers.tool_calls import RESULT, grammar_of_calls, offer, write_call
 from palestra.renderers.vocabulary import Vocabulary
-from palestra.threads import check_wanted
 from palestra.types.calls import Ids, TokenSequence
-from palestra.types.messages import ChatMessage
+from palestra.types.messages import ChatMessage, ImagePart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,17 +36,22 @@ class ChatMLRenderer(Renderer):
     incremental = True
     independent_turns = True
 
-    def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, config: ChatMLConfig | None = None, pictures: PictureTokens | None = None
+    ) -> None:
         """Create a renderer for a tokenizer with `encode`, `decode` and `convert_tokens_to_ids`, as in transformers.
 
         Args:
             tokenizer: the model's tokenizer.
             config: how the model's template differs from plain ChatML; None: it does not.
+            pictures: writes the placeholders of pictures; None: the model reads text only.
 
         Raises:
             ValueError: the tokenizer lacks ChatML's control tokens.
         """
-        self.config = config or ChatMLConfig()
+        self.config, self._pictures = config or ChatMLConfig(), pictures
+        if pictures is not None:
+            self.takes_images = True
         self.reasons = self.config.reasons
         self.vocabulary = Vocabulary(tokenizer)
         self._start = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -73,8 +77,7 @@ class ChatMLRenderer(Renderer):
         """
         if not messages:
             raise ValueError("no messages")
-        ids = self._ids(self._turns(messages, tools), [], room)
-        return TokenSequence(np.asarray(ids + self._opening(), np.int32))
+        return self._sequence(self._turns(messages, tools), [], room)
 
     def extend(
         self,
@@ -89,8 +92,7 @@ class ChatMLRenderer(Renderer):
         A reply that was cut at its token limit gets its end token first; only the last of `completion_ids` [C] is
         looked at, and `prompt_ids` and `tools` are not needed. `new_messages` and `room` are as in `Renderer.extend`.
         """
-        ids = self._ids(_turns(new_messages, self._role), self._closing(completion_ids), room)
-        return TokenSequence(np.asarray(ids + self._opening(), np.int32))
+        return self._sequence(_turns(new_messages, self._role), self._closing(completion_ids), room)
 
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
@@ -116,33 +118,33 @@ class ChatMLRenderer(Renderer):
     def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
         return grammar_of_calls(tools, most_calls)
 
-    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[str]:
+    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[Pieces]:
         """Yield the turns of a whole conversation. A system turn comes first if there is a system message or a tool."""
         given = self._role(messages[0]) == "system"
         said = messages[0].text if given else self.config.default_system
         if said is not None or tools:
-            yield "system\n" + "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))
+            if given:
+                refuse_pictures(messages[0])
+            yield ["system\n" + "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))]
         yield from _turns(messages[1:] if given else messages, self._role)
 
     def _role(self, message: ChatMessage) -> str:
         return self.config.developer if message.role == "developer" else message.role
 
-    def _ids(self, turns: Iterable[str], ids: list[int], room: int | None) -> list[int]:
-        """Return `ids` followed by the ids of the turns.
+    def _sequence(self, turns: Iterable[Pieces], before: Sequence[int], room: int | None) -> TokenSequence:
+        """Return `before` followed by the ids of the turns, and the beginning of the assistant's reply.
 
         Raises:
             TooManyTokens: there are more than `room` ids.
         """
-        for text in turns:
-            if room is None or len(text) <= PIECE:
-                body: Sequence[int] = self._encode(text)
-            else:
-                body = self._long.encode(text, max(room - len(ids), 0))
-            ids += [self._start, *body, self._end, *self._encode("\n")]
-            if room is not None and len(ids) > room:
-                raise TooManyTokens(len(ids))
-            check_wanted()
-        return ids
+        writer = PromptWriter(self._encode, self._long, self._pictures, room)
+        writer.tokens(before)
+        for pieces in turns:
+            writer.tokens([self._start])
+            writer.pieces(pieces)
+            writer.end_turn([self._end, *self._encode("\n")])
+        writer.tokens(self._opening())
+        return writer.sequence()
 
     def _opening(self) -> list[int]:
         return [self._start, *self._encode("assistant\n")]
@@ -152,22 +154,26 @@ class ChatMLRenderer(Renderer):
         return [*([] if stopped else [self._end]), *self._encode("\n")]
 
 
-def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[str]:
-    """Yield the text between start token and end token of each turn.
+def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[Pieces]:
+    """Yield what stands between start token and end token of each turn.
 
     Consecutive results of tools share one turn of the user, as in the templates of Qwen.
     """
-    results: list[str] = []
+    results: list[str | ImagePart] = []
     for message in messages:
         if message.role == "tool":
-            results.append(write_result(message.text))
+            results += ["\n" if results else "", RESULT[0], *content_of(message), RESULT[1]]
             continue
         if results:
-            yield "user\n" + "\n".join(results)
+            yield joined(["user\n", *results])
             results = []
-        yield f"{role(message)}\n{_reply(message) if message.role == 'assistant' else message.text}"
+        if message.role == "assistant":
+            refuse_pictures(message)
+            yield [f"{role(message)}\n{_reply(message)}"]
+        else:
+            yield joined([f"{role(message)}\n", *content_of(message)])
     if results:
-        yield "user\n" + "\n".join(results)
+        yield joined(["user\n", *results])
 
 
 def _reply(message: ChatMessage) -> str:

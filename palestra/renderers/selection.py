@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 
 from palestra.renderers.base import Renderer
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
+from palestra.renderers.dialog import DialogRenderer
 from palestra.renderers.package import PackageRenderer
+from palestra.renderers.picture_tokens import PictureTokens
 from palestra.renderers.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe, messages_of, shows_reasoning
 
 
@@ -20,23 +23,48 @@ class _Candidate(NamedTuple):
     show: Callable[[Probe], Sequence[int]]  # returns the ids of a conversation
 
 
-def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
+def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: PictureTokens | None = None) -> Renderer:
     """Return the renderer for a model.
 
     Args:
         tokenizer: the model's tokenizer, of transformers.
         keep_reasoning: whether a conversation keeps the reasoning of earlier replies even if the model's template drops
             it when the user speaks again. `ChatMLRenderer` always keeps it.
+        pictures: writes the placeholders of pictures; None: the model reads text only.
     """
+    if pictures is not None and (dialog := _dialog(tokenizer, pictures)) is not None:
+        return dialog
     found = _select(tokenizer)
     if isinstance(found, ChatMLRenderer):
-        return found
+        return found if pictures is None else ChatMLRenderer(tokenizer, found.config, pictures)
     from renderers import create_renderer
 
     config: Any = found.config
     if keep_reasoning and hasattr(config, "thinking_retention"):
         found = create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
     return PackageRenderer(tokenizer, found)
+
+
+def _dialog(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
+    """Return the renderer of Idefics3's dialogs, if it gives the ids of the model's own template; else None.
+
+    Such a template takes lists of parts alone. Conversations have no picture here, because only a processor, which the
+    template is not, would write its placeholders.
+    """
+    probes = [probe.messages for probe in PLAIN]
+    parts = [[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages] for messages in probes]
+    shown = [_text(tokenizer, Probe(messages)) for messages in parts]
+    if not all(text is not None and text.endswith("Assistant:") for text in shown):
+        return None
+    first = re.match(r".*?(?=User:|System:)", shown[0] or "", re.DOTALL)
+    try:
+        made = DialogRenderer(tokenizer, pictures, "" if first is None else first[0])
+    except ValueError:
+        return None
+    for messages, text in zip(probes, shown, strict=True):
+        if made.render(messages_of(Probe(messages))).ids.tolist() != tokenizer.encode(text, add_special_tokens=False):
+            return None
+    return made
 
 
 def _select(tokenizer: Any) -> Any:

@@ -14,6 +14,7 @@ from palestra.types.messages import ToolCall
 
 _SPACE = " \t\r\n"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+RESULT = "<tool_response>\n", "\n</tool_response>"  # what stands before the result of a tool, and behind it
 _OFFER = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -136,11 +137,6 @@ def grammar_of_calls(tools: Tools, most_calls: int) -> str:
         rules.append(f'call_{k}: {head} arguments_{k} "}}\\n{CLOSE}"\n')
         rules.append(f"arguments_{k}: %json {json.dumps(parameters)}\n")
     return "".join(rules)
-
-
-def write_result(content: str) -> str:
-    """Return the result of one tool as text."""
-    return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def read_calls(text: str) -> tuple[str, list[Attempt]]:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from palestra.agents import Agent, ModelAgent
@@ -17,6 +18,7 @@ from palestra.errors import (
     NotScored,
     RolloutFailed,
 )
+from palestra.pictures.parts import files_in, without_files
 from palestra.rollout.failures import classify_errors, said
 from palestra.rollout.played import PlayedEpisode, ShownSeats
 from palestra.rollout.result import EpisodeResult, Step, Termination
@@ -102,7 +104,7 @@ class TrajectoryCollectEngine:
         # Fast path: with nothing else to wait for, no task of the event loop is needed.
         if not turns and self._observing is None:
             with classify_errors(Termination.ENVIRONMENT_FAILED):
-                observation = await self._environment.observe()
+                observation = await self._observed()
             if not self._take(observation):
                 return
             if self._environment.waits_only_for(observation.id):  # as in every game of one agent
@@ -110,7 +112,7 @@ class TrajectoryCollectEngine:
             else:
                 turns[asyncio.ensure_future(self._turn(observation))] = observation.id
             return
-        observing = self._observing = self._observing or asyncio.ensure_future(self._environment.observe())
+        observing = self._observing = self._observing or asyncio.ensure_future(self._observed())
         await asyncio.wait((observing, *turns), return_when=asyncio.FIRST_COMPLETED)
         for turn in [turn for turn in turns if turn.done()]:
             del turns[turn]
@@ -121,6 +123,13 @@ class TrajectoryCollectEngine:
                 observation, self._observing = observing.result(), None
             if self._take(observation):
                 turns[asyncio.ensure_future(self._turn(observation))] = observation.id
+
+    async def _observed(self) -> Observation:
+        """Return the next observation, after putting its pictures into the run's folder."""
+        observation = await self._environment.observe()
+        if not files_in(observation.content):
+            return observation
+        return replace(observation, content=await without_files(observation.content, self._episode.keep_picture))
 
     def _check_moves(self, agent: str, moves: Sequence[str]) -> None:
         """Refuse an agent whose replies are held to legal moves that its policy's vocabulary can't express.
@@ -302,6 +311,9 @@ class TrajectoryCollectEngine:
 
     async def call(self, request: GenerationRequest) -> Chat:
         """Make one model call of the episode and return its record."""
+        if files_in(request.messages):  # of tools of the agent's own
+            kept = await without_files(request.messages, self._episode.keep_picture)
+            request = replace(request, messages=kept)
         return await self._episode.call(request)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from palestra.config import Roles
+from palestra.pictures.parts import Picture
 from palestra.types.calls import Chat
 from palestra.types.generation import GenerationRequest
 from palestra.types.messages import Observation
@@ -49,6 +50,14 @@ class PlayedEpisode(Protocol):
 
     def count_observation(self) -> None:
         """Count an observation for the job's status."""
+        ...
+
+    async def keep_picture(self, picture: Picture) -> None:
+        """Put the file of a picture into the run's folder, so that messages may name it.
+
+        Raises:
+            PalestraError: the file is no picture that the job takes, or could not be kept.
+        """
         ...
 
     async def call(self, request: GenerationRequest) -> Chat:

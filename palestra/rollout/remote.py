@@ -15,6 +15,7 @@ from palestra.client.player import EpisodePlayer
 from palestra.config import Roles
 from palestra.config.algorithm_base import weighted_sum
 from palestra.errors import NotScored, RolloutFailed
+from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.rollout.result import EpisodeResult, Termination
@@ -113,6 +114,9 @@ class _ServedEpisode:
 
     def count_observation(self) -> None:
         """Count nothing: the server counts the calls that it answers."""
+
+    async def keep_picture(self, picture: Picture) -> None:
+        await self._client.upload_picture(picture.data, picture.digest, self._episode)
 
     async def call(self, request: GenerationRequest) -> Chat:
         began = self._clock.now()

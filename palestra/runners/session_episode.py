@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from palestra.config import AlgorithmConfig
+from palestra.pictures.parts import Picture
 from palestra.session import EpisodeSession, Sessions
 from palestra.types.calls import Chat
 from palestra.types.generation import GenerationRequest
@@ -44,6 +45,11 @@ class SessionEpisode:
     def count_observation(self) -> None:
         """Count an observation for the job's status."""
         self._sessions.context.counts["observations"] += 1
+
+    async def keep_picture(self, picture: Picture) -> None:
+        """Put the file of a picture into the run's folder. See `PlayedEpisode.keep_picture`."""
+        context = self._sessions.context
+        await context.pool.run(context.store.pictures.keep, picture.data)
 
     async def call(self, request: GenerationRequest) -> Chat:
         """Make one model call. See `PlayedEpisode.call`."""

@@ -17,7 +17,8 @@ from typing import Any
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import DEFAULT_CONTEXT, FakeEngineConfig, JobConfig
+from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
+from palestra.engine.vllm.command import installed_vllm
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.task_splits import Split
@@ -70,7 +71,7 @@ def check_job(config: JobConfig) -> list[Finding]:
     Args:
         config: the job.
     """
-    checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices]
+    checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices, _engine_server]
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
     if not isinstance(config.engine, FakeEngineConfig) and config.base is None:
@@ -143,7 +144,7 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
     import torch
 
     there = torch.cuda.is_available()
-    parts = {"engine.device": config.engine.device}
+    parts = {"engine.device": config.engine.device} if isinstance(config.engine, EmbeddedEngineConfig) else {}
     parts |= {"trainer.device": config.trainer.device} if config.kind == "training" else {}
     for key, device in parts.items():
         if device == "cuda" and not there:
@@ -154,6 +155,21 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
                 text="deterministic = true is only kept on a CPU, and this machine would use its GPU; "
                 f"set {key} = 'cpu', or deterministic = false",
             )
+
+
+def _engine_server(config: JobConfig) -> Iterator[Finding]:
+    """Look for vLLM in the environment that the engine names, and for the key of a server that runs already."""
+    engine = config.engine
+    if isinstance(engine, VllmEngineConfig) and engine.python is not None:
+        try:
+            installed_vllm(engine.python)
+        except ConfigError as error:
+            yield Finding(key="engine.python", text=str(error))
+    variable = getattr(engine, "key_variable", None)
+    if variable is not None and not os.environ.get(variable):
+        yield Finding(
+            key="engine.key_variable", text=f"engine.key_variable is {variable!r}, and that variable is not set here"
+        )
 
 
 def _tasks(config: JobConfig) -> Iterator[Finding]:

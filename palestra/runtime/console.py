@@ -23,7 +23,7 @@ from palestra.types.metrics import of_policies
 from palestra.types.states import TurnState
 
 if TYPE_CHECKING:
-    from palestra.runtime.local import LocalJob
+    from palestra.runtime.local_job import LocalJob
 
 REFRESH_SECONDS = 0.25
 LOADING = "loading the model"

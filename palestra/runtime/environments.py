@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from palestra.config import JobConfig
-from palestra.config.job import EnvironmentConfig
+from palestra.config.rollout import EnvironmentConfig
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_maker
 from palestra.envs.nemo_gym import NemoGymEnvironment

@@ -40,7 +40,7 @@ from palestra.terminal import say
 from palestra.types.records import Trajectory
 
 if TYPE_CHECKING:
-    from palestra.runtime.local import LocalJob
+    from palestra.runtime.local_job import LocalJob
 
 
 def evaluate(

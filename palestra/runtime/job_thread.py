@@ -20,7 +20,9 @@ from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.console import Console
-from palestra.runtime.local import LocalJob, local_job, run_on_uvloop
+from palestra.runtime.event_loop import run_on_uvloop
+from palestra.runtime.local import local_job
+from palestra.runtime.local_job import LocalJob
 from palestra.runtime.runner_fleet import RunnerStarter
 from palestra.types.records import Task
 from palestra.waiting import race
@@ -168,7 +170,7 @@ class JobThread:
             given: splits whose tasks are pushed; see `local_job`.
             starter: starts runners; see `local_job`.
         """
-        if config.engine.kind == "embedded":
+        if config.engine.kind != "fake":
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given

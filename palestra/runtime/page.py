@@ -13,6 +13,7 @@ from palestra.dashboard.routes import add_page
 from palestra.dashboard.runs import Run
 from palestra.dashboard.token_text import TokenText
 from palestra.http.app import PUBLIC
+from palestra.runtime.scaling import add_scaling_route
 from palestra.runtime.talking import TalkCheckpoints, add_checkpoint_route
 from palestra.server import DataPlane, create_app
 
@@ -27,6 +28,7 @@ def create_job_app(plane: DataPlane) -> FastAPI:
     folder = Path(plane.progress.run_dir)
     checkpoints = TalkCheckpoints(plane.config, folder, plane.sessions.context.policies)
     add_checkpoint_route(app, plane, checkpoints)
+    add_scaling_route(app, plane)
     run = Run(
         name=plane.config.name,
         folder=folder,

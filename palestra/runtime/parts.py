@@ -6,17 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.config import (
+    DEFAULT_CONTEXT,
+    EmbeddedEngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+)
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
-from palestra.renderers import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
+from palestra.renderers import ByteTokenizer, ChatMLRenderer, PictureTokens, Renderer, select_renderer
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.base import Trainer
+from palestra.types.pictures import Pictures
 
 if TYPE_CHECKING:
+    from palestra.engine.embedded.engine import EmbeddedEngine
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.models.loading import LoadedModels
+    from palestra.runtime.renewal import Renewable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,31 +36,35 @@ class Parts:
     engine: Engine
     trainer: Trainer | None  # without a policy yet; None: nothing is trained
     policies: PolicySet
+    renewable: Renewable | None = None  # the trainer, where its processes may be lost
 
 
-def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> Parts:
+def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None, pictures: Pictures | None = None) -> Parts:
     """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
 
     Args:
         config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
+        pictures: where the pictures of prompts are found; None: models that see are not shown any.
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
-        ConfigError: a `max_context` is more than its model has.
+        ConfigError: a `max_context` is more than its model has; or the server of an engine can't be started, because
+            there is too little memory, say.
+        EngineFailure: the server of an engine was not ready in time.
     """
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
-    return _embedded(config, config.engine, weights or {})
+    if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
+        return _external(config, config.engine, weights or {})
+    return _embedded(config, config.engine, weights or {}, pictures)
 
 
 def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
     """Build a job without a model: neither torch nor transformers is imported."""
-    from palestra.engine.fake import FakeEngine, digits_script
     from palestra.trainer.fake import FakeTrainer
 
-    tokenizer = ByteTokenizer()
-    engine = FakeEngine(digits_script(settings.reply_tokens, tokenizer.eos_token_id), settings.delay_seconds)
+    tokenizer, engine = ByteTokenizer(), fake_engine(settings)
     runtimes = {
         name: PolicyRuntime(
             name=name, config=policy, renderer=ChatMLRenderer(tokenizer), engine=engine, grammars=Grammars()
@@ -64,23 +78,21 @@ def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
     )
 
 
-def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str]) -> Parts:
-    """Build a job whose engine and trainer are in this process, and share weights that never change."""
-    import torch
+def fake_engine(settings: FakeEngineConfig) -> Engine:
+    """Return an engine without a model."""
+    from palestra.engine.fake import FakeEngine, digits_script
 
-    from palestra.engine.embedded.engine import EmbeddedEngine
-    from palestra.models.device import reproducible_products
+    return FakeEngine(digits_script(settings.reply_tokens, ByteTokenizer().eos_token_id), settings.delay_seconds)
+
+
+def _embedded(
+    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], pictures: Pictures | None
+) -> Parts:
+    """Build a job whose engine and trainer are in this process, and share weights that never change."""
     from palestra.models.loading import LoadedModels
 
-    if config.deterministic:
-        reproducible_products()
-        torch.use_deterministic_algorithms(True)
-    models = LoadedModels()
-    loaded = {
-        name: _load(config, name, weights.get(name, policy.model), settings, models)
-        for name, policy in config.policies.items()
-    }
-    engine = EmbeddedEngine({name: one.model for name, one in loaded.items()}, settings, config.deterministic)
+    models = LoadedModels(pictures=pictures)
+    engine, loaded = load_engine(config, settings, weights, models)
     runtimes = {
         name: PolicyRuntime(
             name=name,
@@ -91,15 +103,52 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
         )
         for name, one in loaded.items()
     }
-    return Parts(
-        engine=engine,
-        trainer=_torch_trainer(config, models) if config.kind == "training" else None,
-        policies=PolicySet.of(config, runtimes),
-    )
+    return parts_with_trainer(config, engine, runtimes, models, weights)
+
+
+def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
+    """Build a job whose engine is a server of another project, beside a trainer in this process."""
+    from palestra.models.loading import LoadedModels
+    from palestra.runtime.engine_servers import served_engine
+
+    engine, runtimes = served_engine(config, settings, weights)
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights)
+
+
+def load_engine(
+    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], models: LoadedModels
+) -> tuple[EmbeddedEngine, dict[str, LoadedPolicy]]:
+    """Load the models that a job samples from, and make an engine of them.
+
+    Args:
+        config: the job.
+        settings: of the engine.
+        weights: see `build_parts`.
+        models: of this process.
+    """
+    from palestra.engine.embedded.engine import EmbeddedEngine
+
+    make_deterministic(config)
+    loaded = {
+        name: _load(config, name, weights.get(name, policy.model), settings, models)
+        for name, policy in config.policies.items()
+    }
+    return EmbeddedEngine({name: one.model for name, one in loaded.items()}, settings, config.deterministic), loaded
+
+
+def make_deterministic(config: JobConfig) -> None:
+    """Have this process compute reproducibly if the job is deterministic; before its first product."""
+    import torch
+
+    from palestra.models.device import reproducible_products
+
+    if config.deterministic:
+        reproducible_products()
+        torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Loaded:
+class LoadedPolicy:
     """A model that an engine samples from, and what a session and the engine need of its tokenizer."""
 
     model: PolicyModel
@@ -108,7 +157,9 @@ class _Loaded:
     max_context: int  # tokens
 
 
-def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConfig, models: LoadedModels) -> _Loaded:
+def _load(
+    config: JobConfig, name: str, model: str, settings: EmbeddedEngineConfig, models: LoadedModels
+) -> LoadedPolicy:
     """Load the model of one policy.
 
     Args:
@@ -130,10 +181,13 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
     if policy.adapter is not None:
         sampler, tokenizer = models.adapted(model, policy.adapter, None, dtype, device)
     elif config.kind == "training" and not policy.frozen:
-        sampler, tokenizer = models.own(model, dtype, device)
+        sampler, tokenizer = models.own(model, dtype, device, policy.vision)
     else:
         sampler, tokenizer = models.frozen(model, dtype, device)
-    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
+    shown = None
+    if sampler.vision is not None and sampler.vision.pictures is not None:
+        shown = PictureTokens(tokenizer, sampler.vision.layout, sampler.vision.pictures)
+    renderer = select_renderer(tokenizer, config.rollout.dropped_reasoning == "keep", shown)
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
@@ -145,7 +199,7 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
             "memory; raise engine.cache_gib, or lower max_context"
         )
     grammars = Grammars(vocabulary_of(tokenizer, sampler.vocab_size))
-    return _Loaded(
+    return LoadedPolicy(
         model=PolicyModel(model=sampler, stop_ids=frozenset(renderer.stop_ids), grammars=grammars),
         renderer=renderer,
         grammars=grammars,
@@ -153,7 +207,34 @@ def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConf
     )
 
 
-def _torch_trainer(config: JobConfig, models: LoadedModels) -> Trainer:
-    from palestra.trainer.torch_trainer import TorchTrainer
+def parts_with_trainer(
+    config: JobConfig,
+    engine: Engine,
+    runtimes: Mapping[str, PolicyRuntime],
+    models: LoadedModels,
+    weights: Mapping[str, str],
+) -> Parts:
+    """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
 
-    return TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
+    Args:
+        config: the job.
+        engine: what samples.
+        runtimes: of the policies.
+        models: of this process, with which a trainer in it shares weights that never change.
+        weights: see `build_parts`.
+    """
+    policies = PolicySet.of(config, runtimes)
+    if config.kind != "training":
+        return Parts(engine=engine, trainer=None, policies=policies)
+    if config.trainer.devices == 1:
+        from palestra.trainer.torch_trainer import TorchTrainer
+
+        own = TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
+        return Parts(engine=engine, trainer=own, policies=policies)
+    from palestra.runtime.rank_memory import check_memory
+    from palestra.trainer.sharded.trainer import ShardedTrainer
+
+    check_memory(config, {name: weights.get(name, config.policies[name].model) for name in config.trained_policies})
+    assert not isinstance(config.engine, FakeEngineConfig)
+    sharded = ShardedTrainer(config.trainer, config.checkpoint.keep, config.engine.dtype, config.deterministic)
+    return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)

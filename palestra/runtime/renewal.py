@@ -1,4 +1,6 @@
-"""What a job does when its base server has forgotten it: begin again from its newest checkpoint, in the same process.
+"""What a job does when what trains it is lost: begin again from its newest checkpoint, in the same process.
+
+That is a base server that has forgotten the job, or a process of a sharded trainer.
 
 The data plane, the store and the episodes that are being played stay; calls wait until the weights are there again.
 """
@@ -7,12 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from palestra.errors import PalestraError
 from palestra.learner import Learner
-from palestra.runtime.shared_base import BaseConnection
 from palestra.waiting import race
+
+
+class Renewable(Protocol):
+    """What a job may lose, with its policies, and get again without them.
+
+    Attributes:
+        event_of_loss: kind of the event that is recorded.
+    """
+
+    event_of_loss: str
+
+    @property
+    def loss(self) -> str:
+        """Return what has happened, in words; of the newest loss."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether all calls fail until `renew`."""
+        ...
+
+    async def lost(self) -> None:
+        """Return at a loss."""
+        ...
+
+    async def renew(self) -> None:
+        """Begin anew, without policies.
+
+        Raises:
+            PalestraError: it was lost again, and `is_lost` says so; or it can't be had any more.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +53,22 @@ class Renewal:
     """How a job begins again.
 
     Attributes:
-        base: the connection to the base server.
-        again: gives the server the policies that are trained, and returns a learner that begins at the newest
-            checkpoint; None: the job trains nothing.
+        base: what may be lost.
+        again: gives it the policies that are trained, and returns a learner that begins at the newest checkpoint; None:
+            the job trains nothing.
     """
 
-    base: BaseConnection
+    base: Renewable
     again: Callable[[], Awaitable[Learner | None]]
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run work until it ends, and return True; or until the base server has forgotten the job, and return False.
+        """Run work until it ends, and return True; or until what it needs is lost, and return False.
 
         Args:
             work: is cancelled at a loss, at any moment, as if the process had been killed.
 
         Raises:
-            PalestraError: the work has failed, and the server was not lost.
+            PalestraError: the work has failed, and nothing was lost.
         """
         try:
             return (await race(work, self.base.lost())).index == 0
@@ -45,10 +78,10 @@ class Renewal:
             return False
 
     async def renew(self) -> Learner | None:
-        """Begin anew at the server, again if that is lost meanwhile.
+        """Begin anew, again if there is another loss meanwhile.
 
         Raises:
-            PalestraError: the server does not take the job any more.
+            PalestraError: the job can't begin anew.
         """
         while True:
             try:

@@ -33,7 +33,10 @@ KEY, KEY_FILE = "PALESTRA_BASE_KEY", "PALESTRA_BASE_KEY_FILE"
 
 
 class BaseConnection:
-    """A job's connection to its base server."""
+    """A job's connection to its base server; see `Renewable`."""
+
+    event_of_loss = "base_lost"
+    loss = "the base server was started again"
 
     def __init__(
         self,

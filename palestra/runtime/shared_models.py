@@ -65,7 +65,7 @@ class SharedModels:
             options: which, and how.
 
         Raises:
-            ConfigError: a model is named twice, or is an adapter.
+            ConfigError: a model is named twice, is an adapter, or sees.
             ModelError: a model can't be loaded.
         """
         import torch
@@ -92,6 +92,8 @@ class SharedModels:
         self.loaded: Mapping[str, tuple[CausalLM, Any]] = {
             name: self._models.frozen(name, self._dtype, self._device) for name in options.models
         }
+        if seeing := [name for name, (model, _) in self.loaded.items() if model.vision is not None]:
+            raise ConfigError(f"{seeing[0]} sees, and base servers are for models that read text only")
         policies = {
             policy_of_base(name): PolicyModel(model=model, stop_ids=frozenset())
             for name, (model, _) in self.loaded.items()

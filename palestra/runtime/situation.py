@@ -11,7 +11,7 @@ from palestra.store.leases import Holder
 from palestra.types.progress import PhaseProgress, duration
 
 if TYPE_CHECKING:
-    from palestra.runtime.local import LocalJob
+    from palestra.runtime.local_job import LocalJob
 
 STALLED_SECONDS = 60.0  # without progress for so long, the line names the holders of episodes
 SHOWN_HOLDERS = 3

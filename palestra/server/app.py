@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from palestra.http.app import PUBLIC, build_app, describe
+from palestra.http.app import PUBLIC, build_app
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.episode_api import add_episode_routes
 from palestra.server.generate import add_dialect_routes
+from palestra.server.picture_api import add_picture_routes, is_upload
 from palestra.server.seat_api import add_seat_routes
 from palestra.server.state import DataPlane
 from palestra.server.status_api import add_models_route, add_status_routes
@@ -31,27 +32,27 @@ def create_app(
         public: paths that are answered without a key.
         page: the beginning of paths that the viewer's key opens, too; None: there are none.
     """
-    most = plane.config.server.max_body_bytes
+    most, largest_picture = plane.config.server.max_body_bytes, plane.config.pictures.max_bytes
 
     async def authenticate(request: Request) -> int:
         if page is not None and request.scope["path"].startswith(page):
             plane.keys.require_view(request)
         else:
             plane.keys.admit(request)
-        return most
+        return largest_picture if is_upload(request) else most
 
     app = build_app(
         "Palestra data plane",
         "Claim episodes, call the model, hand in rewards.",
         authenticate,
-        most,
+        max(most, largest_picture),
         public,
         error_forms={dialect.path: dialect.error_body for dialect in dialects},
     )
     add_dialect_routes(app, plane, dialects)
     add_models_route(app, plane)
     add_episode_routes(app, plane)
+    add_picture_routes(app, plane)
     add_seat_routes(app, plane)
     add_status_routes(app, plane)
-    describe(app)
     return app

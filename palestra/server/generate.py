@@ -21,6 +21,7 @@ from palestra.http.disconnects import until_disconnect
 from palestra.server.auth import Caller, caller_of
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import AGENT_HEADER, agent_of
+from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import StreamedAnswer, WholeAnswer, generate
 from palestra.server.state import DataPlane
 from palestra.session import PolicyRuntime
@@ -134,14 +135,14 @@ async def _read(
     Raises:
         Forbidden: the request is a seat's, and names an agent that the seat does not play.
     """
-    asked = await read_with(partial(parse, headers=request.headers), request, plane.pool)
+    asked = await read_with(partial(_parsed, parse, request.headers), request, plane.pool)
     policies = plane.sessions.context.policies
     model = asked.policy
     players: Mapping[str, str] = {}
     if plane.keys.opens_talk(request):  # a request of a talk names the policy and has no role
         runtime = policies.runtime(model)
         check(asked, runtime)
-        return asked, runtime
+        return await _settled(plane, request, asked, runtime), runtime
     if plane.config.kind == "training":
         key = plane.keys.require_episode(request)
         players = await plane.sessions.players(key.episode_id, key.fence)
@@ -152,7 +153,23 @@ async def _read(
     if runtime.name != asked.policy:
         asked = asked.of_policy(runtime.name)
     check(asked, runtime)
-    return asked, runtime
+    return await _settled(plane, request, asked, runtime), runtime
+
+
+def _parsed(parse: Callable[..., DialectRequest[Any]], headers: Mapping[str, str], body: bytes) -> DialectRequest[Any]:
+    """Return what a dialect makes of a body, with the pictures of its messages."""
+    asked = parse(body, headers=headers)
+    pictures = pictures_in(asked.calls[0].messages)
+    return replace(asked, pictures=pictures) if pictures else asked
+
+
+async def _settled(
+    plane: DataPlane, request: Request, asked: DialectRequest[Any], runtime: PolicyRuntime
+) -> DialectRequest[Any]:
+    """Return a request whose pictures are kept; see `PictureIntake.settle`."""
+    if not asked.pictures:
+        return asked
+    return await until_disconnect(request.receive, plane.pictures.settle(asked, runtime))
 
 
 def _agent_of(seat: str, request: Request) -> str:

@@ -10,6 +10,7 @@ from palestra.config import JobConfig
 from palestra.errors import Conflict, ServerStopping
 from palestra.http.connections import Connections
 from palestra.server.auth import KeyRing
+from palestra.server.picture_intake import PictureIntake
 from palestra.server.workers import WorkerRegistry
 from palestra.session import SeatBook, Sessions
 from palestra.store import RunStore
@@ -31,10 +32,12 @@ class DataPlane:
     gpus: Callable[[], GpuReading] = GpuReading  # what the job's graphics cards do; may block for a second
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     workers: WorkerRegistry = field(init=False)
+    pictures: PictureIntake = field(init=False)
     connections: Connections = field(default_factory=Connections)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", WorkerRegistry(self.store.clock))
+        object.__setattr__(self, "pictures", PictureIntake(self.store.pictures, self.config.pictures, self.pool))
         self.store.episodes.on_lease_over.append(self.workers.mark_lease_over)
         if self.sessions.seats is not None:
             self.sessions.seats.on_seat_over.append(self._seat_over)

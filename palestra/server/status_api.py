@@ -27,7 +27,7 @@ from palestra.threads import in_thread
 from palestra.types.gpus import GpuReading
 from palestra.types.progress import Counts
 from palestra.types.records import Event
-from palestra.types.wire import EpisodeHolder, HealthWarningBody, JobStatus
+from palestra.types.wire import EngineWorker, EpisodeHolder, HealthWarningBody, JobStatus
 
 HOLDERS = 20  # the most held episodes that `/status` lists
 
@@ -85,6 +85,18 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             held_by=[_holder(holder) for holder in plane.store.leases.holders(HOLDERS)],
             workers=plane.workers.busy,
             runners=progress.runners,
+            engine_workers=[
+                EngineWorker(
+                    name=worker.name,
+                    state=worker.state,
+                    requests=worker.requests,
+                    restarts=worker.restarts,
+                    process=worker.process,
+                    versions=dict(worker.versions),
+                )
+                for load in plane.sessions.context.policies.engine_loads
+                for worker in load.workers
+            ],
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
@@ -175,12 +187,26 @@ def _of_engines(plane: DataPlane) -> list[Metric]:
     total = GaugeMetricFamily(
         "palestra_engine_kv_bytes", "The most that they may be.", value=sum(load.kv_bytes for load in loads)
     )
+    workers = [worker for load in loads for worker in load.workers]
+    states = GaugeMetricFamily(
+        "palestra_engine_worker_state", "Inference workers: 1 for the state of each.", labels=["worker", "state"]
+    )
+    busy = GaugeMetricFamily(
+        "palestra_engine_worker_requests", "Requests that each inference worker answers.", labels=["worker"]
+    )
+    restarts = CounterMetricFamily(
+        "palestra_engine_worker_restarts", "How often inference workers had to be replaced.", labels=["worker"]
+    )
+    for worker in workers:
+        states.add_metric([worker.name, worker.state], 1)
+        busy.add_metric([worker.name], worker.requests)
+        restarts.add_metric([worker.name], worker.restarts)
     versions = GaugeMetricFamily(
         "palestra_policy_version", "n of the version that each policy is sampled from.", labels=["policy"]
     )
     for name, version in plane.sessions.context.policies.versions.items():
         versions.add_metric([name], version.n)
-    return [requests, tokens, used, total, versions]
+    return [requests, tokens, used, total, versions, *([states, busy, restarts] if workers else [])]
 
 
 def _of_gpus(gpus: GpuReading) -> list[Metric]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest
+from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest, UnsupportedField
 from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session.history import History, Match, Sameness, is_raw
@@ -19,7 +19,7 @@ from palestra.tokens import TokenTrie, common_tokens
 from palestra.types.calls import Chat, Ids, MediaSpan, TokenSequence
 from palestra.types.forks import Fork, ForkReason
 from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage
+from palestra.types.messages import ChatMessage, TextPart
 
 LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is done in a thread
 _VALUE = 40  # a message, tool call or value of a tool costs as much as this many characters, besides its text
@@ -144,7 +144,9 @@ class PromptBuilder:
                 tokenised.
             InvalidRequest: the prompt has no tokens, or the model's template can't show the messages.
             HistoryDrift: histories are strict, and exact ids would be lost.
+            UnsupportedField: a message has an image, and the model takes none.
         """
+        _refuse_images(call, renderer)
         room = None if max_context is None else max_context - 1
         try:
             if call.prompt is not None:
@@ -158,7 +160,9 @@ class PromptBuilder:
             text = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
         if max_context is not None and len(prompt.ids) >= max_context:
-            raise ContextOverflow(len(prompt.ids), max_context)
+            media = prompt.sequence.media
+            pictures = len(media), sum(span.tokens for span in media)
+            raise ContextOverflow(len(prompt.ids), max_context, pictures=pictures)
         return prompt
 
     async def _of_messages(self, call: GenerationRequest, renderer: Renderer, room: int | None) -> Prompt:
@@ -229,7 +233,7 @@ class PromptBuilder:
         long = _is_long(new, ())  # only the new messages are rendered, so the tools do not count as work
         room = None if room is None or not long else max(room - call.tokens, 0)
         tail = await self._aside.run_if(
-            long, renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
+            long or _has_pictures(new), renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
         )
         if tail is None:
             return None
@@ -268,7 +272,9 @@ class PromptBuilder:
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
         long = _is_long(messages, tools)
         room = room if long else None
-        whole: TokenSequence = await self._aside.run_if(long, renderer.render, messages, tools, room)
+        whole: TokenSequence = await self._aside.run_if(
+            long or _has_pictures(messages), renderer.render, messages, tools, room
+        )
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
         known = (match.call, match.call.tokens) if match.call and exact else None
         parent, shared = known or self.trie(call.policy, call.agent).longest(*whole)
@@ -339,6 +345,28 @@ class _Aside:
     async def run_if(self, long: bool, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function` with `arguments`, in a thread if `long`."""
         return await self._pool.run(function, *arguments) if long else function(*arguments)
+
+
+def _refuse_images(call: GenerationRequest, renderer: Renderer) -> None:
+    """Refuse images for a model that takes none: a renderer that left them out would change the prompt.
+
+    Raises:
+        UnsupportedField: names the message and the part.
+    """
+    if renderer.takes_images:
+        return
+    for number, message in enumerate(call.messages):
+        for k, part in enumerate(message.content):
+            if type(part) is not TextPart:
+                place = f"messages.{number}.content.{k}"
+                raise UnsupportedField(
+                    f"{place}: the model of the policy {call.policy!r} takes no images; leave the picture out", place
+                )
+
+
+def _has_pictures(messages: Sequence[ChatMessage]) -> bool:
+    """Return whether a message has a picture, which may have to be decoded before its size is known."""
+    return any(not isinstance(part, TextPart) for message in messages for part in message.content)
 
 
 def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:

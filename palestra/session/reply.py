@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.engine.base import Engine, EngineRequest
-from palestra.errors import EngineFailure
+from palestra.errors import EngineFailure, ReplyLost
 from palestra.renderers import MessageDelta, PlainTextStream, Renderer, Reply
 from palestra.renderers.base import NOTHING
 from palestra.renderers.text_stream import StopStrings, TextStream
@@ -22,6 +22,7 @@ from palestra.types.generation import GenerationRequest
 from palestra.types.steps import FinishReason
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call
+MOST_ATTEMPTS = 3  # to sample a reply whose beginning is lost with its worker
 
 
 class ReplyReader:
@@ -147,11 +148,18 @@ async def sample_reply(
         GrammarRefused: the reply's grammar took too much time or memory.
     """
     renderer = runtime.renderer
-    reader = None
-    if tell is not None or request.stop or request.prompt is not None or not request.parallel_tool_calls:
-        reader = ReplyReader(request, renderer, sampling.min_tokens, prompt.ids, call_ids)
     asked = EngineRequest(policy=request.policy, prompt=prompt, sampling=sampling)
-    pieces = await _sample(runtime.engine, asked, reader, tell)
+    listener = None if tell is None else _Listener(tell)
+    for attempt in range(MOST_ATTEMPTS):
+        reader = None
+        if tell is not None or request.stop or request.prompt is not None or not request.parallel_tool_calls:
+            reader = ReplyReader(request, renderer, sampling.min_tokens, prompt.ids, call_ids)
+        try:
+            pieces = await _sample(runtime.engine, asked, reader, listener)
+            break
+        except ReplyLost:  # what was read of it is dropped, unless the listener has heard it
+            if (listener is not None and listener.heard) or attempt == MOST_ATTEMPTS - 1:
+                raise
     ids, logprobs, versions = _join(pieces)
     if reader is None:
         own = without_own_stop(ids, request, renderer)
@@ -170,6 +178,17 @@ async def sample_reply(
         finish_reason="stop" if stopped else "length",
         stop=stop,
     )
+
+
+class _Listener:
+    """Hands on the pieces of a reply, and knows whether it has handed on any."""
+
+    def __init__(self, tell: Callable[[ReplyPiece], None]) -> None:
+        self._tell, self.heard = tell, False
+
+    def __call__(self, piece: ReplyPiece) -> None:
+        self.heard = True
+        self._tell(piece)
 
 
 async def _sample(

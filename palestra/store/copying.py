@@ -6,9 +6,11 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+import orjson
 import sqlalchemy as sa
 
 from palestra.disk import writing
+from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.store.browsing import browse
 from palestra.store.run_store import store_error
 from palestra.store.tables import episodes
@@ -65,6 +67,7 @@ def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
             copy.execute("DELETE FROM chats WHERE episode_id NOT IN (SELECT episode_id FROM episodes)")
             copy.commit()
             copy.execute("VACUUM")
+            _copy_pictures(copy, Blobs(run_dir / FOLDER), Blobs(temporary / FOLDER))
         finally:
             source.close()
             copy.close()
@@ -72,3 +75,15 @@ def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
         raise store_error(run_dir / STORE, error) from error
     with writing(folder):
         temporary.rename(folder)
+
+
+def _copy_pictures(copy: sqlite3.Connection, source: Blobs, target: Blobs) -> None:
+    """Copy the pictures that the calls of a copied store name.
+
+    Raises:
+        NotFound, StoreError: one is gone or damaged, or can't be written.
+    """
+    for (media,) in copy.execute("SELECT DISTINCT media FROM chats WHERE media IS NOT NULL"):
+        for *_, digest in orjson.loads(media):
+            if digest not in target:
+                target.put(source.get(digest))

@@ -15,11 +15,14 @@ from typing import Self
 
 import sqlalchemy as sa
 
-from palestra.config import RolloutConfig, StoreConfig
+from palestra.config import PicturesConfig, RolloutConfig, StoreConfig
 from palestra.database import Backend, Database
 from palestra.database.sqlite import make_private, open_engine
 from palestra.disk import GO_ON, writing
 from palestra.errors import StoreError
+from palestra.pictures.blobs import FOLDER
+from palestra.pictures.kept import KeptPictures
+from palestra.pictures.limits import PictureLimits
 from palestra.store import tables
 from palestra.store.calls import Calls
 from palestra.store.episodes import Episodes
@@ -151,6 +154,7 @@ class RunStore:
         groups: episodes of one task, for the learner.
         trained: logprobs of tokens when they were trained, of the newest steps.
         log: manifests, metrics, events and facts of the run.
+        pictures: of the calls, which name them by digest; files beside the database.
     """
 
     db: Database
@@ -162,6 +166,7 @@ class RunStore:
     groups: Groups
     trained: TrainedTokens
     log: RunLog
+    pictures: KeptPictures
 
     def close(self) -> None:
         """Finish the submitted operations and close the file."""
@@ -174,7 +179,13 @@ class RunStore:
         self.close()
 
 
-def open_run_store(path: Path, rollout: RolloutConfig, store: StoreConfig, clock: Clock | None = None) -> RunStore:
+def open_run_store(
+    path: Path,
+    rollout: RolloutConfig,
+    store: StoreConfig,
+    clock: Clock | None = None,
+    pictures: PicturesConfig | None = None,
+) -> RunStore:
     """Open the store of a run, or create it.
 
     Args:
@@ -182,6 +193,7 @@ def open_run_store(path: Path, rollout: RolloutConfig, store: StoreConfig, clock
         rollout: the limits of claims, leases and attempts.
         store: how durable a commit is.
         clock: of times and leases; None: the system's.
+        pictures: their limits; None: the defaults.
 
     Raises:
         StoreError: the file can't be written, is not a run store, is damaged, or of a newer version of Palestra.
@@ -214,4 +226,10 @@ def open_run_store(path: Path, rollout: RolloutConfig, store: StoreConfig, clock
         groups=Groups(db, episodes.available, episodes.settled),
         trained=TrainedTokens(db),
         log=RunLog(db, clock),
+        pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig()),
     )
+
+
+def _pictures(folder: Path, config: PicturesConfig) -> KeptPictures:
+    limits = PictureLimits(max_bytes=config.max_bytes, max_pixels=config.max_pixels)
+    return KeptPictures(folder, limits, int(config.store_gib * 2**30))

@@ -14,9 +14,10 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from palestra.errors import EnvironmentFailed
+from palestra.pictures.parts import is_picture, parts_of
 from palestra.tools.source import OpenTools, ToolSource
 from palestra.tools.tool import BadArguments, Tool
-from palestra.types.messages import ChatMessage, TextPart, ToolCall
+from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart, ToolCall
 from palestra.waiting import together
 
 
@@ -38,13 +39,13 @@ class ToolResult:
     content: str  # as the model reads it: the result, or the error
     failure: ToolFailure | None  # None: the call succeeded
     seconds: float
+    parts: tuple[Part, ...] = ()  # the result where it has pictures, whose texts are the content; (): it is text
 
     @property
     def message(self) -> ChatMessage:
         """Return the outcome as a message of the role `tool`, for the conversation."""
-        return ChatMessage(
-            role="tool", content=(TextPart(text=self.content),), tool_call_id=self.call_id, name=self.name
-        )
+        content = self.parts or (TextPart(text=self.content),)
+        return ChatMessage(role="tool", content=content, tool_call_id=self.call_id, name=self.name)
 
 
 class ToolManager:
@@ -176,16 +177,24 @@ class ToolManager:
 
     async def _execute(self, call: ToolCall) -> ToolResult:
         started = time.monotonic()
-        content, failure = await self._outcome(call.function.name, call.function.arguments)
+        found, failure = await self._outcome(call.function.name, call.function.arguments)
+        content, parts = (found, ()) if isinstance(found, str) else (_texts(found), found)
         self.counts["calls"] += 1
         if failure is not None:
             self.counts[failure.value] += 1
         if len(content) > self._max_chars:
             content = f"{content[: self._max_chars]}… ({len(content):,} characters, cut)"
-        seconds = time.monotonic() - started
-        return ToolResult(call_id=call.id, name=call.function.name, content=content, failure=failure, seconds=seconds)
+            parts = (TextPart(text=content), *(part for part in parts if isinstance(part, ImagePart))) if parts else ()
+        return ToolResult(
+            call_id=call.id,
+            name=call.function.name,
+            content=content,
+            failure=failure,
+            seconds=time.monotonic() - started,
+            parts=parts,
+        )
 
-    async def _outcome(self, name: str, text: str) -> tuple[str, ToolFailure | None]:
+    async def _outcome(self, name: str, text: str) -> tuple[str | tuple[Part, ...], ToolFailure | None]:
         tool = self._tools.get(name) or self._found.get(name)
         if tool is None:
             known = ", ".join((*self._tools, *self._found)) or "none"
@@ -196,7 +205,8 @@ class ToolManager:
             return f"Error: bad arguments for {name}: {error}.", ToolFailure.BAD_ARGUMENTS
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return _text(await tool.apply_async(**arguments)), None
+                found = await tool.apply_async(**arguments)
+            return (parts_of(found) if _has_pictures(found) else _text(found)), None
         except TimeoutError as error:
             # `asyncio.timeout` chains the cancellation as the cause; a TimeoutError without it is the tool's own.
             if isinstance(error.__cause__, asyncio.CancelledError):
@@ -208,6 +218,18 @@ class ToolManager:
             raise
         except Exception as error:  # noqa: BLE001 - the tool is the user's; the model reads the error
             return _raised(name, error)
+
+
+def _has_pictures(result: Any) -> bool:
+    """Return whether a result is a picture, or a list of texts and pictures."""
+    if isinstance(result, list):
+        return any(map(is_picture, result)) and all(isinstance(one, str) or is_picture(one) for one in result)
+    # An array of numbers is text as before, unless it has the form of a picture.
+    return is_picture(result) and (not hasattr(result, "dtype") or (str(result.dtype) == "uint8" and result.ndim == 3))
+
+
+def _texts(parts: Sequence[Part]) -> str:
+    return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def _raised(name: str, error: Exception) -> tuple[str, ToolFailure]:

@@ -50,7 +50,10 @@ class Tool(ABC):
         return dict(arguments)
 
     def apply(self, **arguments: Any) -> Any:
-        """Run the tool and return its result: text, or any value that has a JSON form.
+        """Run the tool and return its result: text, a picture, or any value that has a JSON form.
+
+        A picture is an image of Pillow, an array of uint8 [height, width, 3] or bytes of a file; a list may mix texts
+        and pictures.
 
         Runs in a thread, so it may block; if it is an `async def`, on the event loop.
         """

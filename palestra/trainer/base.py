@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossMetric, LossSpec
-from palestra.config import AdapterConfig, OptimizerConfig
+from palestra.config import AdapterConfig, OptimizerConfig, VisionTraining
 from palestra.models.weights import WeightSource
 from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.records import TrainSample
@@ -75,6 +75,7 @@ class PolicySpec:
         adapter: what is trained in place of the model's weights, which are then shared with every other network of the
             same model; None: all weights are trained.
         seed: of the initial weights of an adapter.
+        vision: what is trained of a model that sees, see `PolicyConfig.vision`.
     """
 
     model: str
@@ -83,6 +84,7 @@ class PolicySpec:
     critic: CriticKind | None = None
     adapter: AdapterConfig | None = None
     seed: int = 0
+    vision: VisionTraining | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

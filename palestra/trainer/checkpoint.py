@@ -21,9 +21,10 @@ log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
 NOT_THE_MODEL = (
     "optimizer-*.safetensors",
+    "optimizer-shards",
     "critic-*.safetensors",
     INDEX,
-)  # files of a checkpoint that only a trainer reads
+)  # files and folders of a checkpoint that only a trainer reads
 _BLOCK = 1 << 22
 
 
@@ -116,7 +117,8 @@ def _write_whole(
         }
         (temporary / INDEX).write_text(json.dumps(index | {"digest": _fingerprint(index)}, indent=1))
         _sync(temporary / INDEX)
-        _sync(temporary)
+        for each in {temporary, *(path.parent for path in files)}:
+            _sync(each)
         # There may be a damaged checkpoint of the same step, or one of a run that was resumed from an earlier step.
         if final.exists():
             shutil.rmtree(final)
@@ -268,7 +270,7 @@ def link_model(folder: Path, step: int, target: Path) -> None:
             raise CheckpointError(f"the checkpoint of step {step} is damaged, or gone ({problem}); start from another")
         for pattern in NOT_THE_MODEL:
             for path in temporary.glob(pattern):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         temporary.rename(target)
     except FileNotFoundError as error:
         raise CheckpointError(f"the checkpoint of step {step} is gone; start from a newer one") from error

@@ -28,6 +28,7 @@ class Gradient:
     Attributes:
         model: the policy's.
         micro_batches: all rows of the batch, in order.
+        sums: of the metrics so far.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Gradient:
         """
         self.model, self.micro_batches = model, micro_batches
         self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
-        self._sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, _measured_with(batch))])
+        self.sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, _measured_with(batch))])
         self._means = SequenceMeans(micro_batches) if loss.over_sequences else None
         self._trained: list[tuple[MicroBatch, Tensor]] | None = [] if logprobs else None
 
@@ -70,12 +71,17 @@ class Gradient:
         """
         return () if self._means is None else self._means.split
 
-    def measure(self, micro: MicroBatch) -> None:
-        """Add what one micro-batch of `unmeasured` says of its episodes, by a pass without gradient."""
+    def measure(self, micro: MicroBatch, hidden: Tensor | None = None) -> None:
+        """Add what one micro-batch of `unmeasured` says of its episodes, by a pass without gradient.
+
+        Args:
+            micro: the micro-batch.
+            hidden: the last hidden states of all its nodes, [N, hidden]; None: they are computed.
+        """
         assert self._means is not None
         targets = columns_of(micro, self.model.device)
         with torch.no_grad():
-            logprobs = self._forward.logprobs(micro, targets)
+            logprobs = self._forward.logprobs(micro, targets, hidden)
             self._means.add(micro, self._loss.of_sequence(self._inputs(logprobs, targets)))
 
     def loss_of(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
@@ -111,12 +117,12 @@ class Gradient:
             "logprob_gap_mean": Mean(gap, sampled),
             "logprob_gap_max": Max(gap[sampled]),
         }
-        self._sums.add(found)
+        self.sums.add(found)
         return total
 
     def report(self) -> StepReport:
         """Return metrics and counts, after `loss_of` each micro-batch."""
-        report = report_of(self.micro_batches, self._sums)
+        report = report_of(self.micro_batches, self.sums)
         if self._trained is None:
             return report
         return replace(report, logprobs=tuple(row for micro, found in self._trained for row in rows_of(micro, found)))

@@ -49,6 +49,23 @@ class MetricSums:
                 if isinstance(part, Mean):
                     self._means.add(name)
 
+    def merge(self, other: MetricSums) -> None:
+        """Add what another process has added up, of other rows of the same batch."""
+        for mine, theirs in ((self._sums, other._sums), (self._counts, other._counts)):
+            for name, value in theirs.items():
+                _add(mine, name, value)
+        for name, largest in other._largest.items():
+            self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
+        self._means |= other._means
+
+    def on_cpu(self) -> MetricSums:
+        """Return the same sums on the CPU, for another process."""
+        found = MetricSums(self._declared)
+        for mine, theirs in ((found._sums, self._sums), (found._counts, self._counts), (found._largest, self._largest)):
+            mine.update({name: value.cpu() for name, value in theirs.items()})
+        found._means = set(self._means)
+        return found
+
     def result(self, trained: int) -> dict[str, float]:
         """Return one number for each metric: NaN for a mean over no tokens.
 

@@ -53,6 +53,14 @@ class Optimizer:
         for (_, parameter), own in zip(self.parameters, gradient, strict=True):
             parameter.grad = own
 
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradient down to a global L2 norm of at most `max_norm`, and return its norm before that."""
+        return float(torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], max_norm))
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a weight, a gradient or a moment, [n, d] or [d], that is in this process: all of it."""
+        return tensor
+
     def step(self, params: OptimParams) -> OptimReport:
         """Apply the gradient unless it is not finite, and clear it.
 
@@ -111,17 +119,28 @@ class Optimizer:
         )
 
     def read(self, folder: Path, prefix: str) -> None:
-        """Take over the moments that `write` has written; a weight without any starts without.
+        """Take over the moments that `write` has written, here or over ranks; a weight without any starts without.
 
         Args:
             folder: where they are.
             prefix: of the files' names.
+
+        Raises:
+            CheckpointError: they can't be read.
         """
         moments: dict[str, dict[str, Tensor]] = {}
-        for key, value in read_shards(folder, prefix).items():
+        for key, value in self._read(folder, prefix).items():
             kind, _, name = key.partition(".")
             moments.setdefault(name, {})[kind] = value
         self._restore(moments)
+
+    def _read(self, folder: Path, prefix: str) -> dict[str, Tensor]:
+        """Return the moments of a folder, [n, d] or [d], by kind and name."""
+        if not moments_folder(folder, prefix).is_dir():
+            return read_shards(folder, prefix)
+        from palestra.trainer.moment_files import read_moments  # loads a library that one process seldom needs
+
+        return read_moments(moments_folder(folder, prefix), self.parameters)
 
     def _restore(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
         """Give the optimizer the state of each parameter, by name, as read from a checkpoint on the CPU.
@@ -151,7 +170,7 @@ def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimR
     """
     reports, due = list[OptimReport](), defaultdict[OptimParams, list[Optimizer]](list)
     for optimizer, params in steps:
-        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in optimizer.parameters], params.max_grad_norm))
+        norm = optimizer.clip(params.max_grad_norm)
         finite = math.isfinite(norm)
         if finite:
             due[params].append(optimizer)
@@ -170,20 +189,22 @@ def _apply(optimizers: Sequence[Optimizer], params: OptimParams) -> None:
     """Update the weights of optimizers that have gradients, and their moments."""
     for number, decay in enumerate((params.weight_decay, 0.0)):  # norms and biases, in the second group, do not decay
         states = [
-            (p, _state(optimizer.adamw, p))
+            [optimizer.part_of(each) for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])] + [state["step"]]
             for optimizer in optimizers
             for p in optimizer.adamw.param_groups[number]["params"]
             if p.grad is not None
+            for state in (_state(optimizer.adamw, p),)
         ]
         if not states:
             continue
+        weights, gradients, first, second, steps = map(list, zip(*states, strict=True))
         adamw(
-            [p for p, _ in states],
-            [p.grad for p, _ in states],
-            [state["exp_avg"] for _, state in states],
-            [state["exp_avg_sq"] for _, state in states],
+            weights,
+            gradients,
+            first,
+            second,
             [],
-            [state["step"] for _, state in states],
+            steps,
             fused=True,
             amsgrad=False,
             beta1=params.betas[0],
@@ -203,6 +224,11 @@ def _state(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, T
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return state
+
+
+def moments_folder(folder: Path, prefix: str) -> Path:
+    """Return the folder in a checkpoint of the moments that several ranks have written, each its own part."""
+    return folder / f"{prefix}-shards"
 
 
 def write_shards(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -6,13 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from palestra.config import TrainerConfig
+from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import unpack_bits
+from palestra.models.vision.placed import PlacedPicture
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.trainer.packing import MicroBatch, Tree
 from palestra.trainer.token_scores import token_logprobs, token_logprobs_and_entropies
@@ -32,7 +36,7 @@ def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 
 def flat_hidden(model: CausalLM, micro: MicroBatch) -> Tensor:
     """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]."""
-    return model.hidden(*flat_inputs(micro.trees, model.device))
+    return model.hidden(*flat_inputs(micro.trees, model.device), model.picture_rows(flat_pictures(model, micro)))
 
 
 def flat_inputs(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tensor, TreeAttention]:
@@ -40,6 +44,22 @@ def flat_inputs(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Te
     ids = torch.tensor([i for tree in trees for i in tree.ids], device=device)
     positions = torch.tensor([p for tree in trees for p in tree.positions], device=device)
     return ids, positions, TreeAttention(trees, device)
+
+
+def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPicture, NDArray[np.int64]]]:
+    """Return the pictures of a micro-batch, each with the nodes [F] of its placeholders; rows name shared ones again.
+
+    Raises:
+        ModelError: there is a picture, and the model reads text only.
+    """
+    found = list[tuple[PlacedPicture, NDArray[np.int64]]]()
+    for sample, offset, path in micro.samples:
+        if sample.media and model.vision is None:
+            raise ModelError(f"a row of episode {sample.episode_id} has a picture, and the model reads text only")
+        if sample.media and model.vision is not None:
+            placed = model.vision.placed(sample.ids, sample.media)
+            found += [(picture, path[picture.positions] + offset) for picture in placed]
+    return found
 
 
 class TokenForward:
@@ -83,16 +103,17 @@ class TokenForward:
         pieces = [measure(chunk) for chunk in chunks]
         return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
-    def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor]) -> Tensor:
+    def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
         """Return the targets' log-probabilities alone, float32 [T]: for a pass that needs no entropies.
 
         Args:
             micro: trees of rows.
             columns: its columns on the model's device.
+            hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
-        hidden, chunks = self._chunks(micro, columns)
+        states, chunks = self._chunks(micro, columns, hidden)
         pieces = [self._alone(chunk) for chunk in chunks]
-        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.cat(pieces) if pieces else states.new_zeros(0, dtype=torch.float32)
 
     def _chunks(
         self, micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None

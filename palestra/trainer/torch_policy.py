@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from palestra.types.records import TrainSample
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-_OPTIMIZER = "optimizer"  # prefix of its files in a checkpoint
+OPTIMIZER = "optimizer"  # prefix of its files in a checkpoint
 
 
 class TorchPolicy:
@@ -57,6 +57,7 @@ class TorchPolicy:
         frozen: Mapping[ForwardOutput, CausalLM] | None = None,
         critic: CausalLM | None = None,
         critic_target: CausalLM | None = None,
+        make_optimizer: Callable[[Named], Optimizer] = Optimizer,
     ) -> None:
         """Take over a model's weights as they are, at version 0.0.
 
@@ -68,10 +69,11 @@ class TorchPolicy:
                 `reference_logprobs`, `teacher_logprobs`; None: there are none.
             critic: a copy of the policy's model for a critic, float32; None: there is no critic.
             critic_target: another copy for a critic of actions; None: the critic is one of states.
+            make_optimizer: returns AdamW over weights.
         """
         model.compute_in(getattr(torch, config.dtype))
         self.model, self._tokenizer = model, tokenizer
-        self.optimizer = Optimizer(model.own_parameters())
+        self.optimizer = make_optimizer(model.own_parameters())
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         masks = GrammarMasks(self._grammars)
@@ -263,7 +265,7 @@ class TorchPolicy:
     def _fill(self, folder: Path) -> None:
         """Write weights, tokenizer, optimizer and critic into a checkpoint's folder."""
         self.model.save(folder, self._tokenizer)
-        self.optimizer.write(folder, _OPTIMIZER)
+        self.optimizer.write(folder, OPTIMIZER)
         if self._critic is not None:
             self._critic.write(folder)
 
@@ -274,7 +276,7 @@ class TorchPolicy:
             return None
         path, state = found
         copy_weights(self.parameters, self.model.read(path), path)
-        self.optimizer.read(path, _OPTIMIZER)
+        self.optimizer.read(path, OPTIMIZER)
         if self._critic is not None:
             self._critic.read(path)
         self.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))

@@ -22,6 +22,7 @@ from palestra.models.mixed_adapters import MixedModel
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.trainer.loading import NetworkLoading
 from palestra.trainer.merged import UpdateRequest, add_gradients
 from palestra.trainer.optimizer import step_together
 from palestra.trainer.pieces import GradientPieces, Pieces
@@ -80,15 +81,16 @@ class TorchTrainer:
 
         def load() -> TorchPolicy:
             device = device_of(self._config.device, "trainer.device")
-            model, tokenizer = self._trained(spec, device, spec.seed)
-            frozen: dict[ForwardOutput, CausalLM] = {}
-            if spec.reference is not None:
-                frozen["reference_logprobs"] = self._frozen("reference", spec.reference, device, model, tokenizer)
-            if spec.teacher is not None:
-                frozen["teacher_logprobs"] = self._frozen("teacher", spec.teacher, device, model, tokenizer)
+            loading = NetworkLoading(self._models, getattr(torch, self._config.dtype), device)
+            model, tokenizer = loading.trained(spec, spec.seed)
+            frozen = loading.frozen(spec, model, tokenizer)
             # Both of a critic of actions begin alike, and their adapter is drawn with another seed than the policy's.
-            critic = self._trained(spec, device, spec.seed + 1)[0] if spec.critic is not None else None
-            target = self._trained(spec, device, spec.seed + 1)[0] if spec.critic == "actions" else None
+            critic = loading.trained(spec, spec.seed + 1)[0] if spec.critic is not None else None
+            target = loading.trained(spec, spec.seed + 1)[0] if spec.critic == "actions" else None
+            if self._config.activation_checkpointing:
+                for each in (model, critic):
+                    if each is not None:
+                        each.recompute_blocks()
             return TorchPolicy(model, tokenizer, self._config, frozen, critic, target)
 
         async def work() -> None:
@@ -103,49 +105,6 @@ class TorchTrainer:
                 raise
 
         await self._serial.run(work)
-
-    def _trained(self, spec: PolicySpec, device: torch.device, seed: int) -> tuple[CausalLM, Any]:
-        """Load a model of which all weights or an adapter are trained, float32, and its tokenizer.
-
-        Args:
-            spec: of the policy.
-            device: where the weights are put.
-            seed: of the weights of a new adapter.
-
-        Raises:
-            ModelError: missing weights, or an unsupported architecture.
-            ConfigError: the adapter does not fit the model.
-        """
-        if spec.adapter is None:
-            return self._models.own(spec.model, torch.float32, device)
-        return self._models.adapted(spec.model, spec.adapter, seed, getattr(torch, self._config.dtype), device)
-
-    def _frozen(self, what: str, name: str, device: torch.device, policy: CausalLM, tokenizer: Any) -> CausalLM:
-        """Load a model that is never trained, rounded to the precision in which it is computed.
-
-        Args:
-            what: `reference` or `teacher`, for messages.
-            name: a name as `PolicyConfig.model` has it, or a folder.
-            device: where the weights are put.
-            policy: the model that it stands beside.
-            tokenizer: of the policy.
-
-        Raises:
-            ConfigError: the model has another tokenizer, so that its ids are other texts, or more or fewer tokens.
-            ModelError: missing weights, or an unsupported architecture.
-        """
-        model, own = self._models.frozen(name, getattr(torch, self._config.dtype), device)
-        if own.get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(
-                f"the {what} {name!r} has another tokenizer than the policy, so its probabilities are of other "
-                "texts; take a model of the same family"
-            )
-        if model.vocab_size != policy.vocab_size:
-            raise ConfigError(
-                f"the {what} {name!r} has {model.vocab_size} tokens, and the policy {policy.vocab_size}; take a "
-                "model with as many"
-            )
-        return model
 
     async def remove(self, policy: str) -> None:
         """Forget a policy and its requests, after earlier requests have ended; see `Trainer.remove`."""

@@ -238,13 +238,14 @@ class Chat:
 
     @property
     def all_media(self) -> tuple[MediaSpan, ...]:
-        """Return the images of the whole prompt; an ancestor's images only as far as the prompt shares its ids."""
-        return tuple(
+        """Return the images of the whole prompt, in order; an ancestor's as far as the prompt shares its ids."""
+        spans = (
             span._replace(tokens=min(span.tokens, end - span.start))
             for call, end in self.lineage()
             for span in call.media
             if span.start < end
         )
+        return tuple(sorted(spans))  # the lineage begins with this call, whose images come last
 
     @property
     def sequence(self) -> TokenSequence:

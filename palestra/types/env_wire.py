@@ -171,6 +171,11 @@ class Observed(Numbered):
     terminated: bool = False
     truncated: bool = False
     info: dict[str, Any] = Field(default_factory=dict)
+    pictures: dict[str, str] = Field(
+        default_factory=dict,
+        description="Files of pictures that `content` names and that no earlier message of the session had: base64, by "
+        "the SHA-256 of the file in hex.",
+    )
     alone: bool = Field(False, description="Nothing can happen until this observation is answered.")
     survives_failure: bool = Field(
         False, description="The environment scores a `cancel` of this observation, so that the episode continues."

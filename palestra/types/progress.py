@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from palestra.types.records import EpisodeKind
 from palestra.types.states import GroupState, JobState, check_transition
@@ -51,6 +54,16 @@ class RolloutProgress:
 
     playing: int = 0
     terminations: Counter[str] = field(default_factory=Counter)
+
+
+class Part(StrEnum):
+    """The part of a training job that is at work, for whoever wants to know what holds up the others."""
+
+    LEARNER = "learner"
+    TASKS = "tasks"
+    TRAINER = "trainer"
+    WEIGHT_SYNC = "weight sync"
+    CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,7 @@ class JobProgress:
         state: of its lifecycle.
         reason: why it failed or waits; None otherwise.
         phase: what the job is doing, for people; see `enter`.
+        part: of the job that is at work; see `inside`.
         collecting: episodes for which this phase waits; None: it waits for none.
         collected: how many of these are settled, about a second old; None where `collecting` is.
         step: how many steps are finished.
@@ -123,6 +137,7 @@ class JobProgress:
     state: JobState = JobState.STARTING
     reason: str | None = None
     phase: str = "starting"
+    part: Part = Part.LEARNER
     collecting: Phase | None = None
     collected: PhaseProgress | None = None
     step: int = 0
@@ -145,6 +160,15 @@ class JobProgress:
             collecting: the episodes for which the phase waits, if for any.
         """
         self.phase, self.collecting, self.collected = phase, collecting, None
+
+    @contextmanager
+    def inside(self, part: Part) -> Iterator[None]:
+        """Say that a part of the job is at work while the block runs."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
 
     def move(self, following: JobState, reason: str | None = None) -> None:
         """Change the state of the job, with the reason for people.

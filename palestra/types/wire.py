@@ -254,6 +254,12 @@ class AbortEpisode(Body):
     discard: bool = Field(False, description="True: never try it again; False: give it back for another attempt.")
 
 
+class PictureKept(Body):
+    """Answer of `PUT /pictures/DIGEST`: the picture is on disk, and messages may name it."""
+
+    digest: str = Field(description="SHA-256 of the file, in hex; the name of the picture.")
+
+
 class EpisodeAnswer(Body):
     """Answer of the routes that change an episode: its state after the change."""
 
@@ -281,6 +287,17 @@ class HealthWarningBody(Body):
     text: str = Field(description="What it means and what to do.")
 
 
+class EngineWorker(Body):
+    """One inference worker of a job whose engine is several."""
+
+    name: str
+    state: str = Field(description="`starting`, `ready`, `updating` (takes new weights) or `draining`.")
+    requests: int = Field(description="Requests that it is answering.")
+    restarts: int = Field(description="How often another one had to be started in its place.")
+    process: int | None = Field(description="Number of its process; None: it is starting.")
+    versions: dict[str, str] = Field(description="What it samples from, by policy, where it was given weights.")
+
+
 class JobStatus(Body):
     """Answer of `GET /status`: the progress, health and speed of the job."""
 
@@ -303,6 +320,7 @@ class JobStatus(Body):
     )
     workers: int = Field(description="Workers that ask for an episode or play one now.")
     runners: int = Field(0, description="Processes of the job's own that play its environment now.")
+    engine_workers: list[EngineWorker] = Field([], description="Inference workers; none where the job is the engine.")
     calls: dict[str, float]
     tokens_per_second: float = Field(
         description="Tokens of prompts and replies, of calls that ended in the last ten seconds."

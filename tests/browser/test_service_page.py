@@ -18,7 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 from browser.test_page import HOSTILE, SERIOUS, VIOLATIONS, WIDTHS, numbers_of, shown, visit
-from browser.test_pictures import LEAST_BYTES, WIDTH
+from browser.test_page_pictures import LEAST_BYTES, WIDTH
 from service import GAMES, LONG, Service, until
 
 from palestra.config import JobConfig

@@ -17,7 +17,8 @@ from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import load_tokenizer
 from palestra.renderers import Renderer, select_renderer
 from palestra.runtime import local
-from palestra.runtime.local import LocalJob, local_job
+from palestra.runtime.local import local_job
+from palestra.runtime.local_job import LocalJob
 from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.fake import FakeTrainer

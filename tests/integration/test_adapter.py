@@ -68,22 +68,28 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def checkpoint(run) -> Path:
     return run / "checkpoints" / "step-000002"
 
 
-def test_the_checkpoint_is_an_adapter_that_has_learned(run, checkpoint):
+@pytest.fixture(scope="module")
+def learned(checkpoint) -> list[list[int]]:
+    """What the checkpoint says."""
+    return said(checkpoint)
+
+
+def test_the_checkpoint_is_an_adapter_that_has_learned(run, checkpoint, learned):
     files = {path.name for path in checkpoint.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "checkpoint.json"} <= files
     assert not {name for name in files if name.startswith(("model", "config."))}
     written = json.loads((checkpoint / "adapter_config.json").read_text())
     assert (written["base_model_name_or_path"], written["r"], written["lora_alpha"]) == (TINY, 4, 8)
-    assert said(checkpoint) != said(TINY)
-    assert said(checkpoint) == said(checkpoint, LORA) == said(run)
+    assert learned != said(TINY)
+    assert learned == said(checkpoint, LORA) == said(run)
 
 
-def test_a_merged_export_is_whole_weights_that_say_the_same(run, checkpoint, tmp_path, capsys):
+def test_a_merged_export_is_whole_weights_that_say_the_same(run, learned, tmp_path, capsys):
     assert main(["export", str(run), str(tmp_path / "copied")]) == 0
     assert main(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
     assert "the adapter of tiny-random after step 2" in (printed := capsys.readouterr().out)
@@ -100,7 +106,7 @@ def test_a_merged_export_is_whole_weights_that_say_the_same(run, checkpoint, tmp
         base = load(model_folder(TINY))(ids).logits
     torch.testing.assert_close(whole, beside, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(whole, base, atol=1e-3)
-    assert said(tmp_path / "merged") == said(checkpoint)
+    assert said(tmp_path / "merged") == learned
 
 
 async def test_it_is_served_and_shares_its_base_with_other_adapters(checkpoint):

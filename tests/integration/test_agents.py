@@ -235,6 +235,7 @@ async def test_an_agent_that_edits_and_summarises_forks_where_it_does(tmp_path):
     assert "2 forked from their history" in shown
 
 
+@pytest.mark.slow
 async def test_an_agent_that_drops_reasoning_forks_at_each_reply_that_had_some(tmp_path):
     chats, shown = await played(tmp_path, forgetful, thinker)
     assert reasons(chats) == [None, "reasoning_stripped", "reasoning_stripped"]
@@ -262,6 +263,7 @@ async def stripper(ai: openai.AsyncOpenAI) -> None:
         messages.append({"role": "assistant", "content": reply.content.strip()})
 
 
+@pytest.mark.slow
 async def test_an_agent_that_strips_replies_forks_for_the_white_space_and_for_nothing_else(tmp_path):
     chats, shown = await played(tmp_path, stripper, padded)
     assert reasons(chats) == [None, *["whitespace_stripped"] * 3]

@@ -63,6 +63,8 @@ JOB_ROUTES = [
     ("GET", "/events", None),
     ("GET", "/metrics", None),
     ("POST", "/v1/checkpoints/policy@step-1", {}),
+    ("POST", "/engine/replicas", {"replicas": 2}),
+    ("GET", f"/pictures/{'0' * 64}", None),
 ]
 EPISODE_ROUTES = [
     ("/heartbeat_episode", {}),

@@ -131,7 +131,7 @@ def tls() -> Iterator[int]:
 @pytest.fixture(autouse=True, scope="module")
 def short_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "LONGEST_PAUSE_SECONDS", 0.1)
+        patch.setattr(exchange, "LONGEST_PAUSE_SECONDS", 0.02)
         yield
 
 

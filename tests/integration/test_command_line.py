@@ -390,11 +390,14 @@ def run_through_resumed(job: Job) -> None:
     assert_complete(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
         "weights.txt",
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("checkpoint.json", "truncated", "missing")),
+        "checkpoint.json",
+        "truncated",
+        "missing",
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_right(copied, finished, tmp_path, damage):

@@ -64,7 +64,8 @@ def files(checkpoint) -> dict[str, bytes]:
     return found | {"state": json.dumps(state["regularization"]).encode()}
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("a2c", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
 def test_a_job_with_a_critic_ends_bit_for_bit_alike_whether_it_was_stopped_or_not(tmp_path, name):
     whole = train(job(tmp_path / "whole", name))
     train(job(tmp_path / "cut", name, steps=2))

@@ -16,7 +16,7 @@ from in_process import episode_of, parts_of, serving
 
 from palestra.engine.fake import FakeEngine
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.runtime.local import LocalJob
+from palestra.runtime.local_job import LocalJob
 from palestra.types.calls import Chat
 
 STOP = 258
@@ -41,14 +41,20 @@ def reply(prompt: str, seed: int) -> str:
 
 @asynccontextmanager
 async def speaking(
-    folder: Path, server: dict[str, Any] | None = None, **engine: Any
+    folder: Path, server: dict[str, Any] | None = None, pictures: dict[str, Any] | None = None, **engine: Any
 ) -> AsyncIterator[tuple[LocalJob, FakeEngine, Any, str]]:
     """A job, its engine, a client for an ad-hoc episode of it, and the episode's id."""
     tokenizer = ByteTokenizer()
     parts = parts_of(ChatMLRenderer(tokenizer), tokenizer, reply, **{"piece_tokens": 1} | engine)
     assert isinstance(parts.engine, FakeEngine)
     async with (
-        serving(folder, parts, policies={"policy": {"max_context": 8192}}, server={"port": 0} | (server or {})) as job,
+        serving(
+            folder,
+            parts,
+            policies={"policy": {"max_context": 8192}},
+            server={"port": 0} | (server or {}),
+            pictures=pictures or {},
+        ) as job,
         episode_of(job) as (ai, episode_id),
     ):
         yield job, parts.engine, ai, episode_id

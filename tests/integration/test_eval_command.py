@@ -80,6 +80,7 @@ def test_what_is_missing_is_said(folder):
     refused(palestra("eval", "./nowhere", tasks(folder, "a"), "--rollout", "agent.py:rollout"), "./nowhere")
 
 
+@pytest.mark.slow
 def test_an_environment_of_ones_own_is_scored_and_played_in_a_matrix(folder):
     (folder / "nim.py").write_text(NIM)
     (folder / "games.jsonl").write_text('{"id": "a", "pile": 3}\n{"id": "b", "pile": 4}\n')

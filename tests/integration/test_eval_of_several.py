@@ -88,6 +88,7 @@ def _settings(trained) -> JobConfig:
     return found.model_copy(update={"run_dir": None, "environment": environment})
 
 
+@pytest.mark.slow
 def test_every_policy_takes_its_own_checkpoint_or_the_one_that_is_named(trained, tmp_path):
     run, settings = str(trained.run_dir), _settings(trained)
     both = {name: str(path) for name, path in trained.checkpoints.items()}

@@ -40,6 +40,7 @@ def run_dir(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_versions_of_a_run_are_its_pool_and_its_checkpoints(run_dir, tmp_path):
     found = versions_of(run_dir)
     assert list(found) == ["white@2", "white@3"]

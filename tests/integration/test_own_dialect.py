@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from palestra.http.bodies import parse_body
 from palestra.http.errors import Failure
 from palestra.http.server import listen, served, url_of
-from palestra.runtime.local import LocalJob
+from palestra.runtime.local_job import LocalJob
 from palestra.server import create_app
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.dialects.base import DialectRequest, EventWriter, GenerationResult, TokenCounter

@@ -80,6 +80,7 @@ def test_an_environment_is_trained_on_exactly_as_the_same_agent_over_http(tmp_pa
         assert one.get("train/trained_tokens") == other.get("train/trained_tokens")
 
 
+@pytest.mark.slow
 def test_a_tiny_model_plays_a_game_and_is_trained_on_moves_that_it_was_held_to(tmp_path):
     moves = tuple(f"{row} {column}" for row in (1, 2, 3) for column in (1, 2, 3))
     play = RolloutSpec(environment=Gomoku, agents={"": ModelAgent(choices=moves)})

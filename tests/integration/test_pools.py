@@ -47,6 +47,7 @@ async def trained(settings: JobConfig, report: Any = lambda kind, data: None) ->
     return rows, played, digests, versions
 
 
+@pytest.mark.slow
 async def test_past_versions_play_and_are_never_trained(tmp_path):
     settings = against_its_past(tmp_path / "run")
     rows, played, digests, versions = await trained(settings)

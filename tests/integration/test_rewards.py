@@ -18,7 +18,7 @@ from palestra.cli.main import main
 from palestra.client import worker
 from palestra.envs import Environment
 from palestra.errors import EngineFailure, InvalidRequest, RolloutFailed
-from palestra.rollout import pool
+from palestra.runners import pool
 
 TASKS = [{"id": f"task-{number}", "number": number} for number in range(4)]
 
@@ -94,13 +94,20 @@ def test_where_nothing_is_scored_the_run_ends_by_the_rule_for_dropped_groups(tmp
     assert {row["attempts"] for row in episodes(tmp_path)} <= {0, 1}
 
 
-@pytest.mark.parametrize(
-    "value", [True, 1, np.float32(1), np.bool_(True), np.array(1.0), torch.tensor(1.0), {"a": np.int64(1)}]
-)
-def test_numbers_of_all_kinds_are_rewards(tmp_path, value):
-    palestra.train(lambda task, policy: value, TASKS, config(tmp_path, steps=1), quiet=True)
-    for row in episodes(tmp_path):
-        assert sum(json.loads(row["rewards"]).values()) == 1.0
+def test_numbers_of_all_kinds_are_rewards(tmp_path):
+    values = [True, 1, np.float32(1), np.bool_(True), np.array(1.0), torch.tensor(1.0), {"a": np.int64(1)}]
+    left = list(values)
+
+    def rollout(task, policy):
+        return left.pop() if left else 1.0
+
+    palestra.train(rollout, TASKS, config(tmp_path), quiet=True, concurrency=1)
+    assert not left
+    rewarded = [json.loads(row["rewards"]) for row in episodes(tmp_path) if row["state"] == "completed"]
+    assert len(rewarded) > len(values)
+    assert all(sum(rewards.values()) == 1.0 for rewards in rewarded)
+    assert {"a": 1.0} in rewarded
+    assert {row["attempts"] for row in episodes(tmp_path)} <= {0, 1}
 
 
 def test_the_line_of_the_users_file_is_named(tmp_path, caplog):

@@ -24,6 +24,7 @@ def states(folder: Path) -> set[str]:
         return {state for (state,) in db.execute("SELECT DISTINCT state FROM episodes")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "where"),
     [

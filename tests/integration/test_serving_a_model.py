@@ -25,7 +25,8 @@ from palestra.config import parse_config
 from palestra.engine.fake import FakeEngine
 from palestra.errors import ConfigError
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.runtime.local import LocalJob, local_job
+from palestra.runtime.local import local_job
+from palestra.runtime.local_job import LocalJob
 
 EPISODE_ROUTES = ("tasks", "register_episode", "claim_episode", "heartbeat_episode", "end_episode", "abort_episode")
 

@@ -95,6 +95,7 @@ def test_what_was_trained_before_a_rollout_began_to_fail_is_saved(tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
+@pytest.mark.slow
 def test_the_tiny_model_needs_no_setting_but_its_name(tmp_path):
     """The default context is more than it has."""
     settings = {"steps": 1, "run_dir": tmp_path / "run", "evaluation": {"every_steps": 0}}
@@ -143,7 +144,8 @@ def test_an_algorithm_and_a_loss_of_ones_own_train_and_their_metrics_are_written
 
 def test_a_class_of_ones_own_is_refused_by_a_server(tmp_path):
     from palestra.errors import ConfigError
-    from palestra.runtime.local import local_job, run_on_uvloop
+    from palestra.runtime.event_loop import run_on_uvloop
+    from palestra.runtime.local import local_job
 
     async def serve() -> None:
         own = {"name": "unit.algorithms.own_algorithm:Surprise"}

@@ -33,6 +33,7 @@ PAGE = (  # what the page shows of a run
     "/episodes/{episode}",
     "/episodes/{episode}/rows/{row}",
     "/episodes/{episode}/calls/{call}",
+    "/pictures/{digest}",
 )
 
 
@@ -181,6 +182,7 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("POST", "/v1/responses/input_tokens"),
         ("GET", "/v1/models"),
         ("POST", "/v1/checkpoints/{name}"),
+        ("POST", "/engine/replicas"),
         ("POST", "/tasks"),
         ("POST", "/register_episode"),
         ("POST", "/claim_episode"),
@@ -193,6 +195,8 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("GET", "/status"),
         ("GET", "/events"),
         ("GET", "/metrics"),
+        ("PUT", "/pictures/{digest}"),
+        ("GET", "/pictures/{digest}"),
         ("POST", "/dashboard/session"),
         ("GET", "/dashboard/api/events"),
         ("GET", "/dashboard/api/runs"),

@@ -66,7 +66,7 @@ async def lives(folder: Path, settings: JobConfig, crashes: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", JOBS)
-@examples(4, 15)
+@examples(3, 15)
 @given(crashes=st.lists(st.integers(1, 220), min_size=1, max_size=3))
 def test_whenever_the_process_dies_the_end_is_the_same(name, crashes):
     wanted, commits = undisturbed(name)

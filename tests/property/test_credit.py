@@ -121,7 +121,7 @@ def owner(agent: str, known) -> str | None:
     st.dictionaries(agents, rewards, min_size=1),
     st.sampled_from(["agent", "branch"]),
 )
-@examples(40, 200)
+@examples(20, 200)
 def test_an_agent_has_its_own_reward_or_that_of_who_started_it(names, by_agent, mode):
     chats = [make_chat(index=n, agent=name) for n, name in enumerate(names)]
     returns = episode_returns(trajectory(0, chats, by_agent), mode, 1.0)
@@ -213,7 +213,7 @@ other_single = [make_chat(prompt=(1,), completion=(2, 2, 1), logprobs=[-1, -2, -
 
 
 @given(st.data(), st.sampled_from(["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]))
-@examples(25, 100)
+@examples(15, 100)
 def test_the_terms_of_the_loss_are_the_calls_however_they_are_cut(data, loss_agg_mode):
     calls = data.draw(episodes(policies=("policy",), media=False))
     relabelled = [replace(call, agent=data.draw(agents), time_step=data.draw(st.integers(0, 3))) for call in calls]
@@ -296,7 +296,7 @@ def test_a_rollout_that_was_sampled_in_more_calls_has_the_same_terms(cut, loss_a
 @given(
     st.data(), st.sampled_from(["episode", "step", "agent", "branch"]), st.sampled_from(["all-calls", "final-branch"])
 )
-@examples(25, 100)
+@examples(15, 100)
 def test_every_rollout_weighs_the_same_however_much_it_called(data, credit, train_on):
     group = [
         list(record(data.draw(episodes(most=5, policies=TWO))).values()) for _ in range(data.draw(st.integers(2, 4)))
@@ -337,7 +337,7 @@ def test_every_token_has_the_advantage_of_the_call_that_sampled_it(data, mode):
 
 
 @given(st.data())
-@examples(25, 100)
+@examples(15, 100)
 def test_abandoned_calls_are_left_out_whole_and_each_call_and_token_is_counted(data):
     calls = data.draw(episodes(policies=TWO))
     chats = record(calls, data.draw(orders(calls)))

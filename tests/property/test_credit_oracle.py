@@ -213,7 +213,7 @@ def terms_of(batch: list[Played], c: GRPOConfig, order: str) -> dict[float, Term
     st.sampled_from(["all-calls", "final-branch"]),
     st.sampled_from([1.0, 0.5, 0.0]),
 )
-@examples(40, 200)
+@examples(20, 200)
 def test_every_token_of_a_batch_is_what_the_documents_say(
     batch, credit, order, scale, loss_agg_mode, train_on, discount
 ):

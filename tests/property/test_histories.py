@@ -158,7 +158,7 @@ def test_two_messages_are_the_same_where_they_tell_the_model_the_same(pair, equa
 
 
 @given(conversations())
-@examples(40, 200)
+@examples(20, 200)
 def test_the_longest_call_whose_messages_and_reply_a_conversation_begins_with_is_found(drawn):
     match = history_of(drawn.chats).match(drawn.policy, drawn.asked)
     mine = [chat for chat in drawn.chats if chat.policy == drawn.policy]
@@ -170,7 +170,7 @@ def test_the_longest_call_whose_messages_and_reply_a_conversation_begins_with_is
 
 
 @given(conversations())
-@examples(40, 200)
+@examples(20, 200)
 def test_where_a_conversation_left_what_was_said_there_is_a_call_that_it_left_and_a_reason(drawn):
     match = history_of(drawn.chats).match(drawn.policy, drawn.asked)
     mine = [chat for chat in drawn.chats if chat.policy == drawn.policy]

@@ -25,7 +25,7 @@ def draw_trained(data, calls: Sequence[Drawn]) -> set[int]:
 
 
 @given(st.data())
-@examples(40, 150)
+@examples(20, 150)
 def test_every_sampled_token_is_trained_in_exactly_one_row_with_what_was_recorded_of_it(data):
     calls = data.draw(episodes())
     trained = draw_trained(data, calls)
@@ -88,7 +88,7 @@ def fewest(calls: Sequence[Drawn], policy: str, trained: Collection[int]) -> int
 
 
 @given(st.data())
-@examples(40, 150)
+@examples(20, 150)
 def test_there_are_as_few_rows_as_flat_rows_allow(data):
     calls = data.draw(episodes())
     trained = draw_trained(data, calls)
@@ -109,7 +109,7 @@ def test_where_nothing_was_sampled_twice_there_is_a_row_for_each_last_sampled_to
 
 
 @given(st.data())
-@examples(40, 150)
+@examples(20, 150)
 def test_neither_the_order_of_arrival_nor_the_indices_change_the_rows(data):
     calls = data.draw(episodes())
     trained = draw_trained(data, calls)

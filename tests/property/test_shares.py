@@ -85,7 +85,7 @@ def tokens_of(batch: Batch) -> Counter[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("config", ALGORITHMS, ids=lambda config: f"{config.name} {config.credit}")
-@examples(30, 300)
+@examples(15, 300)
 @given(played=batches())
 def test_the_rows_of_a_policy_depend_on_no_other_one(config, played):
     wanted = columns_of(batch_of(played, config, "white", roles_of("white", "black", "grey")))
@@ -109,7 +109,7 @@ def test_the_rows_of_a_policy_depend_on_no_other_one(config, played):
     assert columns_of(batch_of(other, config, "white", roles_of("white", "black"))) == wanted
 
 
-@examples(30, 300)
+@examples(15, 300)
 @given(played=batches(), rivals=st.permutations(POLICIES[:3]))
 def test_every_sampled_token_of_trained_policies_is_trained_once(played, rivals):
     config = ReinforcePPConfig()  # learns from every group
@@ -126,7 +126,7 @@ def test_every_sampled_token_of_trained_policies_is_trained_once(played, rivals)
     assert found == sampled
 
 
-@examples(30, 300)
+@examples(15, 300)
 @given(played=batches())
 def test_rewards_of_an_action_are_shared_out_among_those_who_have_earned_them(played):
     rivals = ("white", "black", "grey")

@@ -62,7 +62,7 @@ def index_of(chats: dict[int, Chat]) -> dict[int, int]:
 
 
 @given(st.data())
-@examples(40, 150)
+@examples(20, 150)
 def test_any_calls_in_any_order_give_the_trie_of_their_beginnings(data):
     calls = data.draw(episodes())
     orphans = data.draw(st.sets(st.sampled_from([call.number for call in calls])))
@@ -128,7 +128,7 @@ def test_every_leaf_is_a_calls_end(calls):
 
 
 @given(st.data())
-@examples(40, 150)
+@examples(20, 150)
 def test_the_longest_common_beginning_is_found_and_the_first_call_that_has_it(data):
     calls = data.draw(episodes())
     chats = record(calls, data.draw(orders(calls)))

@@ -13,7 +13,6 @@ from palestra.control.api.cluster_api import add_cluster_routes
 from palestra.control.api.denials import note_denials
 from palestra.control.api.jobs_api import add_job_routes, add_reading_routes
 from palestra.http import app as http_app
-from palestra.http.app import describe
 
 MAX_BODY_BYTES = 4 * 2**20
 PUBLIC = ("/healthz", *http_app.PUBLIC)  # paths that are answered without a key
@@ -41,5 +40,4 @@ def create_control_app(plane: ControlPlane, public: Collection[str] = PUBLIC) ->
     add_key_routes(app, plane)
     add_cluster_routes(app, plane)
     note_denials(app, plane)
-    describe(app)
     return app

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.config import SMOLLM2, TINY, JobConfig, reference_of
+from palestra.config import BUILT_IN, JobConfig, reference_of
 from palestra.control.placement.bases import BaseLimits
 from palestra.envs.catalog import STARTS_PROGRAMS
 from palestra.errors import ConfigError, InvalidRequest
@@ -55,6 +55,7 @@ CAPS: Mapping[str, float] = {
     "evaluation.max_tasks": 10_000,
     "checkpoint.keep": 20,
     "engine.threads": 256,
+    "engine.replicas": 16,
     "engine.max_batch": 1_024,
     "engine.prefill_tokens": 65_536,
     "engine.prefill_chunk": 65_536,
@@ -63,12 +64,19 @@ CAPS: Mapping[str, float] = {
     "engine.delay_seconds": 60,
     "engine.reply_tokens": 65_536,
     "trainer.threads": 256,
+    "trainer.devices": 64,
+    "trainer.rank_timeout_seconds": DAY,
     "trainer.micro_batch_tokens": 262_144,
     "trainer.logit_chunk": 65_536,
     "store.trained_logprobs_steps": 10_000,
     "server.max_body_bytes": 64 * 2**20,
     "server.max_waiting_calls": 16_384,
     "server.max_wait_seconds": 600,
+    "pictures.max_bytes": 64 * 2**20,
+    "pictures.max_pixels": 64_000_000,
+    "pictures.max_in_call": 1_024,
+    "pictures.store_gib": 1_024,
+    "pictures.fetch_seconds": 60,
     OPEN_EPISODES: 32_768,
 }
 """The largest values that a configuration of a service may have, by dotted key."""
@@ -84,6 +92,8 @@ EXEMPT: Mapping[str, str] = {
     "policies.*.optimizer.max_grad_norm": "costs nothing, and JobConfig bounds it",
     "policies.*.adapter.rank": "at most the width of the model's layers",
     "policies.*.adapter.alpha": "a number of a formula",
+    "engine.tensor_parallel": "of a server, which no service starts",
+    "engine.startup_seconds": "of a server, which no service starts",
     "trainer.adapter_slots": "fewer are more work, and a job has at most eight policies",
     "roles.*.pool.every_steps": "more is less work",
     "roles.*.pool.size": "JobConfig bounds it, and the job's memory is limited",
@@ -128,6 +138,8 @@ EXEMPT: Mapping[str, str] = {
     "evaluation.every_tokens": "more is less work",
     "token_budget": "training ends after `steps` in any case",
     "checkpoint.every_steps": "more is less work",
+    "engine.stuck_seconds": "a worker that stands still costs what it holds, whenever it is replaced",
+    "watchdog.seconds": "more is less work",
     "server.port": "the service chooses the port",
 }
 """Numbers of a configuration that need no cap, with the reason. Every number stands here or in CAPS; a test looks."""
@@ -145,6 +157,7 @@ class Rules:
             processes that holds its key. No job connects to another one: it would do so from inside of the operator's
             network.
         programs: whether jobs may play environments that start programs of the machine (`STARTS_PROGRAMS`).
+        picture_hosts: hosts that jobs may name in `pictures.hosts` and `pictures.private_hosts`.
         bases: of the base servers that the service starts.
     """
 
@@ -153,6 +166,7 @@ class Rules:
     hub_models: bool = True
     environment_hosts: Mapping[str, str] = field(default_factory=dict)
     programs: bool = False
+    picture_hosts: frozenset[str] = frozenset()
     bases: BaseLimits = field(default_factory=BaseLimits)
 
     def check(self, config: JobConfig) -> None:
@@ -160,8 +174,15 @@ class Rules:
 
         Raises:
             ConfigError: a value is over its cap; the message names key, value and cap. Or the environment starts
-                programs, which the operator has not allowed.
+                programs, or pictures are fetched from a host, which the operator has not allowed.
         """
+        for host in (*config.pictures.hosts, *config.pictures.private_hosts):
+            # The server would fetch from inside of the operator's network.
+            if host not in self.picture_hosts:
+                known = ", ".join(sorted(self.picture_hosts)) or "none"
+                raise ConfigError(
+                    f"pictures.hosts names {host!r}; the operator of this service allows {known} (picture_hosts)"
+                )
         name = config.environment.name or ""
         if name.partition("/")[0] in STARTS_PROGRAMS and not self.programs:
             raise ConfigError(
@@ -225,9 +246,9 @@ class Rules:
         """
         if model in self.models:
             return self.models[model]
-        if model in (SMOLLM2, TINY) or (self.hub_models and HUB_NAME.fullmatch(model)):
+        if model in BUILT_IN or (self.hub_models and HUB_NAME.fullmatch(model)):
             return None
-        known = ", ".join(map(repr, (SMOLLM2, TINY, *sorted(self.models))))
+        known = ", ".join(map(repr, (*BUILT_IN, *sorted(self.models))))
         other = " or a name of the Hugging Face hub such as 'org/model'" if self.hub_models else ""
         raise ConfigError(
             f"the model is {model!r}; the server takes {known}{other}, and no folder; a checkpoint of a job is named "
@@ -256,7 +277,7 @@ class Rules:
 
 
 def load_rules(path: Path) -> Rules:
-    """Read the operator's TOML file with `hub_models`, `[models]` and `[caps]`.
+    """Read the operator's TOML file with `hub_models`, `picture_hosts`, `[models]` and `[caps]`.
 
     Keys that it leaves out keep their defaults.
 
@@ -270,7 +291,7 @@ def load_rules(path: Path) -> Rules:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key in data:
-        _require_known(path, key, ("hub_models", "models", "caps", "environment", "bases"))
+        _require_known(path, key, ("hub_models", "models", "caps", "environment", "bases", "picture_hosts"))
     hub = data.get("hub_models", True)
     models, given = data.get("models", {}), data.get("caps", {})
     if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
@@ -285,6 +306,7 @@ def load_rules(path: Path) -> Rules:
         hub_models=hub,
         environment_hosts=_hosts(path, data.get("environment", {})),
         programs=_programs(path, data.get("environment", {})),
+        picture_hosts=_picture_hosts(path, data.get("picture_hosts", [])),
         bases=_bases(path, data.get("bases", {})),
     )
 
@@ -342,6 +364,21 @@ def _hosts(path: Path, table: Any) -> dict[str, str]:
         if not (isinstance(variable, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable)):
             raise ConfigError(f"{path}: environment.allowed_hosts: {variable!r} is no name of a variable")
     return {host.lower(): variable for host, variable in hosts.items()}
+
+
+def _picture_hosts(path: Path, hosts: Any) -> frozenset[str]:
+    """Return the hosts from which jobs may fetch pictures, from `picture_hosts`.
+
+    Args:
+        path: of the file, for the error.
+        hosts: from the file.
+
+    Raises:
+        ConfigError: it is no list of texts.
+    """
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise ConfigError(f"{path}: picture_hosts is a list of hosts, such as ['images.example.com']")
+    return frozenset(host.lower() for host in hosts)
 
 
 def _programs(path: Path, table: Mapping[str, Any]) -> bool:
@@ -406,7 +443,7 @@ def _place(path: Path, name: str, place: Any) -> str:
     Raises:
         ConfigError: it is neither a folder nor a name of the hub, or the name is a built-in model's.
     """
-    if name in (SMOLLM2, TINY):
+    if name in BUILT_IN:
         raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
     if not isinstance(place, str) or not place:
         raise ConfigError(f"{path}: models.{name} has to be a folder, or a name of the Hugging Face hub")

@@ -35,6 +35,11 @@ export async function get(path, query = {}, signal = undefined) {
   return (await request(`runs${path}${text ? `?${text}` : ""}`, signal)).json();
 }
 
+// A stored picture of a run, as a Blob with the type that the server has read from its bytes.
+export async function getPicture(run, digest) {
+  return (await request(`runs${at(run, "pictures", digest)}`)).blob();
+}
+
 export async function post(path, body) {
   return (await send(`/dashboard/api/runs${path}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
 }

@@ -1,7 +1,7 @@
 // An episode: why it was trained or not, its tree of calls, what was said, and its tokens.
 import { badge, box, copyable, empty, h, playerBadges, replace, visible } from "./dom.js";
 import { clock, duration, json, number, plural, pretty, whole, words } from "./format.js";
-import { at, get } from "./api.js";
+import { at, get, getPicture } from "./api.js";
 import { href } from "./curves.js";
 import { around, notSent } from "./step.js";
 import { state } from "./state.js";
@@ -30,7 +30,7 @@ export async function episodeView({ run, rest, query }) {
   const tokens = found.rows.length === 0 ? null : tokensPart({ run, episode: found, query });
   const conversation = h("div", { class: "conversation" });
   const talkFrom = (call, keep) => h("a", { class: "talkfrom", href: `${href(run, "talk")}?${new URLSearchParams({ episode: name, call: call.index, keep })}`, title: "Talk to a policy, going on from this message" }, "talk from here");
-  replace(conversation, calls.length === 0 ? empty("No call of a model was recorded.") : calls.map((call, place) => callPart(call, calls[place - 1], several, tokens, talkFrom)));
+  replace(conversation, calls.length === 0 ? empty("No call of a model was recorded.") : calls.map((call, place) => callPart(run, call, calls[place - 1], several, tokens, talkFrom)));
   return {
     title: `${name} of ${title}`, crumbs, up: line.kind === "adhoc" ? href(run, "episodes") : href(run, "group", line.kind, line.group_index),
     node: h("div", { class: "view wide episode" },
@@ -84,7 +84,7 @@ function node(call, several) {
     call.fork === null ? null : h("span", { class: `fork ${call.fork.drift ? "drift" : ""}` }, [badge("forked", call.fork.drift ? "warn" : "plain"), ` ${words(call.fork.reason)}: ${call.fork.text}`]));
 }
 
-function callPart(call, before, several, tokens, talkFrom) {
+function callPart(run, call, before, several, tokens, talkFrom) {
   const goesOn = call.after === null ? (before === undefined ? "" : "from the beginning") : before !== undefined && call.after === before.index ? "" : `goes on from call ${call.after}`;
   const details = [["policy", `${call.policy}, ${call.versions.map(([version, count]) => (call.versions.length > 1 ? `${version} (${plural(count, "token")})` : version)).join(", ")}`], ["temperature", number(call.temperature)], ["most tokens", whole(call.max_tokens)], ["seed", call.seed],
     ...Object.entries(call.sampling).map(([name, value]) => [words(name), json(value)]), ["tools offered", call.tools.join(", ")], ["stop string", call.stop], ["began", clock(call.started_at)], ["took", duration(call.seconds)], ["mean logprob", number(call.mean_logprob)]];
@@ -92,19 +92,40 @@ function callPart(call, before, several, tokens, talkFrom) {
     h("h3", {}, `call ${call.index}`, h("span", { class: "muted" }, several.agents ? ` ${call.agent},` : "", ` step ${call.time_step}`, several.policies ? `, ${call.policy}` : "", goesOn ? `, ${goesOn}` : ""),
       tokens === null ? null : h("button", { type: "button", class: "link", onclick: () => tokens.toCall(call.index) }, "tokens")),
     call.fork === null ? null : h("p", { class: `forkline ${call.fork.drift ? "drift" : ""}` }, [badge("forked", call.fork.drift ? "warn" : "plain"), ` ${words(call.fork.reason)}: ${call.fork.text}`], call.fork.call === null ? "" : ` (call ${call.fork.call}, message ${call.fork.message}, token ${whole(call.fork.position)})`),
-    call.messages.length === 0 ? empty("a prompt of token ids or raw text") : call.messages.map((message, place) => messagePart(message, "", talkFrom(call, call.messages_before + place + 1))),
-    messagePart(call.reply, call.finish_reason === "length" ? "cut at its limit" : "", call.messages.length === 0 && call.messages_before === 0 ? null : talkFrom(call, call.messages_before + call.messages.length + 1)),
+    call.messages.length === 0 ? empty("a prompt of token ids or raw text") : call.messages.map((message, place) => messagePart(run, message, "", talkFrom(call, call.messages_before + place + 1))),
+    messagePart(run, call.reply, call.finish_reason === "length" ? "cut at its limit" : "", call.messages.length === 0 && call.messages_before === 0 ? null : talkFrom(call, call.messages_before + call.messages.length + 1)),
     h("details", { class: "calldetails" }, h("summary", {}, "how it was sampled"), h("dl", {}, details.filter(([, value]) => value !== "" && value !== null && value !== "–").map(([name, value]) => [h("dt", {}, name), h("dd", {}, visible(String(value)))])),
       call.grammar === "" ? null : [h("h4", {}, "Grammar that the reply has to match"), box(call.grammar)], h("p", { class: "muted" }, call.why)));
 }
 
-function messagePart(message, note, fork) {
+// A picture exactly as it is stored. It is fetched when it comes into sight: an address can't carry the key.
+function picturePart(run, digest) {
+  const note = h("figcaption", { class: "muted" }, `picture ${digest.slice(0, 12)}…`);
+  const picture = h("img", { class: "picture", alt: `picture ${digest.slice(0, 12)}` });
+  const figure = h("figure", { class: "picture", title: digest }, picture, note);
+  const seen = new IntersectionObserver(async (entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    seen.disconnect();
+    try {
+      const address = URL.createObjectURL(await getPicture(run, digest));
+      picture.onload = () => { URL.revokeObjectURL(address); note.append(`, ${whole(picture.naturalWidth)} × ${whole(picture.naturalHeight)} pixels`); };
+      picture.src = address;
+    } catch (error) {
+      picture.remove();
+      note.append(`: ${error.message}`);
+    }
+  });
+  seen.observe(figure);
+  return figure;
+}
+
+function messagePart(run, message, note, fork) {
   const body = [];
   if (message.reasoning) body.push(h("details", { class: "thought", open: message.reasoning.length < 400 }, h("summary", {}, "thought"), longText(message.reasoning, 0)));
   if (message.text !== "") body.push(longText(message.text, message.cut));
   for (const call of message.tool_calls) body.push(h("pre", { class: "toolcall" }, h("b", {}, `→ ${visible(call.name)}`), `(${visible(call.arguments)})`));
   if (message.tool_calls_cut > 0) body.push(h("p", { class: "note" }, `${whole(message.tool_calls_cut)} further tool calls are not sent to the page; palestra episodes RUN ID --text prints them.`));
-  for (const digest of message.images) body.push(h("p", { class: "muted" }, `image ${digest.slice(0, 12)}…`));
+  for (const digest of message.images) body.push(picturePart(run, digest));
   if (body.length === 0) body.push(h("p", { class: "muted" }, "(empty)"));
   return h("div", { class: `message ${message.role}` }, h("p", { class: "role" }, message.role, message.name ? ` ${visible(message.name)}` : "", note ? badge(note, "warn") : null, fork), body);
 }

@@ -23,6 +23,7 @@ from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
 from palestra.models.packed import pack
 from palestra.models.weights import LocalWeights, WeightSource
+from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 
 log = logging.getLogger("palestra.engine")
@@ -68,12 +69,13 @@ class EmbeddedEngine:
         """See `Engine`.
 
         Raises:
-            InvalidRequest: an id that the model does not have, media, or a grammar that can't be used.
+            InvalidRequest: an id that the model does not have, a picture that it can't see, or a grammar that can't be
+                used.
             GrammarRefused: the grammar is over a bound, perhaps at a token of the reply.
             ModelError: the engine has no such policy.
         """
         policy = self._policy(request.policy)
-        _check(request, policy.model.vocab_size)
+        _check(request, policy.model)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         running = Request(request, lambda item: loop.call_soon_threadsafe(pieces.put_nowait, item))
@@ -99,18 +101,18 @@ class EmbeddedEngine:
 
         Args:
             policy: whose present weights are asked.
-            prompt: [P] ids.
+            prompt: [P] ids, and the pictures among them.
 
         Raises:
-            InvalidRequest: an id that the model does not have, too many of them, or media.
+            InvalidRequest: an id that the model does not have, too many of them, or a picture that it can't see.
             ModelError: the engine has no such policy.
         """
         model = self._policy(policy).model
-        _check_prompt(prompt, model.vocab_size)
+        _check_prompt(prompt, model)
         if len(prompt.ids) > model.max_positions:
             raise InvalidRequest(f"a prompt has at most {model.max_positions} tokens", "prompt")
         runner, found = self._core.policies[policy].runner, list[float]()
-        await self._on_thread(lambda: found.extend(runner.score(policy, prompt.ids, self._config.prefill_chunk)))
+        await self._on_thread(lambda: found.extend(runner.score(policy, prompt, self._config.prefill_chunk)))
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
@@ -212,7 +214,7 @@ class EmbeddedEngine:
         """Fail the requests that are open, and end what the engine has started."""
         with contextlib.suppress(EngineFailure):  # its thread has ended already
             self._commands.put(lambda: setattr(self, "_stopping", True))
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        await in_thread(self._thread.join)  # not in a pool, for whose threads a process that ends would wait
 
     async def failure(self) -> str:
         """Wait until the engine can not go on by itself, and return the reason in one line."""
@@ -296,14 +298,14 @@ class EmbeddedEngine:
                 load()
 
 
-def _check(request: EngineRequest, vocab_size: int) -> None:
+def _check(request: EngineRequest, model: CausalLM) -> None:
     """Refuse ids that do not exist, because one of them would fail all requests of its pass.
 
     Raises:
-        InvalidRequest: such an id; or media, which no model of this engine reads.
+        InvalidRequest: such an id; or a picture, and the model reads text only.
     """
-    _check_prompt(request.prompt, vocab_size)
-    sampling = request.sampling
+    _check_prompt(request.prompt, model)
+    sampling, vocab_size = request.sampling, model.vocab_size
     for name, named in (
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("stop_token_ids", list(sampling.stop_ids)),
@@ -312,11 +314,11 @@ def _check(request: EngineRequest, vocab_size: int) -> None:
             raise InvalidRequest(f"{name} names tokens from 0 to {vocab_size - 1}", name)
 
 
-def _check_prompt(prompt: TokenSequence, vocab_size: int) -> None:
+def _check_prompt(prompt: TokenSequence, model: CausalLM) -> None:
     """Refuse a prompt that the model can't read; see `_check`."""
-    ids = prompt.ids
-    if prompt.media:
-        raise InvalidRequest("the models of this engine read text only", "prompt")
+    ids, vocab_size = prompt.ids, model.vocab_size
+    if prompt.media and model.vision is None:
+        raise InvalidRequest("this model reads text only, and the prompt has a picture", "prompt")
     if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise InvalidRequest(f"a prompt has at least one token, and all are from 0 to {vocab_size - 1}", "prompt")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention, Row
@@ -28,11 +29,13 @@ from palestra.models.grammar_masks import mask_bits, unpack_bits
 from palestra.models.lora_embedding import LORA_EMBEDDING
 from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
 from palestra.models.row_groups import Runs
-from palestra.types.calls import Ids
+from palestra.models.vision.placed import PlacedPicture
+from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:
     from palestra.engine.embedded.served_policy import ServedPolicy
 
+Placed = tuple[PlacedPicture, NDArray[np.int64]]  # with the row of each placeholder in a pass, -1: it is in none
 SCORED_AT_ONCE = 256  # positions whose logits exist at the same time
 
 
@@ -61,7 +64,9 @@ class ModelRunner:
             model: of the first policy.
             deterministic: whether results must not depend on what is computed beside them.
         """
-        self._mixed = None if model.base is None else MixedModel(model.base, exact=deterministic)
+        # Rows of adapters never see pictures, so a model that does has no passes in common with others.
+        mixes = model.base is not None and model.vision is None
+        self._mixed = MixedModel(model.base, exact=deterministic) if mixes and model.base is not None else None
         self.model = model if self._mixed is None else self._mixed.model
         self.policies: dict[str, ServedPolicy] = {}
         self.passes = self.prefilled_tokens = self.sampled_tokens = 0
@@ -104,7 +109,11 @@ class ModelRunner:
         ids = torch.cat([torch.from_numpy(part) for part in parts])
         positions = torch.cat([torch.arange(r.prefilled, r.prefilled + n) for r, n in pieces])
         attention = PrefillAttention([(r.keys, r.prefilled, n) for r, n in pieces if r.keys is not None])
-        hidden = self._forward(ids, positions, attention, [(r.policy, n) for r, n in pieces])
+        pictures, end = list[Placed](), 0
+        for request, new in pieces:
+            pictures += self._placed(request.asked.prompt, request.prefilled, new, end)
+            end += new
+        hidden = self._forward(ids, positions, attention, [(r.policy, n) for r, n in pieces], pictures)
         end = 0
         for request, new in pieces:
             end += new
@@ -140,23 +149,24 @@ class ModelRunner:
         self.sampled_tokens += len(requests)
         return sample(logits, [self._row_sampling(request) for request in requests])
 
-    def score(self, policy: str, ids: Ids, piece: int | None) -> list[float]:
+    def score(self, policy: str, prompt: TokenSequence, piece: int | None) -> list[float]:
         """Return the log-probability of each token of a prompt but the first, at temperature 1, [P - 1].
 
         Args:
             policy: whose weights are asked.
-            ids: int32 [P].
+            prompt: [P] ids, and the pictures among them.
             piece: the most tokens of a pass; None: all, as in a deterministic engine.
         """
-        m, length = self.model, len(ids)
+        m, ids, length = self.model, prompt.ids, len(prompt.ids)
         size = length if piece is None or self._deterministic else piece
         keys = torch.empty((m.layers, 2, m.key_heads, length, m.head_dim), dtype=self._dtype, device=self._device)
         tokens, found = torch.from_numpy(ids.astype(np.int64)), list[float]()
         for start in range(0, length, size):
             end = min(start + size, length)
             attention = PrefillAttention([(keys, start, end - start)])
-            runs = [(policy, end - start)]
-            hidden = self._forward(tokens[start:end], torch.arange(start, end), attention, runs)[: end - start]
+            runs, pictures = [(policy, end - start)], self._placed(prompt, start, end - start, 0)
+            hidden = self._forward(tokens[start:end], torch.arange(start, end), attention, runs, pictures)
+            hidden = hidden[: end - start]
             targets = tokens[start + 1 : end + 1].to(self._device)  # one less than hidden states at the end
             for first in range(0, len(targets), SCORED_AT_ONCE):
                 chosen = targets[first : first + SCORED_AT_ONCE]
@@ -164,7 +174,32 @@ class ModelRunner:
                 found += logits.log_softmax(dim=-1).gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
         return found
 
-    def _forward(self, ids: Tensor, positions: Tensor, attention: Any, policies: Sequence[tuple[str, int]]) -> Tensor:
+    def _placed(self, prompt: TokenSequence, first: int, count: int, row: int) -> list[Placed]:
+        """Return the pictures of a prompt with the rows of their placeholders in a pass.
+
+        Args:
+            prompt: [P] ids.
+            first: position of the first of its tokens in the pass.
+            count: how many of its tokens are in the pass.
+            row: of the first of them.
+        """
+        vision = self.model.vision
+        if vision is None or not prompt.media:
+            return []
+        found = list[Placed]()
+        for picture in vision.placed(*prompt):
+            at = picture.positions - first
+            found.append((picture, np.where((at >= 0) & (at < count), at + row, -1)))
+        return found
+
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: Any,
+        policies: Sequence[tuple[str, int]],
+        pictures: Sequence[Placed] = (),
+    ) -> Tensor:
         """Return the hidden states of N tokens, [N, hidden], and of a few more where N are too few to round as many.
 
         Args:
@@ -172,6 +207,7 @@ class ModelRunner:
             positions: [N].
             attention: knows which tokens see each other.
             policies: how many of the tokens, in order, belong to which policy.
+            pictures: those whose placeholders may be among the tokens, with their rows.
         """
         lacking = self._min_rows - len(ids)
         if lacking > 0:
@@ -180,7 +216,7 @@ class ModelRunner:
         self.passes += 1
         ids, positions = ids.to(self._device), positions.to(self._device)
         if self._mixed is None:
-            return self.model.hidden(ids, positions, attention)
+            return self.model.hidden(ids, positions, attention, self.model.picture_rows(pictures))
         return self._mixed.hidden(ids, positions, attention, self._runs(policies, lacking))
 
     def _logits(self, hidden: Tensor, policies: Sequence[tuple[str, int]]) -> Tensor:
@@ -268,6 +304,8 @@ def _products(
         draw: of matrices in place of an adapter's, which are zero at first.
     """
     for name, weight in model.named_parameters():
+        if model.vision is not None and model.vision.owns(name):  # one picture a pass, always of the same shape
+            continue
         if weight.ndim == 2 and not name.endswith(LORA_EMBEDDING[0]):  # of which columns are read, and none multiplied
             yield name, weight.shape[1], partial(_multiplied, weight)
     for packed in model.packed or ():

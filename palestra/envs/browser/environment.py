@@ -11,6 +11,7 @@ from palestra.envs.browser.actions import MAX_WAIT_SECONDS, PageActions
 from palestra.envs.browser.chromium import SharedBrowser, checked_hosts, chromium_path, shared_browser
 from palestra.envs.browser.page import VIEWPORT, BrowserPage, View, open_page
 from palestra.errors import EnvironmentFailed
+from palestra.pictures.parts import Picture
 
 
 class BrowserEnvironment(ActingEnvironment):
@@ -42,8 +43,7 @@ class BrowserEnvironment(ActingEnvironment):
             hosts: hosts that pages may be loaded from, and may connect to: `example.org`, `example.org:8080` or
                 `*.example.org`. Nothing else can be reached, not even this machine.
             observation: what the agent reads: `dom`, visible text and controls as lines; `accessibility`, the tree of
-                the browser's accessibility; `screenshot`, nothing but the goal: a scripted agent looks at `screenshot`,
-                and acts by pixels.
+                the browser's accessibility; `screenshot`, a picture of the page, on which it acts by pixels.
             actions: `tools`, tool calls; `text`, one line such as `click 3`, which small models write more easily.
             size: of the page in pixels, wide and high.
             max_steps: replies that the agent may make in an episode.
@@ -134,9 +134,11 @@ class BrowserEnvironment(ActingEnvironment):
         )
         return await self.begin(page, task)
 
-    async def observe(self) -> str:
-        """Return the description of the page."""
-        return "" if self._view == "screenshot" else await self.opened().describe(self.leave_out())
+    async def observe(self) -> str | Picture:
+        """Return the description of the page, or what it looks like."""
+        if self._view == "screenshot":
+            return Picture.of(await self.screenshot())
+        return await self.opened().describe(self.leave_out())
 
     def check_alive(self) -> None:
         """Check that the browser has not died, and that the page has neither crashed nor hung.

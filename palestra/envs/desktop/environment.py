@@ -14,6 +14,7 @@ from pydantic import Field
 from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
 from palestra.envs.desktop.display import Display, check_installed, end, start_display
 from palestra.errors import EnvironmentFailed
+from palestra.pictures.parts import Picture
 from palestra.threads import in_thread
 from palestra.tools import BadArguments, FunctionTool
 
@@ -55,7 +56,7 @@ class DesktopEnvironment(ActingEnvironment):
 
         Args:
             observation: what the agent reads: `widgets`, the window's parts with their places, as a tree of
-                accessibility has them; `screenshot`, nothing but the goal: a scripted agent looks at `screenshot`.
+                accessibility has them; `screenshot`, a picture of the screen.
             actions: `tools`, tool calls; `text`, one line such as `click 40 20`.
             max_steps: replies that the agent may make in an episode.
             timeout_seconds: limit for one action, and for one answer of the window.
@@ -124,10 +125,10 @@ class DesktopEnvironment(ActingEnvironment):
         await self._ask()
         return str(task["prompt"])
 
-    async def observe(self) -> str:
-        """Return the window's parts, one a line."""
+    async def observe(self) -> str | Picture:
+        """Return the window's parts, one a line, or what the screen shows."""
         if self._shows == "screenshot":
-            return ""
+            return Picture.of(await self.screenshot())
         lines = []
         for one in (await self._ask())["widgets"]:
             value = {"field": f' "{one["value"]}"', "box": " (ticked)" if one["value"] else ""}.get(one["kind"], "")

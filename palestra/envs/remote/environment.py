@@ -65,6 +65,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
         self._link: SessionLink | None = None
         self._alone: set[str] = set()  # open observations until whose answer nothing can happen
         self._survivors: set[str] = set()  # open observations whose agent may fail
+        self._pictures: set[str] = set()  # digests of those whose files this session's messages had
         self._playing = False  # whether the server plays an episode of this environment, as far as is known
 
     def __call__(self) -> RemoteEnvironment:
@@ -189,7 +190,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
     async def _connect(self) -> SessionLink:
         created = await self._address.create(self._system)
         self._facts = created.environment
-        self._link = SessionLink(self._address, created)
+        self._link, self._pictures = SessionLink(self._address, created), set()
         self._link.open()
         return self._link
 
@@ -220,7 +221,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
         """
         if max(len(self._open), self._unseen.qsize()) >= MOST_WAITING:
             raise EnvironmentFailed(f"{self._address.url} shows more than {MOST_WAITING:,} observations at a time")
-        observation = observation_of(event, self.clock.now())
+        observation = observation_of(event, self.clock.now(), self._pictures)
         if not observation.is_last:
             self._open[observation.id] = observation
             if event.alone:

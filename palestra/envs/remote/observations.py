@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +10,19 @@ from typing import Any
 import orjson
 
 from palestra.envs.rewards import checked_names
-from palestra.errors import InvalidEnvironment
+from palestra.errors import EnvironmentFailed, InvalidEnvironment
+from palestra.pictures.blobs import digest_of
+from palestra.pictures.parts import Picture, files_in
 from palestra.types.env_wire import Observed
-from palestra.types.messages import ChatMessage, Observation, StepReward
+from palestra.types.messages import ChatMessage, ImagePart, Observation, Part, StepReward
 
 _INFO = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 MAX_INFO_CHARACTERS = 4_000
 
 
-def message_of(observation: Observation, *, alone: bool, survives_failure: bool) -> dict[str, Any]:
+def message_of(
+    observation: Observation, *, alone: bool, survives_failure: bool, sent: set[str] | None = None
+) -> dict[str, Any]:
     """Return an observation as the fields of its message.
 
     The environment is a user's code, so no field is certain to have its annotated type; JSON would make null, which
@@ -27,6 +32,7 @@ def message_of(observation: Observation, *, alone: bool, survives_failure: bool)
         observation: what the environment has shown.
         alone: whether nothing can happen until the observation is answered.
         survives_failure: whether the environment scores that its agent fails.
+        sent: digests of the pictures whose files earlier messages had; those of this message are added. None: none.
 
     Raises:
         InvalidEnvironment: a field has another type, or a reward is not finite.
@@ -46,6 +52,7 @@ def message_of(observation: Observation, *, alone: bool, survives_failure: bool)
         "agent": agent,
         "parents": list(observation.parents),
         "content": [message.model_dump(mode="json", exclude_none=True) for message in content],
+        **_pictures(content, set() if sent is None else sent),
         "tools": list(observation.tools),
         "choices": list(observation.choices),
         "reward": _reward(observation.reward),
@@ -57,18 +64,58 @@ def message_of(observation: Observation, *, alone: bool, survives_failure: bool)
     }
 
 
-def observation_of(message: Observed, observed_at: float) -> Observation:
+def _pictures(content: tuple[ChatMessage, ...], sent: set[str]) -> dict[str, Any]:
+    """Return the field of the files that were not sent before; add their digests to `sent`."""
+    files = {one.digest: one.data for one in files_in(content) if one.digest not in sent}
+    sent.update(files)
+    return {"pictures": {digest: base64.b64encode(data).decode() for digest, data in files.items()}} if files else {}
+
+
+def _with_files(message: Observed, known: set[str]) -> tuple[ChatMessage, ...]:
+    """Return the messages of an observation, whose pictures have their files where these came with it.
+
+    Raises:
+        EnvironmentFailed: a file is not that of its digest, or a picture's file was never sent.
+    """
+    files = {}
+    for digest, encoded in message.pictures.items():
+        try:
+            data = base64.b64decode(encoded, validate=True)
+        except ValueError:
+            raise EnvironmentFailed(f"the server sent a picture {digest:.64} that is no base64") from None
+        if digest_of(data) != digest:
+            raise EnvironmentFailed(f"the server sent a picture under a digest that is not its own: {digest:.64}")
+        files[digest] = Picture(digest=digest, data=data)
+    known.update(files)
+
+    def with_file(part: Part) -> Part:
+        if not isinstance(part, ImagePart):
+            return part
+        if part.digest not in known:
+            raise EnvironmentFailed(f"the server shows a picture that it has not sent: {part.digest:.64}")
+        return files.get(part.digest, part)
+
+    if not any(isinstance(part, ImagePart) for one in message.content for part in one.content):
+        return message.content
+    return tuple(one.model_copy(update={"content": tuple(map(with_file, one.content))}) for one in message.content)
+
+
+def observation_of(message: Observed, observed_at: float, known: set[str] | None = None) -> Observation:
     """Return the observation that a message holds.
 
     Args:
         message: from the server.
         observed_at: Unix seconds of the client, whose clock times the actions too.
+        known: digests of the pictures whose files earlier messages had; those of this message are added. None: none.
+
+    Raises:
+        EnvironmentFailed: a picture of the message has no file, or a wrong one.
     """
     return Observation(
         id=message.id,
         parents=message.parents,
         agent=message.agent,
-        content=message.content,
+        content=_with_files(message, set() if known is None else known),
         tools=message.tools,
         choices=message.choices,
         reward=message.reward,

@@ -24,8 +24,8 @@ from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
 from palestra.runtime.arguments import EnvironmentMaker, Tasks, resolve_tasks
+from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.job_thread import run
-from palestra.runtime.local import run_on_uvloop
 from palestra.runtime.matrix.result import Game, Matrix
 from palestra.runtime.parts import build_parts
 from palestra.runtime.run_dir import newest_of_run

@@ -39,7 +39,7 @@ from palestra.control.placement.fitting import Node
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
 from palestra.models.device import MEMORY_VARIABLE, tune_malloc
 from palestra.runtime.base_process import BaseProcess
-from palestra.runtime.local import tune_gc
+from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.model_server import ModelServer
 from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.cluster import NAMESPACE, disconnect

@@ -10,10 +10,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from palestra.http.bodies import UNSUPPORTED
-from palestra.server.dialects.transcript import Transcript
-from palestra.types.messages import ChatMessage, Text
+from palestra.server.dialects.sent_pictures import SentPicture, from_url
+from palestra.server.dialects.transcript import Transcript, content_of
+from palestra.types.messages import ChatMessage, Part, Text, TextPart
 
-_BLOCKS = ("text", "tool_use", "tool_result", "thinking")
+_BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
 
 
 class _Block(BaseModel):
@@ -25,6 +26,43 @@ class TextBlock(_Block):
 
     type: Literal["text"]
     text: Text
+
+
+class Base64Source(_Block):
+    """A picture's file in the request itself."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(_Block):
+    """A picture's address: a data URL, `sha256:` and a digest, or http(s) of an allowed host."""
+
+    type: Literal["url"]
+    url: str
+
+
+class FileSource(_Block):
+    """A picture that was uploaded; its digest stands in the place of the file's id."""
+
+    type: Literal["file"]
+    file_id: str
+
+
+class ImageBlock(_Block):
+    """A block that shows a picture, in messages of the user and in results of tools."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource | FileSource, Field(discriminator="type")]
+
+    def sent(self, place: str) -> SentPicture:
+        """Return the picture of the block, whose place in the body is `place`."""
+        if isinstance(self.source, Base64Source):
+            return SentPicture(place=place, base64=self.source.data, media_type=self.source.media_type)
+        if isinstance(self.source, FileSource):
+            return SentPicture(place=place, named=self.source.file_id)
+        return from_url(self.source.url, None, place)
 
 
 class ToolUseBlock(_Block):
@@ -59,15 +97,21 @@ TextBlocks = Annotated[
 ]
 
 
+_ResultBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+ResultBlocks = Annotated[
+    tuple[_ResultBlock, ...], BeforeValidator(_known, json_schema_input_type=str | tuple[_ResultBlock, ...])
+]
+
+
 class ToolResultBlock(_Block):
     """A block that holds the result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: TextBlocks = ()
+    content: ResultBlocks = ()
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
 
 
 class MessageParam(BaseModel):
@@ -89,20 +133,32 @@ def messages_of(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> t
     out = Transcript()
     if system:
         out.say("system", "\n\n".join(block.text for block in system))
-    for turn in turns:
-        text = "".join(block.text for block in turn.content if isinstance(block, TextBlock))
+    for number, turn in enumerate(turns):
+        place = f"messages.{number}.content"
+        said = content_of(_parts(turn.content, place))
         if turn.role == "assistant":
             out.think("".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock)))
-            out.say("assistant", text)
-        for block in turn.content:
+            out.say("assistant", said)
+        for k, block in enumerate(turn.content):
             if isinstance(block, ToolUseBlock):
                 out.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
             elif isinstance(block, ToolResultBlock):
-                out.result(block.tool_use_id, "".join(part.text for part in block.content))
+                out.result(block.tool_use_id, content_of(_parts(block.content, f"{place}.{k}.content")))
         results = any(isinstance(block, ToolResultBlock) for block in turn.content)
-        if turn.role != "assistant" and (text or not results):
-            out.say(turn.role, text)
+        if turn.role != "assistant" and (said or not results):
+            out.say(turn.role, said)
     return out.messages
+
+
+def _parts(blocks: Sequence[Any], place: str) -> list[Part]:
+    """Return the texts and pictures among blocks, whose place in the body is `place`."""
+    parts: list[Part] = []
+    for k, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            parts.append(TextPart(text=block.text))
+        elif isinstance(block, ImageBlock):
+            parts.append(block.sent(f"{place}.{k}"))
+    return parts
 
 
 def blocks_of(reply: ChatMessage) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from palestra.http.errors import Failure, openai_error
 from palestra.http.sse import encode_event
+from palestra.server.dialects.sent_pictures import SentPicture
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.generation import GenerationRequest
@@ -33,12 +34,14 @@ class DialectRequest(Generic[B]):
         calls: the calls to sample: one for each prompt, all of one policy.
         stream: whether the answer is sent as events while it is sampled.
         scored: whether the answer has the log-probabilities of the prompts' tokens.
+        pictures: of the first call's messages, in order; `parse` leaves them out.
     """
 
     body: B
     calls: tuple[GenerationRequest, ...]
     stream: bool = False
     scored: bool = False
+    pictures: tuple[SentPicture, ...] = ()
 
     @property
     def policy(self) -> str:

@@ -19,6 +19,7 @@ from palestra.server.dialects.fields import (
     call_fields,
     refuse_others,
 )
+from palestra.server.dialects.sent_pictures import with_places
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.generation import GenerationRequest
@@ -100,7 +101,8 @@ class ChatRequest(SamplingFields):
     """The fields of OpenAI's chat request that this server acts on."""
 
     messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=10_000)] = Field(
-        description="The conversation so far; content is text, or a list of text parts."
+        description="The conversation so far; content is text, or a list of parts: text, `image_url`, or `image` with "
+        "the digest of a picture that was uploaded."
     )
     max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
     tools: Annotated[tuple[ToolSpec, ...], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -149,7 +151,7 @@ package reads, the message comes in one piece when it is. `reasoning_content` is
         named = choice.function.name if isinstance(choice, NamedTool) else None
         call = GenerationRequest(
             policy=wanted.model,
-            messages=wanted.messages,
+            messages=with_places(wanted.messages),
             max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
             top_logprobs=wanted.top_logprobs or 0,
             tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),

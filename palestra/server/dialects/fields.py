@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from palestra.config import MAX_AGENT, is_agent_name
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.http.bodies import UNSUPPORTED
+from palestra.server.dialects.sent_pictures import chat_content
 from palestra.session.registry import KEYED
 from palestra.types.messages import ChatMessage
 
@@ -90,23 +91,27 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _only_text(message: Any) -> Any:
-    """Refuse content other than text.
+_PICTURES = ("image_url", "image")  # the second is Palestra's own, with a digest
 
-    Records can hold images, but renderers can't show them yet, and to drop an image silently would change the prompt.
-    """
+
+def _known_content(message: Any) -> Any:
+    """Refuse content other than text and pictures: to drop it silently would change the prompt."""
     if isinstance(message, dict):
         content = message.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         kinds = [part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"]
+        with_pictures = any(kind in _PICTURES for kind in kinds)
+        kinds = [kind for kind in kinds if kind not in _PICTURES]
         found = [key for key in ("function_call", "audio") if message.get(key)]
         found += [f"content of type {kind!r}" for kind in kinds]
         if found:
             raise PydanticCustomError(UNSUPPORTED, "{found} is not supported by this server", {"found": found[0]})
+        if with_pictures:
+            return chat_content(message)
     return message
 
 
-Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
+Message = Annotated[ChatMessage, BeforeValidator(_known_content)]
 StopStrings = Annotated[
     tuple[StopString, ...],
     BeforeValidator(_listed, json_schema_input_type=StopString | tuple[StopString, ...]),

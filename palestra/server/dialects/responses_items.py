@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import UNSUPPORTED
 from palestra.server.dialects.answers import answer_id
-from palestra.server.dialects.transcript import Transcript
+from palestra.server.dialects.sent_pictures import Detail, SentPicture, from_url
+from palestra.server.dialects.transcript import Transcript, content_of
 from palestra.types.calls import Chat
-from palestra.types.messages import ChatMessage, Text
+from palestra.types.messages import ChatMessage, Part, Text, TextPart
 
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
@@ -29,20 +30,43 @@ class TextContent(_Item):
     text: Text
 
 
+class ImageContent(_Item):
+    """A part of an item that shows a picture: by its URL, or by the digest of an uploaded one as `file_id`."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Detail | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> ImageContent:
+        if (self.image_url is None) == (self.file_id is None):
+            raise ValueError("a picture has image_url or file_id, and not both")
+        return self
+
+    def sent(self, place: str) -> SentPicture:
+        """Return the picture of the part, whose place in the body is `place`."""
+        if self.image_url is not None:
+            return from_url(self.image_url, self.detail, place)
+        return SentPicture(place=place, named=self.file_id, low=self.detail == "low")
+
+
+_KINDS = ("input_text", "output_text", "text", "input_image")
+_Content = Annotated[TextContent | ImageContent, Field(discriminator="type")]
+
+
 def _content(value: Any) -> Any:
-    """Return text or parts as parts; refuse parts that are not text."""
+    """Return text or parts as parts; refuse parts that are neither text nor pictures."""
     if isinstance(value, str):
         return ({"type": "input_text", "text": value},)
     for part in value if isinstance(value, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in ("input_text", "output_text", "text"):
+        if isinstance(kind, str) and kind not in _KINDS:
             raise PydanticCustomError(UNSUPPORTED, "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
     return value
 
 
-Contents = Annotated[
-    tuple[TextContent, ...], BeforeValidator(_content, json_schema_input_type=str | tuple[TextContent, ...])
-]
+Contents = Annotated[tuple[_Content, ...], BeforeValidator(_content, json_schema_input_type=str | tuple[_Content, ...])]
 
 
 class MessageItem(_Item):
@@ -118,18 +142,26 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMe
     out = Transcript()
     if instructions:
         out.say("system", instructions)
-    for item in items:
+    for number, item in enumerate(items):
         if isinstance(item, MessageItem):
-            out.say(item.role, "".join(part.text for part in item.content))
+            out.say(item.role, content_of(_parts(item.content, f"input.{number}.content")))
         elif isinstance(item, FunctionCallItem):
             out.call(item.call_id, item.name, item.arguments)
         elif isinstance(item, FunctionOutputItem):
-            out.result(item.call_id, "".join(part.text for part in item.output))
+            out.result(item.call_id, content_of(_parts(item.output, f"input.{number}.output")))
         else:
             out.think("".join(part.text for part in item.content or ()))
     if not out.messages:
         raise InvalidRequest("input has no message", "input")
     return out.messages
+
+
+def _parts(contents: Sequence[TextContent | ImageContent], place: str) -> list[Part]:
+    """Return the texts and pictures of an item, whose place in the body is `place`."""
+    return [
+        TextPart(text=part.text) if isinstance(part, TextContent) else part.sent(f"{place}.{k}")
+        for k, part in enumerate(contents)
+    ]
 
 
 def items_of(chat: Chat) -> list[dict[str, Any]]:

@@ -5,7 +5,9 @@ Only a whole reply equals the recorded one, and only then can the next call exte
 
 from __future__ import annotations
 
-from palestra.types.messages import ChatMessage, FunctionCall, Role, ToolCall, text_message
+from collections.abc import Sequence
+
+from palestra.types.messages import ChatMessage, FunctionCall, Part, Role, TextPart, ToolCall, text_message
 
 
 class Transcript:
@@ -16,8 +18,11 @@ class Transcript:
         self._calls: list[ToolCall] = []  # calls to add to the last message
         self._open = False  # whether the last message is a reply that may continue
 
-    def say(self, role: Role, text: str) -> None:
-        """Add text. The assistant's text becomes one message with the reasoning before it and the calls after it."""
+    def say(self, role: Role, content: str | Sequence[Part]) -> None:
+        """Add text, or parts with pictures.
+
+        The assistant's text becomes one message with the reasoning before it and the calls after it.
+        """
         last = self._messages[-1] if self._messages else None
         if (
             role == "assistant"
@@ -25,11 +30,11 @@ class Transcript:
             and last is not None
             and not (last.text or last.tool_calls or self._calls)
         ):
-            self._messages[-1] = text_message("assistant", text).model_copy(
+            self._messages[-1] = _message("assistant", content).model_copy(
                 update={"reasoning_content": last.reasoning_content}
             )
             return
-        self._add(text_message(role, text))
+        self._add(_message(role, content))
         self._open = role == "assistant"
 
     def think(self, text: str) -> None:
@@ -52,9 +57,9 @@ class Transcript:
             self._open = True
         self._calls.append(made)
 
-    def result(self, call_id: str, text: str) -> None:
-        """Add the result `text` of the tool call `call_id`."""
-        self._add(text_message("tool", text).model_copy(update={"tool_call_id": call_id}))
+    def result(self, call_id: str, content: str | Sequence[Part]) -> None:
+        """Add the result `content`, text or parts with pictures, of the tool call `call_id`."""
+        self._add(_message("tool", content).model_copy(update={"tool_call_id": call_id}))
         self._open = False
 
     @property
@@ -73,3 +78,16 @@ class Transcript:
             last = self._messages[-1]
             self._messages[-1] = last.model_copy(update={"tool_calls": (*last.tool_calls, *self._calls)})
             self._calls.clear()
+
+
+def content_of(parts: Sequence[Part]) -> str | Sequence[Part]:
+    """Return parts as one text if all of them are text, as a reply of the model has been recorded; else as they are."""
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    return "".join(texts) if len(texts) == len(parts) else parts
+
+
+def _message(role: Role, content: str | Sequence[Part]) -> ChatMessage:
+    if isinstance(content, str):
+        return text_message(role, content)
+    # Made without validation, which would take a picture that has no digest yet for a damaged one.
+    return ChatMessage.model_construct(role=role, content=tuple(content))

@@ -184,6 +184,7 @@ def test_the_temperature_falls_where_the_entropy_is_above_its_target_and_rises_b
     assert other.state() == algorithm.state()
 
 
+@pytest.mark.slow
 def test_values_of_a_known_chain_are_found():
     """Three places in a row; left ends the walk with 0.3 from each, right leads on, and ends with 1 from the last.
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from palestra.config import JobConfig, PolicyConfig, RolloutConfig, parse_config
+from palestra.config import (
+    EmbeddedEngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    PolicyConfig,
+    RolloutConfig,
+    parse_config,
+)
 from palestra.config.loading import dump_config
 from palestra.errors import ConfigError
 
@@ -100,6 +107,9 @@ OTHER: dict[str, Any] = {
     "engine.cache_gib": 1.5,
     "engine.in_flight_updates": "finish",
     "engine.threads": 1,
+    "engine.replicas": 2,
+    "engine.sync": "all",
+    "engine.stuck_seconds": 5.0,
     "engine.max_batch": 8,
     "engine.prefill_tokens": 99,
     "engine.prefix_cache_tokens": 99,
@@ -108,6 +118,10 @@ OTHER: dict[str, Any] = {
     "trainer.micro_batch_tokens": 99,
     "trainer.logit_chunk": 99,
     "trainer.adapter_slots": 1,
+    "trainer.devices": 2,
+    "trainer.rank_timeout_seconds": 9.0,
+    "trainer.activation_checkpointing": True,
+    "trainer.cpu_offload": True,
     "store.synchronous": "NORMAL",
     "store.trained_logprobs_steps": 3,
     "server.host": "0.0.0.0",
@@ -115,6 +129,15 @@ OTHER: dict[str, Any] = {
     "server.max_body_bytes": 99,
     "server.max_waiting_calls": 99,
     "server.max_wait_seconds": 9.0,
+    "watchdog.seconds": 5.0,
+    "watchdog.idle": "fail",
+    "pictures.max_bytes": 99,
+    "pictures.max_pixels": 99,
+    "pictures.max_in_call": 9,
+    "pictures.store_gib": 0.5,
+    "pictures.hosts": ["images.example.com"],
+    "pictures.private_hosts": ["10.0.0.7:8080"],
+    "pictures.fetch_seconds": 9.0,
 }
 # The first: with `deterministic`, and the second: with tasks, which the table has; the last: without `every`.
 ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.policy.frozen"}
@@ -134,7 +157,16 @@ NOT_TRAINED = {
     "checkpoint",
     "store",
     "server",
+    "pictures",
     "trainer.adapter_slots",
+    "engine.replicas",
+    "engine.sync",
+    "engine.stuck_seconds",
+    "watchdog",
+    "trainer.rank_timeout_seconds",
+    "trainer.devices",  # unless the job is deterministic, as the next two
+    "trainer.activation_checkpointing",
+    "trainer.cpu_offload",
 }
 NOT_TRAINED |= {
     f"rollout.{leaf}"
@@ -190,8 +222,8 @@ def config(**leaf_values: Any) -> JobConfig:
 
 
 def test_the_table_of_this_test_has_every_field():
-    beside_an_adapter = {"policies.policy.base"}  # see test_shared_base.py
-    assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE | SHORT | beside_an_adapter
+    elsewhere = {"policies.policy.base", "policies.policy.vision"}  # see test_shared_base.py, test_policies.py
+    assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE | SHORT | elsewhere
 
 
 @pytest.mark.parametrize(
@@ -220,7 +252,9 @@ def test_model_is_refused_where_it_could_be_that_of_several(policies):
 
 @pytest.mark.parametrize("leaf", sorted(OTHER))
 def test_the_digest_changes_exactly_with_what_is_trained(leaf):
-    needed = {"environment.name": "gomoku"} if leaf == "environment.runners" else {}
+    needed = {"environment.runners": {"environment.name": "gomoku"}, "trainer.cpu_offload": {"trainer.devices": 2}}.get(
+        leaf, {}
+    )
     changed, before = config(**needed, **{leaf: OTHER[leaf]}), config(**needed)
     assert changed != before
     same = changed.digest() == before.digest()
@@ -289,6 +323,13 @@ def test_the_folder_is_run_dir_or_follows_from_the_name():
 def test_a_configuration_can_not_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         JobConfig().seed = 3  # type: ignore[misc]
+
+
+def test_workers_of_a_deterministic_job_have_a_fixed_number_of_threads():
+    with pytest.raises(ConfigError, match=r"needs engine\.threads"):
+        JobConfig(deterministic=True, engine=EmbeddedEngineConfig(replicas=2))
+    JobConfig(deterministic=True, engine=EmbeddedEngineConfig(replicas=2, threads=1))
+    JobConfig(deterministic=True, engine=FakeEngineConfig(replicas=2))
 
 
 def test_what_is_played_ahead_can_not_be_reproduced():

@@ -173,3 +173,24 @@ def test_rewards_of_agents_that_a_frozen_policy_plays_are_left_out():
     rewards = {"agent": 1.0, "opponent": -1.0, "planner/search": 0.5}
     assert ROLES.trained_rewards(rewards) == {"agent": 1.0, "planner/search": 0.5}
     assert Roles(default="white").trained_rewards(rewards) is rewards
+
+
+def test_whether_a_tower_is_trained_is_kept_and_a_policy_without_the_key_has_the_digest_that_it_had():
+    config = parse_config({"policies": {"policy": {"model": "tiny-random-vision", "vision": "trained"}}})
+    assert parse_config(tomllib.loads(dump_config(config))).policies["policy"].vision == "trained"
+    assert "vision" not in PolicyConfig().model_dump()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"adapter": {"rank": 4}}, "adapters of models that see are not supported"),
+        ({"frozen": True}, "leave out either `frozen` or its `vision`"),
+        ({"frozen": True, "base": "unix:socket"}, "leave out either `frozen` or its `vision`"),
+        ({"adapter": {"rank": 4}, "base": "unix:socket"}, "base servers are for models that read text only"),
+        ({"vision": "half"}, "frozen"),
+    ],
+)
+def test_a_tower_is_trained_with_all_weights_of_a_model_in_this_process(more, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_config({"policies": {"policy": {"vision": "trained"} | more}})

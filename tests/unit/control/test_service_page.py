@@ -30,9 +30,10 @@ from palestra.types.gpus import GpuReading, GpuUse
 from palestra.types.jobs import Resources
 from palestra.types.states import JobState
 from unit.control.building import api_routes, running, submit
-from unit.dashboard.recorded import record
+from unit.dashboard.recorded import PICTURE_DIGEST, record
 
 PARTS = {"step": "5", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0", "call": "1"}
+PARTS["digest"] = PICTURE_DIGEST
 RUNS = "/dashboard/api/runs"
 
 
@@ -81,7 +82,7 @@ async def test_the_runs_of_jobs_are_read_by_those_who_may_read_the_jobs(plane, k
     open_, private = await with_run(plane), await with_run(plane, private=True)
     async with client(plane) as http:
         paths = run_paths(plane, open_)
-        assert len(paths) == 13
+        assert len(paths) == 14
         for path in paths:
             for name in ("ann", "bob", "eve", "admin"):
                 answer = await http.get(path, headers=keys[name])

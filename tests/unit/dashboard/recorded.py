@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,19 @@ def calls_of(group: int, sample: int) -> list[Chat]:
     return [first, make_chat(name, prompt=(97, 98, 50), completion=(65, 66, 67), reply="<b>B&C</b>", fork=fork, **more)]
 
 
+PICTURE = bytes.fromhex(  # one red pixel
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc0000003010100c9fe92ef"
+    "0000000049454e44ae426082"
+)
+PICTURE_DIGEST = hashlib.sha256(PICTURE).hexdigest()
+
+
 async def record(folder: Path, **changes: Any) -> Run:
     """Write the run, as a learner and its workers would."""
     (folder / "config.toml").write_text(dump_config(config(**changes)))
     with open_store(folder, FakeClock()) as store:
         await _record(store)
+        assert store.pictures.keep(PICTURE) == PICTURE_DIGEST
     return Run(name="recorded", folder=folder)
 
 

@@ -12,7 +12,7 @@ import pytest
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import public_paths
 from palestra.dashboard.server import create_page_app
-from unit.dashboard.recorded import record
+from unit.dashboard.recorded import PICTURE, PICTURE_DIGEST, record
 
 VALUES = {
     "run": "recorded",
@@ -22,6 +22,7 @@ VALUES = {
     "episode": "train-000000-00",
     "row": "0",
     "call": "1",
+    "digest": PICTURE_DIGEST,
 }
 
 
@@ -47,7 +48,7 @@ async def test_every_route_of_data_needs_the_viewers_key(page):
     app, access, http = page
     key = (await key_of(http, access.code)).json()["key"]
     paths = api_paths(app)
-    assert len(paths) == 14
+    assert len(paths) == 15
     for path in paths:
         address = path + ("?follow=false" if path.endswith("/events") else "")
         for wrong in ({}, {"authorization": "Bearer pv-no"}, {"cookie": f"key={key}"}):
@@ -56,6 +57,18 @@ async def test_every_route_of_data_needs_the_viewers_key(page):
         good = await http.get(address, headers={"authorization": f"Bearer {key}"})
         assert good.status_code == 200, (path, good.text)
         assert good.headers["cache-control"] == "no-store"
+
+
+async def test_a_picture_is_shown_as_it_is_stored_with_a_type_of_ours(page):
+    _, access, http = page
+    headers = {"authorization": f"Bearer {(await key_of(http, access.code)).json()['key']}"}
+    found = await http.get(f"/dashboard/api/runs/recorded/pictures/{PICTURE_DIGEST}", headers=headers)
+    assert found.content == PICTURE
+    assert found.headers["content-type"] == "image/png"
+    assert found.headers["x-content-type-options"] == "nosniff"
+    assert "sandbox" in found.headers["content-security-policy"]
+    for name in ("0" * 64, "..%2F..%2Frun.db", "x"):
+        assert (await http.get(f"/dashboard/api/runs/recorded/pictures/{name}", headers=headers)).status_code == 404
 
 
 async def test_a_link_is_good_once_and_a_new_one_can_be_made(page):

@@ -59,7 +59,7 @@ async def test_an_error_while_a_prompt_is_computed_leaves_no_half_of_it(tiny, re
     real = tiny.hidden
     failures = iter([True])
 
-    def hidden(ids, positions, attend):
+    def hidden(ids, positions, attend, _pictures=None):
         out = real(ids, positions, attend)
         if next(failures, False):
             raise RuntimeError("no")
@@ -136,7 +136,7 @@ async def test_new_weights_that_wait_when_the_engine_is_closed_are_refused_and_n
 async def test_a_prompt_that_breaks_the_model_fails_alone_among_those_computed_with_it(tiny):
     real = tiny.hidden
 
-    def hidden(ids, positions, attend):
+    def hidden(ids, positions, attend, _pictures=None):
         if (ids == 77).any():
             raise RuntimeError("77 is no good")
         return real(ids, positions, attend)
@@ -156,7 +156,7 @@ async def test_a_prompt_that_breaks_the_model_fails_alone_among_those_computed_w
 async def test_out_of_memory_ends_the_newest_call_and_the_others_go_on(tiny):
     real, full = tiny.hidden, asyncio.Event()
 
-    def hidden(ids, positions, attend):
+    def hidden(ids, positions, attend, _pictures=None):
         if full.is_set() and len(ids) == 3:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
         return real(ids, positions, attend)

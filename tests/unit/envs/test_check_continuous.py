@@ -14,7 +14,7 @@ from palestra.envs.harvest import Harvest
 from palestra.envs.protocols import turns
 from palestra.errors import InvalidEnvironment
 
-LONG = {"tick_seconds": 60.0, "ticks": 100}
+LONG = {"tick_seconds": 240.0, "ticks": 25}
 
 
 class World(Harvest):

@@ -138,6 +138,7 @@ async def test_headers_have_a_deadline(part):
         assert server.connections.counts["headers_late"] == 1
 
 
+@pytest.mark.slow
 async def test_headers_that_come_byte_by_byte_have_the_same_deadline():
     async with running(header_seconds=0.3) as server:
         reader, writer = await server.open()

@@ -47,7 +47,7 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
     for name in (name for name, algorithm in ALGORITHMS.items() if issubclass(algorithm, PolicyGradient)):
         for mode in ("none", "token-mask"):
             algorithm = {"name": name, "importance_sampling": mode, "clip_low": 0.1}
-            job = ScriptedJob(tmp_path / f"{name} {mode}", config(algorithm=algorithm))
+            job = ScriptedJob(tmp_path / f"{name} {mode}", config(algorithm=algorithm, steps=2))
             await job.run()
             made = create_algorithm(job.config.algorithm)
             own = {metric.name for metric in (*made.metrics, *build_loss(made.loss()).metrics)}
@@ -346,6 +346,7 @@ async def test_several_minibatches_are_several_updates_of_one_version_each_with_
     assert [row["version"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

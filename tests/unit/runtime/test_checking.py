@@ -120,6 +120,19 @@ def test_a_system_message_is_refused_by_an_environment_that_takes_none():
     assert environment_of(parse_config(FAKE)) is None
 
 
+def test_an_engine_whose_environment_has_no_vllm_or_whose_key_is_not_set(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho vllm 0.9.1\n")
+    python.chmod(0o755)
+    said = found(**TINY, engine={"kind": "vllm", "python": str(python)})
+    assert "0.32 or newer is needed" in said["engine.python"]
+    monkeypatch.delenv("ENGINE_KEY", raising=False)
+    served = {"kind": "sglang", "url": "http://127.0.0.1:1", "key_variable": "ENGINE_KEY"}
+    assert "that variable is not set here" in found(**TINY, engine=served)["engine.key_variable"]
+    monkeypatch.setenv("ENGINE_KEY", "k")
+    assert found(**TINY, engine=served) == {}
+
+
 def test_groups_that_can_not_teach():
     assert "at least 2" in noted(**FAKE, rollout={"group_size": 4, "min_group_size": 1})["rollout.min_group_size"]
 

@@ -22,12 +22,14 @@ WIDTH = 3  # placeholders of an image
 class Seeing(ChatMLRenderer):
     """Writes the images of a conversation in front of it."""
 
+    takes_images = True
+
     def __init__(self) -> None:
         super().__init__(ByteTokenizer())
 
     def render(self, messages, tools=(), room=None):
         digests = [part.digest for m in messages for part in m.content if isinstance(part, ImagePart)]
-        text = super().render(messages, tools, room).ids
+        text = super().render(list(map(_text_of, messages)), tools, room).ids
         media = tuple(MediaSpan(k * WIDTH, WIDTH, digest) for k, digest in enumerate(digests))
         return TokenSequence(np.concatenate((np.zeros(WIDTH * len(digests), np.int32), text)), media)
 
@@ -41,10 +43,15 @@ class SeeingBehind(Seeing):
     """Its bridge writes images behind the new messages."""
 
     def extend(self, prompt_ids, completion_ids, new_messages, tools=(), room=None):
-        rest = super().extend(prompt_ids, completion_ids, new_messages, tools, room).ids
+        said = list(map(_text_of, new_messages))
+        rest = super().extend(prompt_ids, completion_ids, said, tools, room).ids
         digests = [part.digest for m in new_messages for part in m.content if isinstance(part, ImagePart)]
         media = tuple(MediaSpan(len(rest) + k * WIDTH, WIDTH, digest) for k, digest in enumerate(digests))
         return TokenSequence(np.concatenate((rest, np.zeros(WIDTH * len(digests), np.int32))), media)
+
+
+def _text_of(message: ChatMessage) -> ChatMessage:
+    return message.model_copy(update={"content": tuple(part for part in message.content if isinstance(part, TextPart))})
 
 
 def shows(image: str, text: str) -> ChatMessage:

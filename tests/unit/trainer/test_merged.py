@@ -154,7 +154,8 @@ async def test_common_passes_are_fewer_and_keep_to_the_budget(monkeypatch):
     assert [one.tokens for one in load.tenants] == [count + 2 * REQUEST_TOKENS for count in tokens]
 
 
-@pytest.mark.parametrize("slots", [None, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [None, 1, 2])
 async def test_twenty_steps_are_bit_for_bit_those_of_a_policy_alone(slots):
     """Beside others of other ranks, losses, learning rates and lengths, one of which is removed, others evicted."""
     steps = 20

@@ -540,3 +540,23 @@ async def test_the_trainers_thread_ends_with_its_work_and_with_it_what_openmp_ke
         await trainer.forward_backward("policy", [make_sample([1, 2, 3], [2])], LOSS, "1")
         while any(thread.name == "palestra-trainer" for thread in threading.enumerate()):
             await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_layers_that_are_computed_again_give_the_same_gradient_with_less_in_memory(dtype):
+    batch, found, kept = batch_of_two_groups(), [], []
+    for again in (False, True):
+        async with training(activation_checkpointing=again, dtype=dtype) as trainer:
+            saved = [0]
+
+            def count(tensor, saved=saved):
+                saved[0] += tensor.nbytes
+                return tensor
+
+            policy = trainer._policies["policy"]
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                policy.gradient_pieces(batch, LOSS).run()
+            found.append(gradients(trainer))
+            kept.append(saved[0])
+    assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
+    assert kept[1] < 0.7 * kept[0]

@@ -169,8 +169,10 @@ async def test_the_accessibility_tree_and_the_screenshot(visit):
         assert "sent small" in (await act(environment, ("click", {"ref": ref})))[1]
         by_pixel = visit([pages.host], observation="screenshot", size=(400, 300))
         await by_pixel.setup()
-        assert (await by_pixel.reset({"url": f"http://{pages.host}/"}))[0] == "Read the page."
-        picture = await by_pixel.screenshot()
+        goal, shown = (await by_pixel.reset({"url": f"http://{pages.host}/"}))[0]
+        assert goal == "Read the page."
+        picture = shown.data
+        assert picture == await by_pixel.screenshot()
         assert picture[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", picture[16:24]) == (400, 300)
         assert "click_at" in {tool["function"]["name"] for tool in by_pixel.tools}

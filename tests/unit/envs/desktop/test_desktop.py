@@ -138,3 +138,16 @@ def test_tasks_name_what_their_window_has():
 def test_it_keeps_to_what_environments_have_to_do():
     entry = catalog_entry("desktop")
     check_environment(entry.make, entry.generate("train", 1, 1))
+
+
+async def test_an_agent_is_shown_the_screen_after_each_action():
+    environment = DesktopEnvironment(observation="screenshot", actions="text")
+    try:
+        goal, first = (await environment.reset(TASK))[0]
+        assert goal == TASK["prompt"]
+        assert first.data == await environment.screenshot()
+        (message,), *_ = await environment.step_message(text_message("assistant", "click 5 5"))
+        (shown,) = message.content
+        assert Image.open(io.BytesIO(shown.data)).size == (320, 200)
+    finally:
+        await environment.close()

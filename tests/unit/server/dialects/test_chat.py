@@ -128,7 +128,7 @@ def test_what_is_no_json_is_an_invalid_request(body):
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]},
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
         {"role": "assistant", "content": None, "audio": {"id": "1"}},
     ],

@@ -2,7 +2,7 @@
 
 Without more, of the run of the other tests, to see that all can be made. For the docs, of a run that has learned:
 
-    PALESTRA_PICTURES=docs PALESTRA_PICTURES_OF=runs/addition pytest tests/browser/test_pictures.py -m browser
+    PALESTRA_PICTURES=docs PALESTRA_PICTURES_OF=runs/addition pytest tests/browser/test_page_pictures.py -m browser
 
 The findings are always those of a run that is made here, because one that learns has none: its learning rate is far too
 high, and its reward grows with the length of replies.

@@ -1,0 +1,81 @@
+"""A run's pictures in a terminal: shown where the terminal can (by the protocols of kitty and iTerm2), else linked."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.control import Control
+from rich.segment import ControlType, Segment
+from rich.style import Style
+from rich.text import Text
+
+from palestra.errors import NotFound, PalestraError
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.decoding import decode
+from palestra.pictures.encoding import encode
+from palestra.pictures.limits import OF_A_RUN
+
+Protocol = Literal["kitty", "iterm"]
+_CHUNK = 4096  # characters of base64 in one of kitty's commands
+
+
+def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
+    """Return the protocol by which a terminal shows pictures, as its variables say; None: it shows none.
+
+    Args:
+        environment: the variables of this process. Inside of tmux and screen, which pass pictures on only where they
+            are configured to, there is no protocol.
+    """
+    term, program = environment.get("TERM", ""), environment.get("TERM_PROGRAM", "")
+    if "TMUX" in environment or term.startswith(("screen", "tmux")):
+        return None
+    if "kitty" in term or "KITTY_WINDOW_ID" in environment or program == "ghostty":
+        return "kitty"
+    if program in {"iTerm.app", "WezTerm"} or environment.get("LC_TERMINAL") == "iTerm2":
+        return "iterm"
+    return None
+
+
+@dataclass(frozen=True)
+class TerminalPicture:
+    """A picture of a run as a line with a link to its file, and below it, where the terminal can, the picture.
+
+    The picture has exactly the pixels that the model's processor gets: it is decoded, and sent again as PNG.
+    """
+
+    pictures: Blobs
+    digest: str
+    protocol: Protocol | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the line, and the picture as a control segment, which no file or pipe gets."""
+        try:
+            image = decode(self.pictures.get(self.digest), OF_A_RUN)
+        except NotFound:
+            yield Text(f"[picture {self.digest}, whose file is gone]", style="red")
+            return
+        except PalestraError as error:
+            yield Text(f"[picture {self.digest}: {error}]", style="red")
+            return
+        path = self.pictures.path(self.digest).absolute()
+        link = Style(link=path.as_uri(), underline=True)
+        yield Text(f"[picture {image.width} × {image.height}: {path}]", style=link)
+        if self.protocol is not None and console.is_terminal:
+            commands = "".join(_commands(self.protocol, encode(image)))
+            yield Segment(f"{commands}\n", None, Control((ControlType.CARRIAGE_RETURN,)).segment.control)
+
+
+def _commands(protocol: Protocol, png: bytes) -> Iterator[str]:
+    """Yield what a terminal is sent to show a picture at the cursor."""
+    encoded = base64.b64encode(png).decode()
+    if protocol == "iterm":
+        yield f"\x1b]1337;File=inline=1;size={len(png)}:{encoded}\x07"
+        return
+    pieces = [encoded[start : start + _CHUNK] for start in range(0, len(encoded), _CHUNK)]
+    for number, piece in enumerate(pieces):
+        head = "a=T,f=100," if number == 0 else ""
+        yield f"\x1b_G{head}m={int(number < len(pieces) - 1)};{piece}\x1b\\"

@@ -1,0 +1,37 @@
+"""Jobs whose trainer is shared out over several devices: what such a trainer does not do, refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from palestra.config.job import JobConfig
+
+
+def check_devices(config: JobConfig) -> None:
+    """Refuse a training job that a trainer over its devices can't train.
+
+    Raises:
+        ValueError: the message names the key.
+    """
+    trainer = config.trainer
+    if trainer.cpu_offload and (trainer.devices == 1 or trainer.device == "cpu"):
+        raise ValueError("trainer.cpu_offload is for several CUDA devices; leave it out, or set trainer.devices")
+    if trainer.devices == 1:
+        return
+    if config.engine.kind == "fake":
+        raise ValueError(
+            f"trainer.devices is {trainer.devices}, and engine.kind = 'fake' trains no model; leave trainer.devices out"
+        )
+    if trainer.adapter_slots is not None:
+        raise ValueError(
+            f"trainer.devices is {trainer.devices}, and trainer.adapter_slots is for the adapters of one device; leave "
+            "one of the two out"
+        )
+    for name in config.trained_policies:
+        algorithm = config.algorithm_of(name)
+        if hasattr(algorithm, "critic"):
+            raise ValueError(
+                f"trainer.devices is {trainer.devices}, and {config.algorithm_key(name)}.name = {algorithm.name!r} has "
+                "a critic, which is trained on one device; take an algorithm without one, or leave trainer.devices out"
+            )

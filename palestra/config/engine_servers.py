@@ -1,0 +1,146 @@
+"""The `[engine]` tables of engines that are servers of other projects: vLLM and SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from palestra.config.section import Positive, Seconds, Section
+
+if TYPE_CHECKING:
+    from palestra.config.policy import PolicyConfig
+
+_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/?#]+$")]
+# Keys of a server that the job starts, which would have no effect on one that runs already.
+_OF_STARTED = ("cache_gib", "threads", "compile", "prefill_tokens", "tensor_parallel", "startup_seconds")
+
+
+class VllmEngineConfig(Section):
+    """`kind = "vllm"`: a vLLM server, which the job starts in an environment of its own, or which runs already."""
+
+    kind: Literal["vllm"] = Field("vllm", description="The kind of engine; each has keys of its own.")
+    python: Path | None = Field(
+        None,
+        description="Interpreter of an environment with vLLM 0.32 or newer, with which the job starts a server for "
+        "each policy. None: `url` names a server.",
+    )
+    url: Url | None = Field(
+        None,
+        description="URL of a vLLM server that runs already, for a job of one policy; it has to be started as "
+        "`docs/engines.md` says. None: the job starts one.",
+    )
+    key_variable: str | None = Field(
+        None,
+        pattern=_VARIABLE,
+        description="Environment variable that holds the key of the server of `url`. The key itself is never in a "
+        "configuration. None: the server needs none.",
+    )
+    weights_dir: Path | None = Field(
+        None,
+        description="Folder that the job and the server of `url` both see, for new weights. None: shared memory, of "
+        "the same machine.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Precision of the engine's products, weights, keys and values."
+    )
+    cache_gib: Positive | None = Field(
+        None,
+        description="Memory of each server for keys and values, in whole GiB. None: 1 on a CPU; on GPUs what vLLM "
+        "finds free.",
+    )
+    threads: Positive | None = Field(
+        None, description="CPU threads for arithmetic, of vLLM's build for CPUs. None: what vLLM chooses."
+    )
+    max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
+    prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
+    tensor_parallel: Positive = Field(1, description="GPUs that share each server's model.")
+    compile: bool = Field(
+        False, description="Whether vLLM compiles the model when it starts, which takes minutes and decodes faster."
+    )
+    in_flight_updates: Literal["continue", "finish"] = Field(
+        "continue",
+        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
+        "weights (each token records its version); `finish`: the weights wait until the replies are complete.",
+    )
+    seeds: bool = Field(
+        False,
+        description="Whether vLLM draws from each call's seed. Then prompts are not split over forward passes: vLLM's "
+        "build for CPUs ends where a seeded prompt is split.",
+    )
+    startup_seconds: Seconds = Field(600.0, description="How long a server may take to be ready.")
+
+    @model_validator(mode="after")
+    def _is_one_server(self) -> VllmEngineConfig:
+        _check_place(self.python, self.url, {"key_variable": self.key_variable, "weights_dir": self.weights_dir})
+        if self.url is not None and (unused := [key for key in _OF_STARTED if key in self.model_fields_set]):
+            raise ValueError(f"{unused[0]} is of a server that the job starts; leave it out, or leave out url")
+        return self
+
+
+class SglangEngineConfig(Section):
+    """`kind = "sglang"`: an SGLang server that runs already."""
+
+    kind: Literal["sglang"] = Field("sglang", description="The kind of engine; each has keys of its own.")
+    url: Url = Field(
+        description="URL of an SGLang server that runs already, for a job of one policy, such as "
+        "`http://127.0.0.1:30000`."
+    )
+    key_variable: str | None = Field(
+        None,
+        pattern=_VARIABLE,
+        description="Environment variable that holds the key of the server. The key itself is never in a "
+        "configuration. None: the server needs none.",
+    )
+    weights_dir: Path | None = Field(
+        None,
+        description="Folder that the job and the server both see, for new weights. None: shared memory, of the same "
+        "machine.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the weights that are sent.")
+    max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Requests that are sent at the same time.")
+
+
+def _check_place(python: Path | None, url: str | None, of_url: dict[str, Any]) -> None:
+    """Refuse a configuration that names no server, or two, or has keys for one that it does not name."""
+    if (python is None) == (url is None):
+        raise ValueError(
+            "give python, an interpreter that has vLLM, or url, a server that runs already: one of the two"
+        )
+    if python is not None and (unused := [key for key, value in of_url.items() if value is not None]):
+        raise ValueError(f"{unused[0]} is of a server that runs already; leave it out, or give url instead of python")
+
+
+def check_served(
+    engine: VllmEngineConfig | SglangEngineConfig,
+    policies: Mapping[str, PolicyConfig],
+    deterministic: bool,
+    pools: bool,
+) -> None:
+    """Refuse a job that its engine's servers can't play.
+
+    Args:
+        engine: the job's.
+        policies: by name.
+        deterministic: whether results have to be the same bit for bit.
+        pools: whether past versions play.
+
+    Raises:
+        ValueError: it has adapters, past versions, several policies on one server, or has to be deterministic.
+    """
+    whose = f"engine.kind = {engine.kind!r}"
+    if deterministic:
+        raise ValueError(
+            f"deterministic = true needs engine.kind = 'embedded': results of {whose} depend on its batches"
+        )
+    if pools:
+        raise ValueError(
+            f"roles with a pool of past versions need engine.kind = 'embedded'; a server of {whose} has one"
+        )
+    if adapted := [name for name, policy in policies.items() if policy.adapter is not None]:
+        raise ValueError(f"policies.{adapted[0]}.adapter needs engine.kind = 'embedded': {whose} gets full weights")
+    if engine.url is not None and len(policies) > 1:
+        raise ValueError(f"engine.url names one server, which samples from one policy, and there are {len(policies)}")

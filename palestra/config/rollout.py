@@ -1,0 +1,179 @@
+"""What is played: tasks, the environment, the episodes of a step and those that measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from palestra.config.section import Positive, Seconds, Section
+
+
+class TasksConfig(Section):
+    """Files of tasks. Without a file, an environment generates tasks, or clients push them with `POST /tasks`."""
+
+    train: Path | None = Field(None, description="JSONL file of tasks: one JSON object per line; `id` is optional.")
+    validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
+
+
+class EnvironmentConfig(Section):
+    """An environment that ships with Palestra, or one that a server plays; the job's process plays its episodes."""
+
+    name: str | None = Field(
+        None,
+        description="Name of an environment that ships with Palestra, such as `arithmetic`, `gomoku-duel` or "
+        "`kuhn-poker`; `palestra environments` lists all. None: remote workers play, or the environment given to "
+        "`palestra.train`.",
+    )
+    settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
+    url: str | None = Field(
+        None,
+        description="URL of an environment server (`palestra env serve`), such as `http://10.0.0.7:7500`, in place of "
+        "`name`. Its tasks come from files, or clients push them.",
+    )
+    protocol: Literal["palestra", "openenv", "nemo-gym"] = Field(
+        "palestra",
+        description="What the server at `url` speaks: `palestra` (`palestra env serve`), `openenv` (a server of "
+        "OpenEnv), or `nemo-gym` (a resources server of NeMo Gym). With the last two, `settings` may set their limits "
+        "(docs/partners.md), and the key is optional.",
+    )
+    key_variable: str = Field(
+        "PALESTRA_ENVIRONMENT_KEY",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable that holds the key of the environment server. The key itself is never in a "
+        "configuration.",
+    )
+    train_tasks: Positive = Field(512, description="Tasks to generate, if no file names any.")
+    validation_tasks: int = Field(64, ge=0, description="Held-out tasks to generate, if no file names any.")
+    system: str | None = Field(None, description="System message. None: the environment's own, if it has one.")
+    max_concurrency: Positive | None = Field(
+        None, description="Episodes that are played at the same time. None: as many as a step has, at most 256."
+    )
+    timeout_seconds: Seconds | None = Field(
+        None, description="Limit for one attempt at an episode. None: only `rollout.max_episode_seconds` applies."
+    )
+    runners: Positive | None = Field(
+        None,
+        description="Processes that play `name` beside the job, one core each: for environments that compute. In a "
+        "service each counts as one core of the job. None: the job's own process plays.",
+    )
+
+    @model_validator(mode="after")
+    def _runners_have_a_name(self) -> EnvironmentConfig:
+        if self.runners is not None and self.name is None:
+            raise ValueError("environment.runners play an environment that ships; give environment.name")
+        return self
+
+    @model_validator(mode="after")
+    def _one_environment(self) -> EnvironmentConfig:
+        if self.url is not None and (self.name is not None or (self.settings and self.protocol == "palestra")):
+            raise ValueError(
+                "environment.url names a server that has its own environment and settings; leave `name` and "
+                "`settings` out"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """Episodes: the sizes of groups, leases of workers, staleness, and how calls are recorded."""
+
+    group_size: Positive = Field(8, description="Episodes of one task, which are compared with one another.")
+    groups_per_step: Positive = Field(8, description="Tasks in one training step; each makes a group of episodes.")
+    min_group_size: Positive = Field(
+        2,
+        description="Completed episodes that a group needs to be trained; a group with fewer is dropped and replaced.",
+    )
+    max_attempts: Positive = Field(3, description="Attempts at an episode before it is discarded.")
+    lease_seconds: Seconds = Field(
+        120.0,
+        description="A claimed episode is given to another worker after so long without a model call or a heartbeat "
+        "of it. A claim may ask for another time, as `allow_discard_timeout`, up to `max_lease_seconds`.",
+    )
+    max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
+    max_episode_seconds: Seconds = Field(3600.0, description="Longest duration of one attempt at an episode.")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="Most steps by which a token may be older than the policy that is trained. 0: episodes are played "
+        "and trained in turn; above 0: the episodes of so many later steps are played while a step is trained.",
+    )
+
+    max_open_buckets: Positive | None = Field(
+        None, description="Groups that are played at the same time. None: all that are due."
+    )
+    max_per_worker: Positive | None = Field(
+        None,
+        description="Episodes of one task that a worker may hold at the same time, so that a fast one leaves some of "
+        "them to others. None: any number. Episodes that the server plays itself are not limited.",
+    )
+    max_claimed: Positive | None = Field(
+        None, description="Episodes that may be claimed at the same time, by all workers. None: any number."
+    )
+    step_order: Literal["observed", "acted"] = Field(
+        "observed",
+        description="Order of the TimeSteps of an episode in which several agents act at the same time, for credit by "
+        "step: by the time of their observations, or of their actions. Both times are recorded.",
+    )
+    weight_sync: Literal["any_time", "between_episodes"] = Field(
+        "any_time",
+        description="When episodes that Palestra plays itself get new weights. `any_time`: as soon as there are new "
+        "ones (each token records its version); `between_episodes`: when no episode is being played.",
+    )
+
+    strict_history: bool = Field(
+        False,
+        description="Refuse, with 409, a call that continues an earlier one and can't reuse its exact tokens.",
+    )
+
+    dropped_reasoning: Literal["fork", "keep"] = Field(
+        "fork",
+        description="How to treat an assistant message that the agent returns without its reasoning. `fork`: the model "
+        "does not see the reasoning again, so the tokens fork; `keep`: the exact tokens stay, reasoning included.",
+    )
+    stripped_whitespace: Literal["fork", "keep"] = Field(
+        "fork",
+        description="How to treat an assistant message that the agent returns with other white space around its text "
+        "or its reasoning, as after `.strip()`. `fork`: the model sees the new text, so the tokens fork; `keep`: the "
+        "exact tokens stay.",
+    )
+
+    untrainable_sampling: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="How to treat sampling fields that are not possible in a training episode, because the trainer "
+        "could not compute the probabilities: `top_p` below 1, `top_k`, `min_tokens`, penalties, `logit_bias`. "
+        "`refuse`: the call is refused with 400; `ignore`: the fields are ignored, and the header "
+        "`x-palestra-sampling` says so, for frameworks that always send them.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_groups_of_one(cls, data: Any) -> Any:
+        """Need one episode of a group that has one, unless `min_group_size` says otherwise."""
+        if isinstance(data, Mapping) and data.get("group_size") == 1 and "min_group_size" not in data:
+            return {**data, "min_group_size": 1}
+        return data
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> RolloutConfig:
+        if self.min_group_size > self.group_size:
+            raise ValueError("min_group_size is larger than group_size")
+        if self.lease_seconds > self.max_lease_seconds:
+            raise ValueError("lease_seconds is larger than max_lease_seconds")
+        return self
+
+
+class EvaluationConfig(Section):
+    """Validation on held-out tasks: greedy, through the same claims as training, while no weight changes."""
+
+    every_steps: int = Field(
+        5, ge=0, description="Evaluate every so many steps, before the first and after the last. 0: never."
+    )
+    every_tokens: Positive | None = Field(
+        None,
+        description="Evaluate after each step that passes a multiple of so many sampled tokens, before the first step "
+        "and after the last; `every_steps` is not used then. None: by steps.",
+    )
+    max_tasks: Positive | None = Field(None, description="Use at most so many validation tasks, the first ones.")

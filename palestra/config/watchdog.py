@@ -1,0 +1,25 @@
+"""The `[watchdog]` table: when a training job that does nothing is given up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from palestra.config.section import Section
+
+
+class WatchdogConfig(Section):
+    """Ends a training job in which nothing happens any more, and names the part that is stuck."""
+
+    seconds: float = Field(
+        3600.0,
+        ge=0,
+        description="Time without an accepted token and without a finished step after which the job fails; 0: never. A "
+        "step has to be shorter.",
+    )
+    idle: Literal["wait", "fail"] = Field(
+        "wait",
+        description="How time counts in which the job is in order and nobody plays. `wait`: not at all, so that "
+        "workers may come and go; `fail`: as any other time.",
+    )

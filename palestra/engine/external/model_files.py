@@ -1,0 +1,62 @@
+"""What the files of a model say, without its weights being loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from palestra.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFiles:
+    """A model in Hugging Face's layout, from which a server loads it.
+
+    Attributes:
+        folder: of the files.
+        vocab_size: number of tokens, V.
+        max_positions: longest sequence that the model was made for, in tokens.
+        shapes: of all weights, by name; a head that is tied to the embedding has none of its own.
+    """
+
+    folder: Path
+    vocab_size: int
+    max_positions: int
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(map(math.prod, self.shapes.values()))
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Read a model's configuration, and the headers of its safetensors.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        text = found.get("text_config", found)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if not shapes:
+            raise ModelError(f"{folder} has no model*.safetensors, which the engine's server loads")
+        if found.get("tie_word_embeddings", text.get("tie_word_embeddings", False)):
+            shapes.pop("lm_head.weight", None)
+        return ModelFiles(
+            folder=folder,
+            vocab_size=int(text["vocab_size"]),
+            max_positions=int(text.get("max_position_embeddings") or 2**20),
+            shapes=shapes,
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"the model in {folder} can't be read: {type(error).__name__}: {error}") from error

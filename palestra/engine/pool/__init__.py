@@ -1,0 +1,1 @@
+"""Several inference workers as one engine: placement, replacement, weights for all of them."""

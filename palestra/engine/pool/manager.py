@@ -1,0 +1,458 @@
+"""`InferenceManager`: a pool of inference workers, which is one engine to the rest of the job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.pool.call_counts import CallCounts
+from palestra.engine.pool.placement import place
+from palestra.engine.pool.prefixes import block_hashes
+from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
+from palestra.engine.pool.worker import FIRST_VERSION, InferenceWorker, StartedWorker, added_loads
+from palestra.engine.replay import Replay
+from palestra.errors import EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
+from palestra.models.weights import WeightSource
+from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
+from palestra.waiting import cancelled, race, together
+
+log = logging.getLogger("palestra.engine")
+MOST_FAILURES = 5  # of one place in a row; then the pool as a whole has failed
+STEADY_SECONDS = 60.0  # a worker that has served for so long ends the row
+BACKOFF_SECONDS = 0.25  # before the second start in a row; doubled with each further one
+START_SECONDS = 900.0  # to load the models
+MOST_ATTEMPTS = 3  # workers that one request may lose: a request that kills its worker must not kill them all
+
+StartWorker = Callable[[int], Awaitable[StartedWorker]]
+"""Starts the worker of a place, and returns when it has the weights of the start. A PalestraError that is no
+EngineFailure says that no start can succeed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolOptions:
+    """How a pool behaves.
+
+    Attributes:
+        replicas: workers at the start.
+        sync: whether new weights reach the workers one after another, so that the others go on, or all together.
+        stuck_seconds: a worker that has work and does none for so long is replaced.
+        prefix_tokens: tokens of each policy whose place is remembered, for each worker.
+    """
+
+    replicas: int
+    sync: Literal["rolling", "all"] = "rolling"
+    stuck_seconds: float = 60.0
+    prefix_tokens: int = 32768
+
+
+class InferenceManager:
+    """Implements `Engine` with several workers, and replaces those that die or stand still.
+
+    A reply whose worker is lost is sampled again by another one, under its seed. Nothing of the lost attempt is used
+    unless the caller has it already; see `Replay`.
+    """
+
+    def __init__(
+        self,
+        start: StartWorker,
+        policies: Collection[str],
+        keep: Callable[[str, WeightSource], Awaitable[KeptWeights]],
+        options: PoolOptions,
+    ) -> None:
+        """Prepare a pool; `open` starts its workers.
+
+        Args:
+            start: starts a worker.
+            policies: names of those that every worker has from its start.
+            keep: keeps weights of a policy, named first, for workers that need them later.
+            options: how the pool behaves.
+        """
+        self._start, self._first, self._keep, self._options = start, frozenset(policies), keep, options
+        self._wanted: dict[str, WantedPolicy] = {}
+        self._workers: list[InferenceWorker] = []
+        self._gone = EngineLoad(waiting=0, running=0)  # what workers that were taken away have done
+        self._tasks: dict[InferenceWorker, asyncio.Task[None]] = {}
+        self._changed = asyncio.Condition()
+        self._rolling = asyncio.Lock()
+        self._numbers = 0
+        self._paused = self._closed = False
+        self._calls = CallCounts()
+        self._failure: asyncio.Future[PalestraError] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> None:
+        """Start the workers, and return when all of them serve.
+
+        Raises:
+            PalestraError: one of them can't be started.
+        """
+        try:
+            await self.resize(self._options.replicas)
+        except BaseException:
+            await self.close()
+            raise
+
+    # Requests
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[SampledTokens, None]:
+        """Stream a reply from one of the workers; see `Engine.generate`.
+
+        Raises:
+            ReplyLost: the caller has tokens of a worker that was lost, and sampling them again gave others.
+        """
+        self._check_known(request.policy)
+        replay, hashes = Replay(), block_hashes(request.prompt)
+        with self._calls.counted(replay):
+            for _ in range(MOST_ATTEMPTS):
+                worker = await self._placed(request, hashes)
+                engine = worker.engine
+                assert engine is not None
+                try:
+                    with worker.serving():
+                        worker.prefixes.add(request.policy, hashes)
+                        stream = engine.generate(request)
+                        async with contextlib.aclosing(stream) as pieces:  # type: ignore[type-var]
+                            async for piece in pieces:
+                                if (fresh := replay.take(piece)) is not None:
+                                    yield fresh
+                    replay.end()
+                    worker.prefixes.add(request.policy, block_hashes(_whole(request.prompt, replay.tokens)))
+                    return
+                except ReplyLost:
+                    raise
+                except EngineFailure:
+                    if self._closed or not await worker.has_failed(engine):
+                        raise
+                replay.begin_again()
+        raise EngineFailure(f"{MOST_ATTEMPTS} inference workers died while they sampled this reply; see their output")
+
+    async def _placed(self, request: EngineRequest, hashes: list[int]) -> InferenceWorker:
+        """Return the worker that gets a request, once there is one that serves."""
+        serving = await self._serving()
+        found = [worker.candidate(request.policy, hashes) for worker in serving]
+        return serving[place(len(request.prompt.ids), found)]
+
+    async def _serving(self) -> list[InferenceWorker]:
+        """Return the workers that take requests, at least one.
+
+        Raises:
+            EngineFailure: the pool was closed, or has failed.
+        """
+        while True:
+            self._check_open()
+            if serving := [worker for worker in self._workers if worker.serves]:
+                return serving
+            async with self._changed:
+                await self._changed.wait()
+
+    async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
+        """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
+        self._check_known(policy)
+        for _ in range(MOST_ATTEMPTS):
+            worker = min(await self._serving(), key=lambda one: one.requests)
+            engine = worker.engine
+            assert engine is not None
+            try:
+                with worker.answering():
+                    return await engine.score(policy, prompt)
+            except EngineFailure:
+                if self._closed or not await worker.has_failed(engine):
+                    raise
+        raise EngineFailure(f"{MOST_ATTEMPTS} inference workers died while they scored this prompt")
+
+    # Weights
+
+    async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
+        """Give every worker new weights, one after another or all together; see `Engine.sync_weights`.
+
+        While the workers take them one after another, replies begin on older and on newer weights; each token says
+        which. When this returns, no worker that serves has the older ones.
+        """
+        self._check_known(policy)
+        like = self._wanted[policy].like if policy in self._wanted else None
+        kept = await self._keep(policy, source)
+        await self._want(WantedPolicy(name=policy, like=like, version=version, weights=kept))
+
+    async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
+        """Give every worker one more policy; see `Engine.add_policy`."""
+        self._check_known(like)
+        known = self._wanted.get(like)
+        root = like if known is None or known.like is None else known.like
+        kept = await self._keep(name, source) if source is not None else None if known is None else known.weights
+        await self._want(WantedPolicy(name=name, like=root, version=version, weights=kept))
+
+    async def remove_policy(self, name: str) -> None:
+        """Free the memory of an added policy in every worker; see `Engine.remove_policy`."""
+        policy = self._wanted.get(name)
+        if policy is not None and policy.like is not None:
+            del self._wanted[name]
+            await self._hand_out()
+
+    async def _want(self, policy: WantedPolicy) -> None:
+        """Have every worker take a policy.
+
+        Raises:
+            ModelError: the first worker refuses the weights; all then keep what they had.
+        """
+        self._check_open()
+        before = self._wanted.get(policy.name)
+        self._wanted[policy.name] = policy
+        try:
+            await self._hand_out()
+        except ModelError:
+            if self._wanted.get(policy.name) is policy:
+                if before is None:
+                    del self._wanted[policy.name]
+                else:
+                    self._wanted[policy.name] = before
+            raise
+        self._check_open()
+
+    async def _hand_out(self) -> None:
+        """Bring all workers to what is wanted; one that starts meanwhile takes it before it serves.
+
+        Raises:
+            ModelError: the first of them refuse the weights.
+        """
+        rolling = self._options.sync == "rolling"
+        async with self._rolling if rolling else contextlib.nullcontext():
+            workers = [worker for worker in self._workers if worker.is_ready]
+            accepted = False
+            for turn in [[worker] for worker in workers] if rolling else [workers]:
+                refusals = await together(*(self._bring(worker) for worker in turn))
+                if not accepted and refusals and all(refusals):
+                    raise refusals[0] or ModelError("the weights do not fit")
+                accepted = True
+                for worker, refusal in zip(turn, refusals, strict=True):
+                    if refusal is not None:
+                        worker.lose(f"refused weights that another one has taken: {refusal}")
+
+    async def _bring(self, worker: InferenceWorker) -> ModelError | None:
+        """Bring one worker to what is wanted, and return why it refuses; one that fails is given up.
+
+        The worker in its place takes the weights before it serves.
+        """
+        try:
+            await worker.take(self._wanted)
+        except ModelError as error:
+            return error
+        except EngineFailure as error:
+            worker.lose(f"failed in an update: {error}")
+        return None
+
+    # The whole
+
+    async def pause(self) -> None:
+        """Let no worker begin another forward pass until `resume`; see `Engine.pause`."""
+        self._paused = True
+        await self._tell_paused()
+
+    async def resume(self) -> None:
+        """Let all workers go on after `pause`; see `Engine.resume`."""
+        self._paused = False
+        await self._tell_paused()
+
+    async def _tell_paused(self) -> None:
+        await together(*(self._pause(worker) for worker in self._workers if worker.is_ready))
+
+    async def _pause(self, worker: InferenceWorker) -> None:
+        """Tell one worker whether the pool is paused."""
+        engine = worker.engine
+        if engine is None:
+            return
+        try:
+            with worker.answering():
+                await (engine.pause() if self._paused else engine.resume())
+        except EngineFailure as error:
+            worker.lose(f"could not be paused: {error}")
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the oldest version that a worker which serves has; see `Engine.version`.
+
+        A claim says it as the version that its episode may be sampled from, so the oldest is the safe one. It is the
+        newest as soon as `sync_weights` has returned.
+
+        Raises:
+            ModelError: the pool has no such policy.
+        """
+        self._check_known(policy)
+        served = [worker.version(policy) for worker in self._workers if worker.serves]
+        known = self._wanted.get(policy)
+        return min(served, default=FIRST_VERSION if known is None else known.version)
+
+    def load(self) -> EngineLoad:
+        """Return the requests of the pool, and the sums of what its workers have done."""
+        loads = [self._gone, *(worker.own_load for worker in self._workers)]
+        return EngineLoad(
+            waiting=self._calls.waiting,
+            running=self._calls.running,
+            kv_bytes_used=sum(load.kv_bytes_used for load in loads),
+            kv_bytes=sum(load.kv_bytes for load in loads),
+            passes=sum(load.passes for load in loads),
+            prefilled_tokens=sum(load.prefilled_tokens for load in loads),
+            sampled_tokens=self._calls.sampled_tokens,
+            workers=tuple(worker.view() for worker in self._workers),
+        )
+
+    async def failure(self) -> str:
+        """Return when a worker can't be kept running, and say which and why."""
+        return str(await asyncio.shield(self._failure))
+
+    async def close(self) -> None:
+        """End all workers; requests in flight fail with EngineFailure."""
+        self._closed = True
+        await self._notify()
+        try:
+            await cancelled(*self._tasks.values())
+        finally:
+            self._wanted.clear()  # frees the weights
+
+    async def resize(self, replicas: int) -> None:
+        """Change the number of workers while requests are answered, and return when it is reached.
+
+        Workers that are taken away get no new requests, finish those that they have, and are ended then.
+
+        Args:
+            replicas: at least one.
+
+        Raises:
+            PalestraError: a worker can't be started, or the pool was closed.
+        """
+        if replicas < 1:
+            raise InvalidRequest("a pool has at least one worker", "replicas")
+        self._check_open()
+        stay = [worker for worker in self._workers if not worker.is_draining]
+        for worker in sorted(stay, key=lambda one: (one.is_ready, -one.requests))[: max(len(stay) - replicas, 0)]:
+            worker.drain()
+        added = [self._added_worker() for _ in range(replicas - len(stay))]
+        leaving = [self._tasks[worker] for worker in self._workers if worker.is_draining]
+        await race(self._reached(added, leaving), asyncio.shield(self._failure))
+        self._check_open()
+
+    async def _reached(self, added: Sequence[InferenceWorker], leaving: Sequence[asyncio.Task[None]]) -> None:
+        """Return when the workers that were added serve, and those that leave are gone."""
+        if leaving:
+            await asyncio.wait(leaving)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or all(worker.is_ready for worker in added))
+
+    def _added_worker(self) -> InferenceWorker:
+        worker = InferenceWorker(self._numbers, self._options.prefix_tokens, self._options.stuck_seconds)
+        self._numbers += 1
+        self._workers.append(worker)
+        self._tasks[worker] = asyncio.create_task(self._keep_running(worker))
+        return worker
+
+    # The life of a worker
+
+    async def _keep_running(self, worker: InferenceWorker) -> None:
+        """Run a worker, and others in its place, until it is taken away or can't be kept running."""
+        failures = 0
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    why = await self._serve(worker)
+                except EngineFailure as error:
+                    why = f"did not start: {error}"
+                except TimeoutError:
+                    why = f"did not start within {START_SECONDS:g} s"
+                if why is None:
+                    return
+                failures = 1 if time.monotonic() - began > STEADY_SECONDS and worker.served else failures + 1
+                if failures >= MOST_FAILURES:
+                    raise EngineFailure(f"{worker.name} {why}, the last of {failures} failures in a row")
+                worker.restarts += 1
+                pause = BACKOFF_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0
+                log.warning("%s %s; started again", worker.name, why)
+                await asyncio.sleep(pause)
+        except PalestraError as error:
+            if not self._failure.done():
+                self._failure.set_result(error)
+        finally:
+            self._gone = added_loads(worker.own_load, self._gone)
+            self._workers.remove(worker)
+            del self._tasks[worker]
+            await self._notify()
+
+    async def _serve(self, worker: InferenceWorker) -> str | None:
+        """Start a worker and let it serve; return why it ended, or None once it was taken away.
+
+        Raises:
+            EngineFailure: it did not start.
+            PalestraError: it can't be started.
+        """
+        worker.served = False
+        async with asyncio.timeout(START_SECONDS):
+            started = await self._start(worker.number)
+        worker.begin(started)
+        try:
+            failing = asyncio.create_task(started.engine.failure())
+            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
+            try:
+                winner = await race(worker.lost(), self._admit(worker), worker.stuck(lambda: self._paused))
+            finally:
+                await cancelled(failing)
+            return str(winner.result) if winner.index != 1 else None
+        finally:
+            worker.end()
+            started.kill()
+            await started.engine.close()
+            await self._notify()
+
+    async def _admit(self, worker: InferenceWorker) -> None:
+        """Give a worker what is wanted of all, let it serve, and return when it was taken away and is idle."""
+        paused = False
+        while True:
+            try:
+                await worker.take(self._wanted)
+            except ModelError as error:
+                self._drop(worker.refused, error)
+                continue
+            if paused == self._paused and not worker.lacks(self._wanted):
+                break
+            paused = self._paused
+            await self._pause(worker)
+        worker.is_ready = worker.served = True
+        await self._notify()
+        await worker.left()
+
+    def _drop(self, refused: WantedPolicy | None, error: ModelError) -> None:
+        """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does.
+
+        Raises:
+            ModelError: it is no added policy, and without it there is nothing to sample from.
+        """
+        if refused is None or refused.like is None or self._wanted.get(refused.name) is not refused:
+            raise error
+        log.error("%r can't be sampled from any more: %s", refused.name, error)
+        del self._wanted[refused.name]
+
+    async def _notify(self) -> None:
+        """Wake those who wait for a worker, or for a change of the pool."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _check_known(self, policy: str) -> None:
+        if policy not in self._first and policy not in self._wanted:
+            known = ", ".join(map(repr, (*sorted(self._first), *sorted(self._wanted.keys() - self._first))))
+            raise ModelError(f"this engine has the policies {known}, not {policy!r}")
+
+    def _check_open(self) -> None:
+        """Raise the error of a pool that was closed, or has failed."""
+        if self._closed:
+            raise EngineFailure("the engine was stopped")
+        if self._failure.done():
+            raise self._failure.result()
+
+
+def _whole(prompt: TokenSequence, reply: Sequence[int]) -> TokenSequence:
+    """Return a prompt and its reply as one sequence."""
+    return TokenSequence(np.concatenate([prompt.ids, np.array(reply, np.int32)]), prompt.media)

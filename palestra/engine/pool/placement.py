@@ -1,0 +1,53 @@
+"""Which worker of a pool gets a request: a pure function of what is known of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from palestra.types.calls import PolicyVersion
+
+REQUEST_TOKENS = 64
+"""How many prompt tokens cost a worker as much as one more request beside those that it has.
+
+A request delays its neighbours by its share of every pass, a prompt by its one computation. Without this rate the
+longest known beginning would always win, and a system prompt that all requests share would send all of them to the
+worker that was the first to see it.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A worker that may get a request.
+
+    Attributes:
+        known: tokens of the prompt's beginning that are in the worker's memory.
+        requests: that the worker has now.
+        version: of the policy's weights in the worker.
+        updating: whether it is taking new weights, during which requests may have to wait.
+    """
+
+    known: int
+    requests: int
+    version: PolicyVersion
+    updating: bool = False
+
+
+def place(prompt_tokens: int, candidates: Sequence[Candidate]) -> int:
+    """Return the number of the worker that should get a request.
+
+    Workers that take new weights come last. Of the others the one with the least work gets the request: what of the
+    prompt it does not know, and `REQUEST_TOKENS` for each request that it has. Of equal ones the longest known
+    beginning decides, then the newer weights, then the order.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        candidates: the workers, at least one.
+    """
+
+    def order(number: int) -> tuple[bool, int, int, tuple[int, int], int]:
+        one = candidates[number]
+        work = prompt_tokens - one.known + REQUEST_TOKENS * one.requests
+        return one.updating, work, -one.known, (-one.version.incarnation, -one.version.n), number
+
+    return min(range(len(candidates)), key=order)

@@ -1,0 +1,76 @@
+"""Which beginnings of prompts a worker has computed lately, so that a prompt goes where its beginning is in memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from palestra.types.calls import TokenSequence
+
+BLOCK_TOKENS = 16
+
+
+def block_hashes(tokens: TokenSequence) -> list[int]:
+    """Return a hash for each whole block of a token sequence; each covers everything up to the end of its block.
+
+    Two sequences share their first k hashes if they agree in the first k blocks, in their ids and in the digests of
+    their images. Hashes are of this process: Python salts them.
+
+    Args:
+        tokens: [N] ids.
+    """
+    data, width = tokens.ids.tobytes(), tokens.ids.itemsize * BLOCK_TOKENS
+    found, before = list[int](), 0
+    for number in range(len(data) // width):
+        block = data[number * width : (number + 1) * width]
+        media = _media_of(tokens, number) if tokens.media else ()
+        before = hash((before, block, media))
+        found.append(before)
+    return found
+
+
+def _media_of(tokens: TokenSequence, number: int) -> tuple[tuple[int, str], ...]:
+    """Return the images behind placeholders of a block, each with its position in the sequence."""
+    start, end = number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS
+    return tuple(
+        (span.start, span.digest) for span in tokens.media if span.start < end and span.start + span.tokens > start
+    )
+
+
+class PrefixIndex:
+    """The beginnings that one worker has probably in memory, by policy; the least recently used are forgotten."""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        """Begin empty.
+
+        Args:
+            capacity_tokens: of each policy; about what the worker's own prefix cache holds.
+        """
+        self._capacity = max(capacity_tokens // BLOCK_TOKENS, 1)
+        self._blocks: dict[str, OrderedDict[int, None]] = {}
+
+    def known(self, policy: str, hashes: Sequence[int]) -> int:
+        """Return how many tokens of a sequence's beginning are known.
+
+        Args:
+            policy: whose prompt it is.
+            hashes: of `block_hashes`.
+        """
+        blocks = self._blocks.get(policy)
+        if not blocks:
+            return 0
+        count = next((number for number, one in enumerate(hashes) if one not in blocks), len(hashes))
+        return count * BLOCK_TOKENS
+
+    def add(self, policy: str, hashes: Sequence[int]) -> None:
+        """Note that a sequence was sent to the worker; see `known`."""
+        blocks = self._blocks.setdefault(policy, OrderedDict())
+        for one in reversed(hashes):  # so that ends are forgotten before the beginnings that they need
+            blocks[one] = None
+            blocks.move_to_end(one)
+        while len(blocks) > self._capacity:
+            blocks.popitem(last=False)
+
+    def clear(self, policy: str) -> None:
+        """Forget a policy's beginnings, as when new weights have made them useless."""
+        self._blocks.pop(policy, None)

@@ -1,0 +1,292 @@
+"""One inference worker of a pool: its engine, what it is sampling, and the weights that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from palestra.engine.base import Engine, EngineLoad, WorkerLoad
+from palestra.engine.pool.placement import Candidate
+from palestra.engine.pool.prefixes import PrefixIndex
+from palestra.engine.pool.wanted import WantedPolicy, leftover, missing
+from palestra.errors import EngineFailure, ModelError
+from palestra.types.calls import PolicyVersion
+from palestra.waiting import together
+
+FIRST_VERSION = PolicyVersion(0, 0)
+GRACE_SECONDS = 0.5  # between the failure of a request and the news that its whole worker has failed
+
+
+class WorkerState(StrEnum):
+    """Where a worker is in its life; a worker that has died is starting again."""
+
+    STARTING = "starting"
+    READY = "ready"
+    UPDATING = "updating"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWorker:
+    """A worker that was started.
+
+    Attributes:
+        engine: of the worker; its `failure` returns when the worker has died.
+        kill: ends the worker without waiting, even if it stands still; all calls of its engine fail then.
+        process: number of its process; None: it has none of this machine.
+    """
+
+    engine: Engine
+    kill: Callable[[], None]
+    process: int | None = None
+
+
+class InferenceWorker:
+    """One place of a pool: a worker, or the next one in its place."""
+
+    def __init__(self, number: int, prefix_tokens: int, stuck_seconds: float) -> None:
+        """Make a place without a worker yet.
+
+        Args:
+            number: of the place, from 0.
+            prefix_tokens: see `PrefixIndex`.
+            stuck_seconds: a worker that has work and does none for so long is stuck.
+        """
+        self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
+        self.engine: Engine | None = None
+        self.process: int | None = None
+        self.prefixes = PrefixIndex(prefix_tokens)
+        self.requests = 0  # that are being answered
+        self.restarts = 0
+        self.refused: WantedPolicy | None = None  # the last policy whose weights it could not take
+        self.is_ready = self.is_draining = False
+        self.served = False  # since its last start
+        self._left = asyncio.Event()
+        self._calls = 0  # other calls that it is answering: updates, scores
+        self._answered = 0  # such calls that it has answered
+        self._updates = 0
+        self._have: dict[str, WantedPolicy] = {}
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._taking = asyncio.Lock()
+        self.before = EngineLoad(waiting=0, running=0)  # what earlier workers of this place have done
+
+    @property
+    def name(self) -> str:
+        """Return the worker's name in logs and messages."""
+        return f"inference worker {self.number}"
+
+    @property
+    def serves(self) -> bool:
+        """Return whether the worker takes new requests."""
+        return self.is_ready and not self.is_draining and not self._lost.done()
+
+    # Life
+
+    def begin(self, started: StartedWorker) -> None:
+        """Take a worker that was started and has the weights of the start."""
+        self.engine, self.process = started.engine, started.process
+        self.prefixes = PrefixIndex(self._prefix_tokens)
+        self._have, self._taking = {}, asyncio.Lock()
+        self._lost = asyncio.get_running_loop().create_future()
+
+    def end(self) -> None:
+        """Forget the worker, which has died or was ended."""
+        if self.engine is not None:
+            self.before = added_loads(self.before, self.engine.load())
+        self.engine, self.process, self.is_ready = None, None, False
+        self.lose("it was ended")
+
+    def lose(self, why: str) -> None:
+        """Give the worker up, so that the pool replaces it; the first reason counts."""
+        if not self._lost.done():
+            self._lost.set_result(why)
+
+    async def lost(self) -> str:
+        """Return when the worker is given up, and say why."""
+        return await asyncio.shield(self._lost)
+
+    async def has_failed(self, engine: Engine) -> bool:
+        """Return whether a call has failed because the worker did, and not because of the call.
+
+        Args:
+            engine: that answered the call; a worker that was replaced since then has another one.
+        """
+        if self.engine is not engine:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.lost(), GRACE_SECONDS)
+        return self.engine is not engine or self._lost.done()
+
+    async def stuck(self, is_paused: Callable[[], bool]) -> str:
+        """Return when the worker has had work for `stuck_seconds` and has done none of it, and say so.
+
+        A worker that is stopped, or waits for itself, keeps its socket open, so only progress counts: forward passes,
+        tokens, and answers to calls.
+
+        Args:
+            is_paused: returns whether the pool is paused; a paused worker has to answer calls, and no requests.
+        """
+        seen, since = self._progress(), time.monotonic()
+        while True:
+            await asyncio.sleep(min(self._stuck_seconds / 4, 1.0))
+            progress = self._progress()
+            has_work = self._calls > 0 or (self.requests > 0 and not is_paused())
+            if progress != seen or not has_work:
+                seen, since = progress, time.monotonic()
+            elif time.monotonic() - since >= self._stuck_seconds:
+                return f"has made no progress for {self._stuck_seconds:g} s with {self.requests} requests"
+
+    def _progress(self) -> tuple[int, ...]:
+        assert self.engine is not None
+        load = self.engine.load()
+        return load.passes, load.prefilled_tokens, load.sampled_tokens, self._answered
+
+    def drain(self) -> None:
+        """Take no more requests, and leave when those that there are have ended."""
+        self.is_draining = True
+        self._look_left()
+
+    async def left(self) -> None:
+        """Return when the worker was drained and has no request any more."""
+        await self._left.wait()
+
+    def _look_left(self) -> None:
+        if self.is_draining and not self.requests:
+            self._left.set()
+
+    # Requests and calls
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count a request of this worker while the block runs."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            self._look_left()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a call that is no request, such as an update, while the block runs."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._answered += 1
+
+    def candidate(self, policy: str, hashes: list[int]) -> Candidate:
+        """Return what a placement has to know of this worker.
+
+        Args:
+            policy: whose prompt is to be placed.
+            hashes: of the prompt, see `block_hashes`.
+        """
+        return Candidate(
+            known=self.prefixes.known(policy, hashes),
+            requests=self.requests,
+            version=self.version(policy),
+            updating=self._updates > 0,
+        )
+
+    # Weights
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the version of a policy's weights in this worker."""
+        known = self._have.get(policy)
+        return FIRST_VERSION if known is None else known.version
+
+    def lacks(self, wanted: Mapping[str, WantedPolicy]) -> bool:
+        """Return whether the worker still has to take or remove a policy; see `take`."""
+        return bool(missing(wanted, self._have) or leftover(wanted, self._have))
+
+    async def take(self, wanted: Mapping[str, WantedPolicy]) -> None:
+        """Bring the worker's policies to what is wanted, also to what comes to be wanted meanwhile.
+
+        Args:
+            wanted: by name; it may change while this runs.
+
+        Raises:
+            ModelError: weights do not fit the model.
+            EngineFailure: the worker has died, or was closed.
+        """
+        engine = self.engine
+        if engine is None:
+            raise EngineFailure(f"{self.name} has died")
+        self._updates += 1
+        try:
+            async with self._taking:
+                while self.lacks(wanted):
+                    for name in leftover(wanted, self._have):
+                        with self.answering():
+                            await engine.remove_policy(name)
+                        self._have.pop(name, None)
+                        self.prefixes.clear(name)
+                    due = missing(wanted, self._have)
+                    for policy in due:
+                        if policy.weights is None:
+                            await self._take(engine, policy)
+                    await together(*(self._take(engine, policy) for policy in due if policy.weights is not None))
+        finally:
+            self._updates -= 1
+
+    async def _take(self, engine: Engine, policy: WantedPolicy) -> None:
+        source = None if policy.weights is None else policy.weights.source
+        with self.answering():
+            try:
+                if policy.like is not None:
+                    await engine.add_policy(policy.name, policy.like, policy.version, source)
+                else:
+                    assert source is not None
+                    await engine.sync_weights(policy.name, policy.version, source)
+            except ModelError:
+                self.refused = policy
+                raise
+        self._have[policy.name] = policy
+        self.prefixes.clear(policy.name)
+
+    # What others see
+
+    @property
+    def state(self) -> WorkerState:
+        """Return where the worker is in its life."""
+        if not self.is_ready:
+            return WorkerState.STARTING
+        if self.is_draining:
+            return WorkerState.DRAINING
+        return WorkerState.UPDATING if self._updates else WorkerState.READY
+
+    @property
+    def own_load(self) -> EngineLoad:
+        """Return the load of the worker that is there, and what it and those before it have done."""
+        now = EngineLoad(waiting=0, running=0) if self.engine is None else self.engine.load()
+        return added_loads(now, self.before)
+
+    def view(self) -> WorkerLoad:
+        """Return what `/status` shows of this worker."""
+        return WorkerLoad(
+            name=self.name,
+            state=self.state.value,
+            requests=self.requests,
+            restarts=self.restarts,
+            process=self.process,
+            versions={name: str(policy.version) for name, policy in self._have.items()},
+        )
+
+
+def added_loads(now: EngineLoad, before: EngineLoad) -> EngineLoad:
+    """Return a load whose counters include those of another one."""
+    return EngineLoad(
+        waiting=now.waiting,
+        running=now.running,
+        kv_bytes_used=now.kv_bytes_used,
+        kv_bytes=now.kv_bytes,
+        passes=now.passes + before.passes,
+        prefilled_tokens=now.prefilled_tokens + before.prefilled_tokens,
+        sampled_tokens=now.sampled_tokens + before.sampled_tokens,
+    )

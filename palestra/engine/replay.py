@@ -1,0 +1,61 @@
+"""A reply that is sampled a second time because the first attempt was lost, for a caller who has its beginning."""
+
+from __future__ import annotations
+
+from palestra.errors import ReplyLost
+from palestra.types.calls import SampledTokens
+
+
+class Replay:
+    """Hands each token of a reply to the caller once, however often the reply is sampled.
+
+    A request has a seed, so a second attempt repeats the first one's tokens unless the weights or the batch around the
+    request have changed the arithmetic. What the caller has already received can't be taken back. Tokens of a later
+    attempt are therefore compared with them, and left out while they are equal.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[int] = []  # tokens that the caller has
+        self._seen = 0  # tokens of the present attempt
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the tokens that the caller has."""
+        return self._given
+
+    def begin_again(self) -> None:
+        """Begin another attempt."""
+        self._seen = 0
+
+    def take(self, piece: SampledTokens) -> SampledTokens | None:
+        """Return the part of a piece that the caller does not have yet; None: there is none.
+
+        Args:
+            piece: the next tokens of the present attempt.
+
+        Raises:
+            ReplyLost: the piece differs from what the caller has.
+        """
+        if self._seen == len(self._given):  # the usual case: nothing is repeated
+            self._given += piece.ids
+            self._seen += len(piece.ids)
+            return piece
+        known = min(len(piece.ids), len(self._given) - self._seen)
+        if list(piece.ids[:known]) != self._given[self._seen : self._seen + known]:
+            raise ReplyLost("a reply was lost before its end, and sampling it again has given other tokens")
+        self._seen += known
+        if known == len(piece.ids):
+            return None
+        rest = piece.ids[known:]
+        self._given += rest
+        self._seen += len(rest)
+        return SampledTokens(ids=rest, logprobs=piece.logprobs[known:], version=piece.version, top=piece.top[known:])
+
+    def end(self) -> None:
+        """Check that the attempt that has ended is as long as what the caller has.
+
+        Raises:
+            ReplyLost: it is shorter.
+        """
+        if self._seen < len(self._given):
+            raise ReplyLost("a reply was lost before its end, and sampling it again has given fewer tokens")

@@ -1,0 +1,1 @@
+"""SGLang as an engine: a server that runs already."""

@@ -1,0 +1,152 @@
+"""The routes of an SGLang server, as its documentation has them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from palestra.engine.base import EngineRequest
+from palestra.engine.external.api import Chunk, Counters
+from palestra.engine.external.connection import EngineConnection
+from palestra.engine.external.reply import Bounds
+from palestra.engine.sglang.sampling import sglang_sampling
+from palestra.errors import ConfigError, EngineFailure
+from palestra.threads import in_thread
+from palestra.types.calls import PolicyVersion
+
+_QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
+_OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+class SglangApi:
+    """Implements `EngineApi` with SGLang, which does not say which version of the weights has sampled a token."""
+
+    splits_versions = False
+
+    def __init__(self, connection: EngineConnection, bounds: Bounds, stop_ids: Collection[int], folder: Path) -> None:
+        """Prepare to ask a server.
+
+        Args:
+            connection: to the server.
+            bounds: of the policy.
+            stop_ids: tokens that end every reply of the policy.
+            folder: of the policy's model, whose configuration lies beside new weights.
+        """
+        self._http, self._bounds, self._stop_ids, self._folder = connection, bounds, stop_ids, folder
+
+    async def check(self) -> None:
+        """Ask the server whether it generates; see `EngineApi`."""
+        found = (await self._http.get("/get_model_info", _QUICK)).json()
+        if not isinstance(found, dict) or not found.get("is_generation", True):
+            raise ConfigError("the engine's server has a model that does not generate")
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+        """Stream a reply; each event repeats what came before it, unless the server was told otherwise."""
+        top = request.sampling.top_logprobs
+        body = {
+            "input_ids": request.prompt.ids.tolist(),
+            "sampling_params": sglang_sampling(request.sampling, self._stop_ids),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": top,
+            "stream": True,
+        }
+        seen = 0
+        async with aclosing(self._http.stream("/generate", body)) as events:
+            async for event in events:
+                chunk, seen = _chunk(event, seen, top)
+                yield chunk
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        found = await self._http.post("/generate", body, _LOADING)
+        try:
+            said = found["meta_info"]["input_token_logprobs"]
+            if [each[1] for each in said] != list(ids):
+                raise EngineFailure("the engine scored other tokens than those that it was asked for")
+            return [float(each[0]) for each in said[1:]]
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineFailure(f"the engine's scores can't be read: {type(error).__name__}: {error}") from error
+
+    async def pause(self) -> None:
+        """Stop, and put running replies back into the queue, from where they are computed again; see `EngineApi`."""
+        await self._http.post("/pause_generation", {"mode": "retract"}, _QUICK)
+
+    async def resume(self) -> None:
+        """Go on after `pause`; see `EngineApi`."""
+        await self._http.post("/continue_generation", {}, _QUICK)
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        """Let the server read a folder with the new weights and the model's other files; see `EngineApi`."""
+        folder = path.with_suffix("")
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        try:
+            await in_thread(lambda: self._fill(folder, path))
+            answer = await self._http.post("/update_weights_from_disk", body, _LOADING)
+            if not isinstance(answer, dict) or answer.get("success") is not True:
+                raise EngineFailure(f"the server did not take version {version}: {answer}")
+        finally:
+            await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    def _fill(self, folder: Path, weights: Path) -> None:
+        """Make a model's folder around a file of weights."""
+        folder.mkdir()
+        os.link(weights, folder / "model.safetensors")
+        for file in self._folder.iterdir():
+            if file.is_file() and not file.name.endswith(_OF_WEIGHTS):
+                shutil.copy(file, folder)
+
+    async def set_version(self, version: PolicyVersion) -> None:
+        """Do nothing: no answer names a version, see `EngineApi`."""
+
+    async def counters(self) -> Counters:
+        """Ask for the server's health; see `EngineApi`."""
+        await self._http.get("/health", _QUICK)
+        return Counters()
+
+    async def close(self) -> None:
+        """Close the connections; see `EngineApi`."""
+        await self._http.close()
+
+
+def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
+    """Return what is new in an event, and how many tokens the reply has with it.
+
+    Args:
+        event: as SGLang has sent it.
+        seen: tokens of the events before.
+        top: how many of the most probable tokens were asked for.
+
+    Raises:
+        EngineFailure: it can't be read, or tokens are missing.
+    """
+    try:
+        meta = event["meta_info"]
+        said, count = meta.get("output_token_logprobs") or [], meta["completion_tokens"]
+        first = seen if len(said) == count else 0  # with --stream-output an event has only what is new
+        new = said[first:]
+        if seen + len(new) != count:
+            raise EngineFailure(f"the engine sent {len(new)} tokens after {seen}, and says that there are {count}")
+        tops = (meta.get("output_top_logprobs") or [])[first:] if top else []
+        finish = meta.get("finish_reason")
+        return (
+            Chunk(
+                ids=tuple(int(each[1]) for each in new),
+                logprobs=tuple(float(each[0]) for each in new),
+                top=tuple(tuple((int(one[1]), float(one[0])) for one in (each or ())) for each in tops),
+                finish=None if finish is None else str(finish["type"]),
+            ),
+            count,
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error

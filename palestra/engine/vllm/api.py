@@ -1,0 +1,213 @@
+"""The routes of a vLLM server, from 0.32 on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from palestra.engine.base import EngineRequest
+from palestra.engine.external.api import Chunk, Counters
+from palestra.engine.external.connection import EngineConnection
+from palestra.engine.external.reply import Bounds
+from palestra.engine.vllm.sampling import vllm_sampling
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError
+from palestra.types.calls import PolicyVersion, VersionSpan
+
+GENERATE = "/inference/v1/generate"
+BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
+OLDEST = (0, 32)
+_QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
+_METRICS = {
+    "vllm:kv_cache_usage_perc": "kv_share",
+    "vllm:prompt_tokens_total": "prefilled_tokens",
+    "vllm:iteration_tokens_total_count": "passes",
+}
+
+
+class VllmApi:
+    """Implements `EngineApi` with vLLM."""
+
+    splits_versions = True
+
+    def __init__(self, connection: EngineConnection, bounds: Bounds, stop_ids: Collection[int], seeded: bool) -> None:
+        """Prepare to ask a server.
+
+        Args:
+            connection: to the server.
+            bounds: of the policy.
+            stop_ids: tokens that end every reply of the policy.
+            seeded: whether the seeds of calls are sent.
+        """
+        self._http, self._bounds = connection, bounds
+        self._stop_ids, self._seeded = stop_ids, seeded
+
+    async def check(self) -> None:
+        """Compare the server's version, settings, context and vocabulary with what the policy needs.
+
+        Raises:
+            ConfigError: one of them does not fit.
+        """
+        said = str((await self._http.get("/version", _QUICK)).json().get("version", ""))
+        if version_of(said) < OLDEST:
+            raise ConfigError(
+                f"the engine's server is vLLM {said or '(unknown)'}; {_dotted(OLDEST)} or newer is needed"
+            )
+        try:
+            settings = (await self._http.get("/server_info?config_format=json", _QUICK)).json()["vllm_config"]
+        except (PalestraError, KeyError) as error:
+            raise ConfigError(f"the engine's server needs VLLM_SERVER_DEV_MODE=1: {error}") from error
+        model = settings["model_config"]
+        if model["logprobs_mode"] != "processed_logprobs":
+            raise ConfigError("the engine's server needs --logprobs-mode processed_logprobs")
+        if (settings.get("weight_transfer_config") or {}).get("backend") != BACKEND:
+            raise ConfigError(
+                f"the engine's server needs --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}' and Palestra's "
+                "--worker-extension-cls; docs/engines.md has the command"
+            )
+        if model["max_model_len"] < self._bounds.max_context:
+            raise ConfigError(
+                f"max_context is {self._bounds.max_context}, and the engine's server has --max-model-len "
+                f"{model['max_model_len']}"
+            )
+        await self._check_vocabulary()
+
+    async def _check_vocabulary(self) -> None:
+        """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
+        size = self._bounds.vocab_size
+        body = {"sampling_params": {"max_tokens": 1, "detokenize": False}}
+        try:
+            await self._http.post(GENERATE, {"token_ids": [size - 1], **body}, _QUICK)
+            await self._http.post(GENERATE, {"token_ids": [size], **body}, _QUICK)
+        except InvalidRequest as error:
+            if f"Token id {size} is" in str(error):
+                return
+            raise ConfigError(f"the engine's server has another vocabulary than the policy's model: {error}") from error
+        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model")
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+        """Stream a reply, one token or more a chunk; see `EngineApi`."""
+        top = request.sampling.top_logprobs
+        body = {
+            "token_ids": request.prompt.ids.tolist(),
+            "sampling_params": vllm_sampling(request.sampling, self._stop_ids, self._seeded),
+            "stream": True,
+        }
+        async with aclosing(self._http.stream(GENERATE, body)) as events:
+            async for event in events:
+                for choice in _of_event(event, "choices"):
+                    yield _chunk(choice, top)
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        found = await self._http.post(GENERATE, {"token_ids": list(ids), "sampling_params": params}, _LOADING)
+        said = _of_event(found, "prompt_logprobs")
+        if len(said) != len(ids):
+            raise EngineFailure(f"the engine scored {len(said)} of {len(ids)} tokens")
+        try:
+            return [float(each[str(token)]["logprob"]) for token, each in zip(ids[1:], said[1:], strict=True)]
+        except (KeyError, TypeError) as error:
+            raise EngineFailure("the engine scored other tokens than those that it was asked for") from error
+
+    async def pause(self) -> None:
+        """Stop between two passes, and keep all requests with their keys and values; see `EngineApi`."""
+        await self._http.post("/pause", {}, _QUICK, {"mode": "keep"})
+
+    async def resume(self) -> None:
+        """Go on after `pause`; see `EngineApi`."""
+        await self._http.post("/resume", {}, _QUICK)
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        """Let Palestra's module in the server's workers read the file; see `EngineApi`."""
+        await self._http.post("/start_weight_update", {}, _LOADING)
+        await self._http.post("/update_weights", {"update_info": {"path": str(path)}}, _LOADING)
+        await self._http.post("/finish_weight_update", {"weight_version": str(version)}, _LOADING)
+        await self._http.post("/reset_prefix_cache", {}, _QUICK)
+
+    async def set_version(self, version: PolicyVersion) -> None:
+        """Name the version of the weights that the server has; see `EngineApi`."""
+        await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
+        await self._http.post("/update_weight_version", {"new_version": str(version)}, _QUICK)
+
+    async def counters(self) -> Counters:
+        """Read the server's metrics, after its health; see `EngineApi`."""
+        await self._http.get("/health", _QUICK)
+        lines = (await self._http.get("/metrics", _QUICK)).text.splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if (key := _METRICS.get(line.partition("{")[0])) is not None:
+                found[key] = found.get(key, 0.0) + float(line.rpartition(" ")[2])
+        return Counters(
+            kv_share=found.get("kv_share", 0.0),
+            prefilled_tokens=int(found.get("prefilled_tokens", 0)),
+            passes=int(found.get("passes", 0)),
+        )
+
+    async def close(self) -> None:
+        """Close the connections; see `EngineApi`."""
+        await self._http.close()
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): it is none."""
+    major, _, rest = text.partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _of_event(event: Any, key: str) -> list[Any]:
+    found = event.get(key) if isinstance(event, dict) else None
+    if not isinstance(found, list):
+        raise EngineFailure(f"the engine answered without {key}")
+    return found
+
+
+def _chunk(choice: Mapping[str, Any], top: int) -> Chunk:
+    """Return a choice of vLLM's answer as a chunk.
+
+    Args:
+        choice: as vLLM has sent it.
+        top: how many of the most probable tokens were asked for.
+
+    Raises:
+        EngineFailure: its logprobs are of other tokens than its ids, or it lacks a part.
+    """
+    try:
+        ids = choice["token_ids"] or []
+        content = (choice["logprobs"] or {}).get("content") or []
+        if [each["token_id"] for each in content] != ids:
+            raise EngineFailure("the engine sent logprobs of other tokens than those that it has sampled")
+        finish, spans = choice["finish_reason"], choice.get("weight_versions")
+        return Chunk(
+            ids=tuple(ids),
+            logprobs=tuple(float(each["logprob"]) for each in content),
+            top=tuple(_most_probable(each["top_logprobs"], top) for each in content) if top else (),
+            finish=finish,
+            versions=None if spans is None or finish is None else _spans(spans),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error
+
+
+def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[int, float], ...]:
+    """Return the most probable tokens of a position, best first; the sampled one comes first in vLLM's list."""
+    pairs = sorted(((int(each["token_id"]), float(each["logprob"])) for each in said), key=lambda pair: -pair[1])
+    return tuple(pairs[:top])
+
+
+def _spans(said: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
+    """Return which versions have sampled a reply, from its first token to its last without a gap."""
+    spans, at = [], 0
+    for each in said:
+        incarnation, number = map(int, str(each["version"]).split("."))
+        if each["start"] != at or each["end"] < at:
+            raise EngineFailure("the engine names versions for parts of a reply that overlap or leave gaps")
+        at = int(each["end"])
+        spans.append(VersionSpan(PolicyVersion(incarnation, number), at - int(each["start"])))
+    return tuple(spans)

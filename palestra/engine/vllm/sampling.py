@@ -1,0 +1,76 @@
+"""A request's parameters in vLLM's words; what vLLM would silently do in another way is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from palestra.errors import InvalidRequest
+from palestra.types.calls import SamplingParams
+
+LOWEST_TEMPERATURE = 0.01  # vLLM raises a lower one to this, other than 0
+LARGEST_BIAS = 100.0
+MOST_TOP_LOGPROBS = 20  # the most of OpenAI's API
+
+
+def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: bool) -> dict[str, Any]:
+    """Return the `sampling_params` of a request.
+
+    The logprobs that vLLM answers with are those of the distribution that was sampled from (`--logprobs-mode
+    processed_logprobs`): after bias, penalties, grammar, temperature, top k and top p, as `SampledTokens` has them.
+
+    Args:
+        sampling: what was asked for.
+        stop_ids: tokens that end every reply of the policy.
+        seeded: whether the call's seed is sent.
+
+    Raises:
+        InvalidRequest: vLLM can't sample in this way.
+    """
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise InvalidRequest(f"vLLM has temperature 0, or at least {LOWEST_TEMPERATURE}", "temperature")
+    if any(abs(bias) > LARGEST_BIAS for _, bias in sampling.logit_bias):
+        raise InvalidRequest(f"vLLM has biases from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}", "logit_bias")
+    if sampling.top_logprobs > MOST_TOP_LOGPROBS:
+        raise InvalidRequest(f"this engine reports at most {MOST_TOP_LOGPROBS} tokens a position", "top_logprobs")
+    if sampling.grammar and sampling.min_tokens:
+        raise InvalidRequest("vLLM can't keep min_tokens where a grammar ends the reply earlier", "min_tokens")
+    found: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        # One more than is asked for: vLLM counts the sampled token, which may not be among the most probable ones.
+        "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
+        "stop_token_ids": sorted({*stop_ids, *sampling.stop_ids}),
+        "ignore_eos": True,  # the policy's own stop tokens are among those above
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
+    if sampling.logit_bias:
+        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if sampling.grammar:
+        found["structured_outputs"] = _structured(sampling.grammar)
+    if seeded:
+        found["seed"] = sampling.seed
+    return found
+
+
+def _structured(grammar: str) -> dict[str, str]:
+    """Return a grammar as vLLM takes it for llguidance: a JSON schema, or rules in Lark's syntax.
+
+    Raises:
+        InvalidRequest: it is of several grammars, which vLLM has no field for.
+    """
+    if not grammar.lstrip().startswith("{"):
+        return {"grammar": grammar}
+    parts = json.loads(grammar).get("grammars", [])
+    if len(parts) == 1 and set(parts[0]) == {"json_schema"}:
+        return {"json": json.dumps(parts[0]["json_schema"])}
+    if len(parts) == 1 and set(parts[0]) == {"lark_grammar"}:
+        return {"grammar": parts[0]["lark_grammar"]}
+    raise InvalidRequest("vLLM takes a grammar that is one JSON schema, or rules in Lark's syntax", "response_format")

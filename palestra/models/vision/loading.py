@@ -1,0 +1,77 @@
+"""Load models that see: transformers' weights, a tower, and an image processor that needs no torchvision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.errors import ModelError
+from palestra.models.vision.towers import SUPPORTED, tower_of
+from palestra.models.vision.vision import Vision
+from palestra.renderers import layout_of
+
+# What a processor is made of; the files of a hub model that is named by `org/model` lie in the hub's cache.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja", "chat_template.json")
+
+
+def sees(config: Any) -> bool:
+    """Return whether a transformers configuration is of a model with a tower for pictures."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple[Any, Vision]:
+    """Load a transformers model, and the part of it that sees.
+
+    Args:
+        folder: or the name of a model on the hub.
+        dtype: in which the weights are read.
+        attention: name of the attention of the text model; the tower has torch's own.
+
+    Raises:
+        ModelError: the family is not supported.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type not in SUPPORTED:
+        raise ModelError(f"{config.model_type} models see, and are not supported; supported are {', '.join(SUPPORTED)}")
+    implementations = {"text_config": attention, "vision_config": "sdpa"}
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=implementations)
+    processor = _processor_class(config.model_type).from_pretrained(folder)
+    files = _files(folder)
+    return model, Vision(tower_of(model), processor, _image_token(config), layout_of(config.to_dict(), files), files)
+
+
+def _processor_class(model_type: str) -> Any:
+    """Return the image processor of a family that computes with PIL and numpy."""
+    if model_type == "llava":
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        return CLIPImageProcessorPil
+    if model_type == "smolvlm":
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        return SmolVLMImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return Idefics3ImageProcessorPil
+
+
+def _image_token(config: Any) -> int:
+    """Return the id of a placeholder, which families call by two names."""
+    found = getattr(config, "image_token_id", None)
+    return int(config.image_token_index if found is None else found)
+
+
+def _files(folder: Path | str) -> dict[str, bytes]:
+    """Return the files of a model's processor, those that there are."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = dict[str, bytes]()
+    for name in PROCESSOR_FILES:
+        place = folder / name if isinstance(folder, Path) else try_to_load_from_cache(folder, name)
+        if isinstance(place, str | Path) and Path(place).is_file():
+            found[name] = Path(place).read_bytes()
+    return found

@@ -1,0 +1,98 @@
+"""A tiny model that sees, made on the spot: of Idefics3's architecture, with random weights from a fixed seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from palestra.models.byte_model import byte_tokenizer
+from palestra.models.quiet import quiet_transformers
+
+TILE = 32  # side of a tile in pixels; a tile is 4 x 4 patches, of which 2 x 2 at a time become one embedding
+_TILES = 6  # rows, and columns, of tiles whose places have tokens
+IMAGE_TOKENS = (
+    "<fake_token_around_image>",
+    "<image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, _TILES + 1) for column in range(1, _TILES + 1)),
+    "<end_of_utterance>",
+)
+# ChatML, in which the content of a message is a text or a list of parts.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, splits: bool = True) -> None:
+    """Write weights, tokenizer, processor and chat template of a tiny model that sees.
+
+    Args:
+        folder: to write to.
+        width: of the text model; the tower has half of it.
+        longest: the longer side of a picture before it is cut into tiles, in pixels.
+        splits: whether pictures are cut into tiles; otherwise each is one tile.
+    """
+    import torch
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    tokenizer = byte_tokenizer(IMAGE_TOKENS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    text: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    tower = {
+        "hidden_size": width // 2,
+        "intermediate_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": TILE // 4,
+    }
+    config = Idefics3Config(
+        text_config=text,
+        vision_config=tower,
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Idefics3ForConditionalGeneration(config)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    images = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": splits,
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "max_image_size": {"longest_edge": TILE},
+        "resample": 1,
+        "rescale_factor": 1 / 255,
+        "size": {"longest_edge": longest},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2))
+    processor = {"processor_class": "Idefics3Processor", "image_seq_len": (TILE // (TILE // 4) // 2) ** 2}
+    (folder / "processor_config.json").write_text(json.dumps(processor, indent=2))

@@ -1,0 +1,92 @@
+"""Towers of the families of models that see: transformers' own modules, from pixels to embeddings of the text model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from palestra.errors import ModelError
+
+
+class Tower(Protocol):
+    """What differs between families: the parts of a transformers model, and how its tower is called.
+
+    Attributes:
+        text: the text model of transformers, which takes embeddings.
+        names: prefixes of the names of all weights that pictures pass through, up to the text model.
+    """
+
+    text: Any
+    names: tuple[str, ...]
+
+    def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings of one picture, [F, hidden], in the order of its placeholders.
+
+        Args:
+            pixels: what the family's image processor gives for that picture alone.
+        """
+        ...
+
+
+class Idefics3Tower:
+    """Idefics3 and SmolVLM: tiles [1, n, 3, H, W] through SigLIP, whose patches are shuffled and projected.
+
+    transformers takes a tile of zeros as padding and drops it. Here one picture is computed at a time, so there is no
+    padding, and a picture that is black in a model whose pixels have mean 0 keeps its tile.
+    """
+
+    names: tuple[str, ...] = ("model.vision_model.", "model.connector.")
+
+    def __init__(self, model: Any) -> None:
+        self.text = model.model.text_model
+        self._vision, self._connector = model.model.vision_model, model.model.connector
+
+    def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Return [n * image_seq_len, hidden]; see `Tower`."""
+        size, tiles = self._vision.patch_size, pixels["pixel_values"][0]
+        mask = pixels["pixel_attention_mask"][0].unfold(1, size, size).unfold(2, size, size)
+        seen = mask.sum(dim=(-1, -2)) > 0
+        states = self._vision(pixel_values=tiles, patch_attention_mask=seen).last_hidden_state
+        embeddings: Tensor = self._connector(states)
+        return embeddings.flatten(0, 1)
+
+
+class LlavaTower:
+    """Llava 1.5: one picture [1, 3, H, W] through CLIP, of which one layer's patches are projected."""
+
+    names: tuple[str, ...] = ("model.vision_tower.", "model.multi_modal_projector.")
+
+    def __init__(self, model: Any) -> None:
+        if not isinstance(model.config.vision_feature_layer, int):
+            raise ModelError("llava models with several feature layers are not supported")
+        self.text = model.model.language_model
+        self._model = model.model
+
+    def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Return [patches, hidden]; see `Tower`."""
+        return torch.cat(tuple(self._model.get_image_features(pixel_values=pixels["pixel_values"]).pooler_output))
+
+
+_TOWERS: dict[str, Callable[[Any], Tower]] = {
+    "idefics3": Idefics3Tower,
+    "smolvlm": Idefics3Tower,
+    "llava": LlavaTower,
+}
+SUPPORTED = tuple(_TOWERS)  # values of `model_type` in a model's config.json
+
+
+def tower_of(model: Any) -> Tower:
+    """Return the tower of a transformers model.
+
+    Raises:
+        ModelError: its family is not supported.
+    """
+    made = _TOWERS.get(model.config.model_type)
+    if made is None:
+        raise ModelError(
+            f"{model.config.model_type} models have a tower that is not supported; supported are {', '.join(SUPPORTED)}"
+        )
+    return made(model)

@@ -1,0 +1,127 @@
+"""The part of a model that sees: from a picture's digest to its embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from palestra.errors import ModelError
+from palestra.models.vision.kept import KeptEmbeddings
+from palestra.models.vision.placed import PictureRows, PlacedPicture, placed_pictures
+from palestra.models.vision.towers import Tower
+from palestra.renderers import PictureLayout
+from palestra.types.calls import Ids, MediaSpan
+from palestra.types.pictures import Pictures
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Vision:
+    """Computes embeddings of pictures, one picture a pass, so that none depends on those beside it.
+
+    Attributes:
+        tower: the family's modules, which are part of the transformers model.
+        image_token: id of the token that stands for one embedding of a picture.
+        trained: whether the weights of the tower may change; otherwise it stays as it was loaded.
+        pictures: where pictures are found; None: none can be computed.
+        layout: what stands in a prompt for a picture of a given size.
+        kept: embeddings that need not be computed again; None: the weights change after every step.
+        computed: how many pictures have passed through the tower.
+    """
+
+    trained = False
+    pictures: Pictures | None = None
+
+    def __init__(
+        self, tower: Tower, processor: Any, image_token: int, layout: PictureLayout, files: dict[str, bytes]
+    ) -> None:
+        """Take over the tower of a model.
+
+        Args:
+            tower: of its family.
+            processor: the image processor of transformers, without torchvision.
+            image_token: id of a placeholder.
+            layout: of the placeholders.
+            files: what a processor is made of, by file name; written beside the weights.
+        """
+        self.tower, self.image_token, self.layout, self.files = tower, image_token, layout, files
+        self._processor = processor
+        self.kept: KeptEmbeddings | None = KeptEmbeddings()
+        self.computed = 0
+
+    def owns(self, name: str) -> bool:
+        """Whether a weight is one that pictures pass through before the text model."""
+        return name.startswith(self.tower.names)
+
+    def pixels(self, image: Image) -> dict[str, Tensor]:
+        """Return what the tower gets of a picture, [1, …] each, as its image processor makes it."""
+        return dict(self._processor(images=image, return_tensors="pt"))
+
+    def embeddings(self, digest: str) -> Tensor:
+        """Return the embeddings of a picture, [F, hidden], with gradient where the tower is trained and one is wanted.
+
+        Args:
+            digest: of the picture's bytes.
+
+        Raises:
+            ModelError: there is no place where pictures are found.
+            PalestraError: no picture has this digest, or it can't be decoded.
+        """
+        known = None if self.kept is None else self.kept.get(digest)
+        if known is not None:
+            return known
+        if self.pictures is None:
+            raise ModelError(f"picture {digest} can't be found: this model was given no pictures")
+        found = self.of_image(self.pictures.image(digest))
+        if self.kept is not None:
+            self.kept.put(digest, found)
+        return found
+
+    def of_image(self, image: Image) -> Tensor:
+        """Return the embeddings of a picture that is at hand, [F, hidden]; see `embeddings`."""
+        device = next(iter(self.tower.text.parameters())).device
+        pixels = {name: tensor.to(device) for name, tensor in self.pixels(image).items()}
+        self.computed += 1
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
+            return self.tower(pixels)
+
+    def placed(self, ids: Ids, media: Sequence[MediaSpan]) -> list[PlacedPicture]:
+        """Return the pictures of a sequence of `ids` [N]; see `placed_pictures`."""
+        return placed_pictures(ids, media, self.image_token)
+
+    def rows(self, pictures: Sequence[tuple[PlacedPicture, NDArray[np.int64]]]) -> PictureRows | None:
+        """Return the embeddings of pictures for the rows of a flat batch; None: no placeholder is in the batch.
+
+        Args:
+            pictures: each with the row [F] of each of its placeholders, below 0 for one that is not in the batch.
+                A row may be named several times, by sequences that have the picture in common.
+
+        Raises:
+            ModelError: a picture has another number of embeddings than the prompt has placeholders for it.
+        """
+        found, total = dict[str, tuple[int, Tensor]](), 0
+        rows, sources = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+        for (digest, positions), at in pictures:
+            inside = np.flatnonzero(at >= 0)
+            if not len(inside):
+                continue
+            if digest not in found:
+                found[digest] = total, self.embeddings(digest)
+                total += len(found[digest][1])
+            first, own = found[digest]
+            if len(positions) % len(own):
+                raise ModelError(f"picture {digest} has {len(own)} embeddings, and {len(positions)} placeholders")
+            rows.append(at[inside])
+            sources.append(first + inside % len(own))
+        if not rows:
+            return None
+        values = torch.cat([own for _, own in found.values()])
+        once, at_first = np.unique(np.concatenate(rows), return_index=True)
+        chosen = torch.from_numpy(np.concatenate(sources)[at_first]).to(values.device)
+        return PictureRows(torch.from_numpy(once).to(values.device), values.index_select(0, chosen))

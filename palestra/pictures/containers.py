@@ -1,0 +1,215 @@
+"""The structure of PNG, JPEG, WebP and GIF files, read without decoding a pixel.
+
+A decoder trusts the sizes in a file: it reserves memory for a canvas, or goes through all frames to count them. So the
+structure is read first, from the first byte to the last. A file that continues after its picture ends is refused,
+because it may be another file at the same time (a polyglot), and so is one that ends before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from palestra.pictures.limits import InvalidPicture, PictureLimits
+
+PNG, JPEG, WEBP, GIF = "image/png", "image/jpeg", "image/webp", "image/gif"
+MEDIA_TYPES = (PNG, JPEG, WEBP, GIF)
+_MOST_CHUNKS = 10_000  # of PNG and WebP; ordinary files have fewer than one for each 8 KiB
+_PNG_START = b"\x89PNG\r\n\x1a\n"
+# In the coded part of a JPEG 0xff is followed by 0 (a byte 0xff), by a restart marker, or by the next segment's marker.
+_JPEG_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])", re.DOTALL)
+_JPEG_SIZES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # segments that say width and height
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Container:
+    """What the structure of a picture's file says.
+
+    Attributes:
+        media_type: one of `MEDIA_TYPES`.
+        width, height: in pixels, before an orientation of EXIF is applied.
+    """
+
+    media_type: str
+    width: int
+    height: int
+
+
+def read_container(data: bytes, limits: PictureLimits) -> Container:
+    """Return type and size of a picture after checking the structure of its whole file.
+
+    Args:
+        data: the encoded file.
+        limits: what it has to keep to.
+
+    Raises:
+        InvalidPicture: the file is of no type that is taken, too large, animated, cut off, or continues after its end.
+    """
+    if len(data) > limits.max_bytes:
+        raise InvalidPicture(f"it has {len(data):,} bytes, and a picture may have {limits.max_bytes:,}")
+    media_type = media_type_of(data)
+    try:
+        width, height = _READERS[media_type](data, limits)
+    except IndexError:
+        raise InvalidPicture(f"the file ({media_type}) is cut off") from None
+    if not width or not height:
+        raise InvalidPicture("it has no pixels")
+    if max(width, height) > limits.max_side or width * height > limits.max_pixels:
+        raise InvalidPicture(
+            f"it has {width:,} × {height:,} pixels, and a picture may have {limits.max_pixels:,} in all and "
+            f"{limits.max_side:,} on a side"
+        )
+    return Container(media_type=media_type, width=width, height=height)
+
+
+def media_type_of(data: bytes) -> str:
+    """Return the type of a picture by the first bytes of its file.
+
+    Raises:
+        InvalidPicture: it is none that is taken.
+    """
+    if data.startswith(_PNG_START):
+        return PNG
+    if data.startswith(b"\xff\xd8\xff"):
+        return JPEG
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return WEBP
+    if data[:6] in {b"GIF87a", b"GIF89a"}:
+        return GIF
+    if not data:
+        raise InvalidPicture("it has no bytes")
+    raise InvalidPicture("its bytes are of no type that is taken, which are PNG, JPEG, WebP and GIF")
+
+
+def _number(data: bytes, start: int, size: int, order: str) -> int:
+    """Return an unsigned number of `size` bytes; raise IndexError if the file ends before."""
+    if start + size > len(data):
+        raise IndexError
+    return int.from_bytes(data[start : start + size], "big" if order == "big" else "little")
+
+
+def _ends_at(data: bytes, end: int) -> None:
+    if end > len(data):
+        raise IndexError
+    if end < len(data):
+        raise InvalidPicture(f"the file continues for {len(data) - end:,} bytes after the picture ends")
+
+
+def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
+    """Return width and height of a PNG: chunks of length, type, content and checksum, from IHDR to IEND."""
+    if data[12:16] != b"IHDR":
+        raise InvalidPicture("the file (image/png) has no header where one has to be")
+    size = _number(data, 16, 4, "big"), _number(data, 20, 4, "big")
+    place = len(_PNG_START)
+    for _ in range(_MOST_CHUNKS):
+        length, kind = _number(data, place, 4, "big"), data[place + 4 : place + 8]
+        if kind == b"acTL":
+            raise InvalidPicture("it is animated; send one frame")
+        place += length + 12
+        if kind == b"IEND":
+            _ends_at(data, place)
+            return size
+    raise InvalidPicture(f"the file (image/png) has more than {_MOST_CHUNKS:,} chunks")
+
+
+def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
+    """Return width and height of a JPEG: segments with a length, and coded parts, which end at the next marker."""
+    size: tuple[int, int] | None = None
+    place, scans = 2, 0
+    while (found := _JPEG_MARKER.search(data, place)) is not None:
+        marker, place = found[1][0], found.end()
+        if marker == 0xD9:
+            if size is None or not scans:
+                raise InvalidPicture("the file (image/jpeg) has no pixels")
+            if data[place:].strip(b"\0"):  # some cameras fill their files up with zeros
+                _ends_at(data, place)
+            return size
+        if marker == 0xD8:
+            raise InvalidPicture("the file (image/jpeg) begins twice")
+        if marker in _JPEG_SIZES:
+            if size is not None:
+                raise InvalidPicture("the file (image/jpeg) states its size twice")
+            size = _number(data, place + 5, 2, "big"), _number(data, place + 3, 2, "big")
+        if marker == 0xDA:
+            scans += 1
+            if scans > limits.max_scans:
+                raise InvalidPicture(f"the file (image/jpeg) has more than {limits.max_scans} scans")
+        if marker != 0x01:  # the only other marker without a length
+            place += max(_number(data, place, 2, "big"), 2)
+    raise IndexError
+
+
+def _webp(data: bytes, limits: PictureLimits) -> tuple[int, int]:
+    """Return width and height of a WebP: a RIFF file with a chunk VP8, VP8L, or VP8X and further ones."""
+    _ends_at(data, _number(data, 4, 4, "little") + 8)
+    place, canvas, coded = 12, None, None
+    for _ in range(_MOST_CHUNKS):
+        if place == len(data):
+            if coded is None:
+                raise InvalidPicture("the file (image/webp) has no pixels")
+            if canvas is not None and canvas != coded:
+                raise InvalidPicture("the file (image/webp) states two sizes")
+            return coded
+        kind, length, body = data[place : place + 4], _number(data, place + 4, 4, "little"), place + 8
+        if kind in {b"ANIM", b"ANMF"} or (kind == b"VP8X" and _number(data, body, 1, "little") & 2):
+            raise InvalidPicture("it is animated; send one frame")
+        if kind in {b"VP8 ", b"VP8L"} and coded is not None:
+            raise InvalidPicture("the file (image/webp) has two pictures")
+        if kind == b"VP8X":
+            canvas = _number(data, body + 4, 3, "little") + 1, _number(data, body + 7, 3, "little") + 1
+        elif kind == b"VP8 ":
+            coded = _number(data, body + 6, 2, "little") & 0x3FFF, _number(data, body + 8, 2, "little") & 0x3FFF
+        elif kind == b"VP8L":
+            bits = _number(data, body + 1, 4, "little")
+            coded = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        place = body + length + length % 2
+        if place > len(data):
+            raise IndexError
+    raise InvalidPicture(f"the file (image/webp) has more than {_MOST_CHUNKS:,} chunks")
+
+
+def _gif(data: bytes, limits: PictureLimits) -> tuple[int, int]:
+    """Return width and height of a GIF: a screen, and blocks, of which exactly one may be a picture."""
+    width, height = _number(data, 6, 2, "little"), _number(data, 8, 2, "little")
+    place = 13 + _colours(data[10])
+    pictures = 0
+    while True:
+        kind = data[place]
+        if kind == 0x3B:
+            if not pictures:
+                raise InvalidPicture("the file (image/gif) has no pixels")
+            _ends_at(data, place + 1)
+            return width, height
+        if kind == 0x21:
+            place = _past_blocks(data, place + 2)
+        elif kind == 0x2C:
+            pictures += 1
+            if pictures > 1:
+                raise InvalidPicture("it is animated; send one frame")
+            left, top, wide, high = (_number(data, place + 1 + 2 * k, 2, "little") for k in range(4))
+            if left + wide > width or top + high > height:
+                raise InvalidPicture("the frame of the file (image/gif) is larger than its screen")
+            place = _past_blocks(data, place + 11 + _colours(data[place + 9]))
+        else:
+            raise InvalidPicture("the file (image/gif) is damaged")
+
+
+def _colours(flags: int) -> int:
+    """Return the bytes of a GIF's table of colours, 0 without one."""
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def _past_blocks(data: bytes, place: int) -> int:
+    """Return the place after the sub-blocks of a GIF, each of which begins with its length, the last with 0."""
+    while length := data[place]:
+        place += length + 1
+    return place + 1
+
+
+_READERS: dict[str, Callable[[bytes, PictureLimits], tuple[int, int]]] = {
+    PNG: _png,
+    JPEG: _jpeg,
+    WEBP: _webp,
+    GIF: _gif,
+}

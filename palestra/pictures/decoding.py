@@ -1,0 +1,106 @@
+"""The pixels of a picture: encoded bytes to RGB, with Pillow, within limits.
+
+The pixels are those that people see in a browser: an orientation in the EXIF data is applied, and what is transparent
+lies on white. Colour profiles are not applied. All of it blocks for milliseconds, so servers call it in a thread.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+import warnings
+from typing import TYPE_CHECKING
+
+from palestra.pictures.containers import GIF, JPEG, PNG, WEBP, read_container
+from palestra.pictures.limits import InvalidPicture, PictureLimits
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_PLUGINS = {PNG: "PNG", JPEG: "JPEG", WEBP: "WEBP", GIF: "GIF"}
+_ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
+_MOST_EXIF = 64 << 10  # bytes; what JPEG has room for
+
+
+class _TimedFile(io.BytesIO):
+    """The bytes of a file, of which nothing more is read after a time. Pillow reads 64 KiB at a time."""
+
+    def __init__(self, data: bytes, seconds: float) -> None:
+        super().__init__(data)
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.monotonic() > self._until:
+            raise InvalidPicture(f"it took longer than {self._seconds:g} s to decode")
+        return super().read(size)
+
+
+def decode(data: bytes, limits: PictureLimits | None = None) -> Image.Image:
+    """Return the pixels of a picture: an image of Pillow in mode RGB, upright, [height, width, 3] as an array of uint8.
+
+    The same bytes always give the same pixels.
+
+    Args:
+        data: the encoded file: PNG, JPEG, WebP or GIF, with one frame.
+        limits: what it has to keep to; None: `PictureLimits()`.
+
+    Raises:
+        InvalidPicture: the file is of no type that is taken, damaged, animated or too large.
+        ModuleNotFoundError: Pillow is not installed (`palestra[pictures]`).
+    """
+    limits = limits or PictureLimits()
+    found = read_container(data, limits)
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about EXIF data that is damaged, and is not needed
+            with Image.open(_TimedFile(data, limits.seconds), formats=(_PLUGINS[found.media_type],)) as opened:
+                # A JPEG of several pictures ("MPO") is opened by another plug-in than it was asked for.
+                if opened.size != (found.width, found.height) or opened.format != _PLUGINS[found.media_type]:
+                    raise InvalidPicture(f"the file ({found.media_type}) has more than one picture")
+                opened.load()
+                return _on_white(_upright(opened))
+    except InvalidPicture:
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow raises errors of many kinds about files that are damaged
+        raise InvalidPicture(f"the file ({found.media_type}) is damaged: {error}") from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return the picture turned as its EXIF data says; as it is where these are damaged or ask for nothing."""
+    from PIL import Image
+
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }
+    exif = Image.Exif()
+    raw = image.info.get("exif", b"")
+    if raw and len(raw) <= _MOST_EXIF:
+        try:
+            exif.load(raw)
+        except Exception:  # noqa: BLE001 - damaged EXIF data say nothing about the pixels, as in a browser
+            return image
+    turn = turns.get(exif.get(_ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return the picture in mode RGB; 16 bits become 8, and white shows through what is transparent."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # grey with 16 bits, which Pillow would cut off at 255
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    above = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above).convert("RGB")

@@ -1,0 +1,62 @@
+"""`KeptPictures`: the folder of a run's pictures, into which only pictures come that are within the run's limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from palestra.pictures.blobs import Blobs, digest_of
+from palestra.pictures.containers import JPEG, MEDIA_TYPES, read_container
+from palestra.pictures.decoding import decode
+from palestra.pictures.encoding import encode
+from palestra.pictures.limits import InvalidPicture, PictureLimits
+
+
+class KeptPictures(Blobs):
+    """`Blobs` of files that were decoded once before they were kept.
+
+    Attributes:
+        limits: of each picture.
+    """
+
+    def __init__(self, folder: Path, limits: PictureLimits | None = None, max_bytes: int | None = None) -> None:
+        """Use a folder; see `Blobs` for `folder` and `max_bytes`. Without `limits` they are `PictureLimits()`."""
+        super().__init__(folder, max_bytes)
+        self.limits = limits or PictureLimits()
+
+    def keep(self, data: bytes, media_type: str | None = None) -> str:
+        """Check a file, decode it as a test, keep it, and return its digest. Blocks for the disk and the decoder.
+
+        Args:
+            data: the file.
+            media_type: the type that its sender gives; None: none.
+
+        Raises:
+            InvalidPicture: the file is no picture that is taken, or of another type than its sender says.
+            PayloadTooLarge: the folder would exceed its `max_bytes`.
+            StoreError: the file could not be written.
+        """
+        found = read_container(data, self.limits)
+        if media_type is not None:
+            given = media_type.strip().lower()
+            given = JPEG if given == "image/jpg" else given
+            if given not in MEDIA_TYPES:
+                raise InvalidPicture(f"pictures of the type {given[:40]!r} are not taken; {', '.join(MEDIA_TYPES)} are")
+            if given != found.media_type:
+                raise InvalidPicture(f"it is sent as {given} and is {found.media_type}")
+        # A picture that is there has been decoded before.
+        if digest_of(data) not in self:
+            decode(data, self.limits)
+        return self.put(data)
+
+    def small_copy(self, digest: str, side: int) -> str:
+        """Keep a copy with at most `side` pixels in width and height, and return its digest; of a small one its own.
+
+        Raises:
+            NotFound, StoreError: see `get`.
+            PayloadTooLarge: see `keep`.
+        """
+        image = decode(self.get(digest), self.limits)
+        if max(image.size) <= side:
+            return digest
+        image.thumbnail((side, side))
+        return self.put(encode(image))

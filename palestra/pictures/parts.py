@@ -1,0 +1,99 @@
+"""Pictures that environments and tools return: parts of messages that carry their files to the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Self
+
+from pydantic import Field
+
+from palestra.pictures.blobs import digest_of
+from palestra.pictures.encoding import encode
+from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart
+
+
+class Picture(ImagePart):
+    """An image part with its file. When the file is in the run's folder, an `ImagePart` takes its place.
+
+    `Picture.of(value)` makes one of an image of Pillow, an array, or the bytes of a file.
+    """
+
+    data: bytes = Field(exclude=True, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another part shows the same picture, with its file or without."""
+        return isinstance(other, ImagePart) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the part that shows a picture.
+
+        Args:
+            value: an image of Pillow, an array of uint8 [height, width], [height, width, 3] or [height, width, 4], or
+                the bytes of a file (PNG, JPEG, WebP, GIF).
+
+        Raises:
+            TypeError: it is none of these.
+        """
+        data = encode(value)
+        return cls(digest=digest_of(data), data=data)
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value can be shown as a picture: a part, an image of Pillow, an array, or bytes of a file."""
+    if isinstance(value, ImagePart | bytes):
+        return True
+    # Looked at by their attributes: neither Pillow nor numpy has to be installed.
+    return (hasattr(value, "shape") and hasattr(value, "dtype")) or (hasattr(value, "mode") and hasattr(value, "save"))
+
+
+def parts_of(shown: Any) -> tuple[Part, ...]:
+    """Return what is shown as parts of a message.
+
+    Args:
+        shown: a text, a picture (see `is_picture`), or a list of texts and pictures, in order.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(shown, list):
+        return tuple(map(_part, shown))
+    return (_part(shown),)
+
+
+def _part(value: Any) -> Part:
+    if isinstance(value, str):
+        return TextPart(text=value)
+    if isinstance(value, TextPart | ImagePart):
+        return value
+    if not is_picture(value):
+        raise TypeError(f"neither a text nor a picture: {type(value).__name__}")
+    return Picture.of(value)
+
+
+def files_in(messages: Iterable[ChatMessage]) -> list[Picture]:
+    """Return the pictures of messages that carry their files, in order."""
+    return [part for message in messages for part in message.content if isinstance(part, Picture)]
+
+
+async def without_files(
+    messages: Sequence[ChatMessage], keep: Callable[[Picture], Awaitable[object]]
+) -> tuple[ChatMessage, ...]:
+    """Return messages with image parts in the place of pictures.
+
+    Args:
+        messages: with pictures or without; without any, they are returned as they are.
+        keep: puts the file of a picture where its digest will be looked up.
+    """
+    if not (pictures := files_in(messages)):
+        return tuple(messages)
+    for picture in pictures:
+        await keep(picture)
+
+    def bare(part: Part) -> Part:
+        return ImagePart(digest=part.digest) if isinstance(part, Picture) else part
+
+    return tuple(message.model_copy(update={"content": tuple(map(bare, message.content))}) for message in messages)

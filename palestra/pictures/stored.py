@@ -1,0 +1,33 @@
+"""Pictures of a run as its models get them: decoded from its folder, those that were asked for last kept."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.decoding import decode
+from palestra.pictures.limits import OF_A_RUN
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_IMAGES = 4  # decoded pictures that are kept: a call asks for the size, and soon after for the pixels
+_SIZES = 65_536
+
+
+class StoredPictures:
+    """`Pictures` of a folder."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        """Read pictures from a folder, in which every file was decoded once before it was kept."""
+        self._blobs = blobs
+        self.image = lru_cache(maxsize=_IMAGES)(self._image)
+        self.size = lru_cache(maxsize=_SIZES)(self._size)
+
+    def _image(self, digest: str) -> Image:
+        return decode(self._blobs.get(digest), OF_A_RUN)
+
+    def _size(self, digest: str) -> tuple[int, int]:
+        width, height = self.image(digest).size
+        return width, height

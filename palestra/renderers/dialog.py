@@ -1,0 +1,143 @@
+r"""Renderer for the dialogs of Idefics3 and SmolVLM: `User: …<end_of_utterance>\nAssistant: …<end_of_utterance>\n`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from palestra.renderers.base import (
+    NotInThisFormat,
+    Renderer,
+    Reply,
+    ReplyStream,
+    Tools,
+    WholeReplyStream,
+    reply_of,
+)
+from palestra.renderers.control_text import plain_encoder
+from palestra.renderers.long_text import LongText
+from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.prompt_writer import Pieces, PromptWriter, content_of, joined, refuse_pictures
+from palestra.renderers.vocabulary import Vocabulary
+from palestra.types.calls import Ids, TokenSequence
+from palestra.types.messages import ChatMessage, ImagePart
+
+END = "<end_of_utterance>"
+_ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+
+
+class DialogRenderer(Renderer):
+    """Renders dialogs with pictures. The format has no tools and no reasoning. Replies are parsed as a whole."""
+
+    incremental = False
+    independent_turns = False  # a reply that does not begin with a space is written with one
+    reasons = False
+    takes_images = True
+
+    def __init__(self, tokenizer: Any, pictures: PictureTokens, first: str) -> None:
+        """Create a renderer.
+
+        Args:
+            tokenizer: the model's, of transformers.
+            pictures: writes the placeholders of pictures.
+            first: the token with which every conversation begins, such as `<|im_start|>`.
+
+        Raises:
+            ValueError: the tokenizer lacks one of the format's control tokens.
+        """
+        self.vocabulary = Vocabulary(tokenizer)
+        self._end, self._first = (tokenizer.convert_tokens_to_ids(token) for token in (END, first))
+        if None in (self._end, self._first) or tokenizer.unk_token_id in (self._end, self._first):
+            raise ValueError(f"the tokenizer has no {END}, or no {first}")
+        self.stop_ids = tuple(dict.fromkeys((self._end, tokenizer.eos_token_id)))
+        self._pictures, self._encode = pictures, plain_encoder(tokenizer)
+        self._long = LongText(tokenizer, self._encode)
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
+        """Return the prompt of a conversation, int32 [P]. See `Renderer.render`.
+
+        Args:
+            messages: the conversation; at least one message.
+            tools: there may be none.
+            room: the most tokens that are of use.
+        """
+        if not messages:
+            raise ValueError("no messages")
+        return self._sequence([self._first], messages, tools, room)
+
+    def extend(
+        self,
+        prompt_ids: Callable[[], Ids],
+        completion_ids: Ids,
+        new_messages: Sequence[ChatMessage],
+        tools: Tools = (),
+        room: int | None = None,
+    ) -> TokenSequence:
+        """Return the tokens, int32 [N], from the end of a reply to the start of the next one. See `Renderer.extend`.
+
+        A reply that was cut at its token limit, or ended with another stop token, gets its end token first; only the
+        last of `completion_ids` [C] is looked at, and `prompt_ids` is not needed. `new_messages`, `tools` and `room`
+        are as in `Renderer.extend`.
+        """
+        ended = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
+        before = [*([] if ended else [self._end]), *self._encode("\n")]
+        return self._sequence(before, new_messages, tools, room)
+
+    def parse(
+        self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
+    ) -> Reply:
+        """Return the message of a completion, int32 [C], without the space that follows `Assistant:`.
+
+        `tools`, `call_ids` and `prompt_ids` are not needed; see `Renderer.parse`.
+        """
+        ids = completion_ids.tolist()
+        while ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        return reply_of(None, self.vocabulary.decode(ids).removeprefix(" "), (), call_ids)
+
+    def stream(
+        self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
+    ) -> ReplyStream:
+        """Return a reader that parses the reply when it is over. See `Renderer.stream`.
+
+        `prompt_ids`, `tools` and `call_ids` are as there.
+
+        Raises:
+            NotInThisFormat: `single_call` is set: there are no calls.
+        """
+        if single_call:
+            raise NotInThisFormat("this model's format has no tools")
+        return WholeReplyStream(self, prompt_ids, tools, call_ids)
+
+    def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
+        raise NotInThisFormat("this model's format has no tools")
+
+    def _sequence(
+        self, before: Sequence[int], messages: Sequence[ChatMessage], tools: Tools, room: int | None
+    ) -> TokenSequence:
+        """Return `before`, the turns of the messages, and the beginning of the assistant's reply."""
+        if tools:
+            raise ValueError("this model's format has no tools")
+        writer = PromptWriter(self._encode, self._long, self._pictures, room)
+        writer.tokens(before)
+        for message in messages:
+            writer.pieces(_pieces(message))
+            writer.end_turn([self._end, *self._encode("\n")])
+        writer.pieces(["Assistant:"])
+        return writer.sequence()
+
+
+def _pieces(message: ChatMessage) -> Pieces:
+    """Return what stands before the end token of a message.
+
+    Raises:
+        ValueError: it is the result of a tool, calls one, or has a picture that is not the user's.
+    """
+    role = _ROLES.get(message.role)
+    if role is None or message.tool_calls:
+        raise ValueError("this model's format has no tools")
+    if message.role != "user":
+        refuse_pictures(message)
+    content = content_of(message)
+    space = "" if content and isinstance(content[0], ImagePart) else " "
+    return joined([f"{role}:{space}", *content])

@@ -1,0 +1,150 @@
+"""The placeholders of a picture: which control tokens a model's processor writes for one of a given size.
+
+Read from a model's files alone, so that neither torch nor transformers is needed to write a prompt; tests compare with
+the processors of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from palestra.errors import ModelError
+
+_LONGEST = 4096  # transformers' bound on a side of a picture before it is cut into tiles
+
+
+class PictureLayout(Protocol):
+    """What stands in a prompt for a picture."""
+
+    @property
+    def image_token(self) -> str:
+        """Return the placeholder: each stands for one embedding of the picture."""
+        ...
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return rows and columns of the tiles into which a picture is cut; (0, 0): it is not cut."""
+        ...
+
+    def text(self, width: int, height: int) -> str:
+        """Return the control tokens that stand for a picture of this size in pixels."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiledLayout:
+    """Idefics3 and SmolVLM: rows of tiles, each with its place, then the whole picture, in one tile.
+
+    Attributes:
+        tokens: placeholders of a tile.
+        tile: side of a tile in pixels.
+        longest: the longer side of a picture before it is cut, in pixels; None: as it is.
+        splits: whether pictures are cut; otherwise each is one tile.
+    """
+
+    tokens: int
+    tile: int
+    longest: int | None
+    splits: bool
+    image_token: str = "<image>"
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return rows and columns of tiles; see `PictureLayout`."""
+        if not self.splits:
+            return 0, 0
+        if self.longest is not None:
+            width, height = _bounded(*_stretched(width, height, self.longest), _LONGEST)
+        ratio, tile = width / height, self.tile
+        if width >= height:
+            width = math.ceil(width / tile) * tile
+            height = math.ceil(int(width / ratio) / tile) * tile
+        else:
+            height = math.ceil(height / tile) * tile
+            width = math.ceil(int(height * ratio) / tile) * tile
+        if height <= tile and width <= tile:
+            return 0, 0
+        return height // tile, width // tile
+
+    def text(self, width: int, height: int) -> str:
+        """Return the control tokens of a picture; see `PictureLayout`."""
+        rows, columns = self.grid(width, height)
+        images, around = self.image_token * self.tokens, "<fake_token_around_image>"
+        tiles = "".join(
+            "".join(f"{around}<row_{row}_col_{column}>{images}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        newline = "\n" if rows else ""
+        return f"{tiles}{newline}{around}<global-img>{images}{around}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedLayout:
+    """Llava 1.5: every picture has the same number of placeholders."""
+
+    tokens: int
+    image_token: str = "<image>"
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return (0, 0): pictures are not cut."""
+        return 0, 0
+
+    def text(self, width: int, height: int) -> str:
+        """Return the placeholders of a picture; `width` and `height` are not needed."""
+        return self.image_token * self.tokens
+
+
+def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureLayout:
+    """Return the layout of a model's pictures.
+
+    Args:
+        config: the model's `config.json`, of one of the families above.
+        files: contents of `preprocessor_config.json` and `processor_config.json`, those that there are.
+
+    Raises:
+        ModelError: the processor is set up in a way that is not supported.
+    """
+    vision, processor = config["vision_config"], _read(files, "processor_config.json")
+    images = _read(files, "preprocessor_config.json") or processor.get("image_processor") or {}
+    if config["model_type"] == "llava":
+        size = images.get("crop_size", 224)
+        side = size["height"] if isinstance(size, Mapping) else size
+        whole = config.get("vision_feature_select_strategy", "default") == "full"  # with the token of the class
+        return FixedLayout(tokens=(side // vision.get("patch_size", 14)) ** 2 + whole)
+    patches = vision.get("image_size", 224) // vision.get("patch_size", 32)
+    size, splits = images.get("size", {"longest_edge": 4 * 364}), images.get("do_image_splitting", True)
+    if splits and "longest_edge" not in size:
+        raise ModelError(f"pictures that are cut into tiles after they were made {size} are not supported")
+    return TiledLayout(
+        tokens=patches**2 // config.get("scale_factor", 2) ** 2,
+        tile=images.get("max_image_size", {"longest_edge": 364})["longest_edge"],
+        longest=size.get("longest_edge") if images.get("do_resize", True) else None,
+        splits=splits,
+    )
+
+
+def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the JSON object in a file; one that is not there is empty."""
+    return dict(json.loads(files[name])) if name in files else {}
+
+
+def _stretched(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Return the size of a picture whose longer side is made `longest`; the other side is rounded up to even."""
+    ratio = width / height
+    if width >= height:
+        short = int(longest / ratio)
+        return longest, max(short + short % 2, 1)
+    short = int(longest * ratio)
+    return max(short + short % 2, 1), longest
+
+
+def _bounded(width: int, height: int, most: int) -> tuple[int, int]:
+    """Return the size of a picture of which no side may be longer than `most`."""
+    ratio = width / height
+    if width >= height and width > most:
+        return most, max(int(most / ratio), 1)
+    if height > width and height > most:
+        return max(int(most * ratio), 1), most
+    return width, height

@@ -1,0 +1,91 @@
+"""The ids of a prompt while it is written, piece by piece: texts, control tokens, and pictures with their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from palestra.renderers.long_text import PIECE, Encode, LongText, TooManyTokens
+from palestra.renderers.picture_tokens import PictureTokens
+from palestra.threads import check_wanted
+from palestra.types.calls import MediaSpan, TokenSequence
+from palestra.types.messages import ChatMessage, ImagePart, TextPart
+
+Pieces = list[str | ImagePart]  # of a turn, of which no two texts follow one another
+
+
+class PromptWriter:
+    """Writes one prompt, or what follows a reply."""
+
+    def __init__(self, encode: Encode, long: LongText, pictures: PictureTokens | None, room: int | None) -> None:
+        """Begin with nothing.
+
+        Args:
+            encode: a text to its ids, in which nothing is a control token.
+            long: the same for long texts, which it cuts and bounds.
+            pictures: writes placeholders; None: the model reads text only.
+            room: the most tokens that are of use; None: any number.
+        """
+        self._encode, self._long, self._pictures, self._room = encode, long, pictures, room
+        self._ids, self._media = list[int](), list[MediaSpan]()
+
+    def tokens(self, ids: Iterable[int]) -> None:
+        """Write tokens as they are."""
+        self._ids += ids
+
+    def pieces(self, pieces: Pieces) -> None:
+        """Write texts and pictures.
+
+        Raises:
+            TooManyTokens: there are more than `room` tokens in a long text.
+            ValueError: there is a picture, and the model reads text only.
+        """
+        for piece in pieces:
+            if isinstance(piece, ImagePart):
+                if self._pictures is None:
+                    raise ValueError("this model reads text only, and a message has a picture")
+                shown = self._pictures.ids(piece.digest)
+                self._media.append(MediaSpan(len(self._ids), len(shown), piece.digest))
+                self._ids += shown
+            elif self._room is None or len(piece) <= PIECE:
+                self._ids += self._encode(piece)
+            else:
+                self._ids += self._long.encode(piece, max(self._room - len(self._ids), 0))
+
+    def end_turn(self, ids: Iterable[int]) -> None:
+        """Write the tokens that end a turn.
+
+        Raises:
+            TooManyTokens: there are more than `room` tokens.
+        """
+        self._ids += ids
+        if self._room is not None and len(self._ids) > self._room:
+            raise TooManyTokens(len(self._ids))
+        check_wanted()
+
+    def sequence(self) -> TokenSequence:
+        """Return what was written, int32 [N], and the pictures in it."""
+        return TokenSequence(np.asarray(self._ids, np.int32), tuple(self._media))
+
+
+def content_of(message: ChatMessage) -> Pieces:
+    """Return the texts and pictures of a message, as they come."""
+    return [part.text if isinstance(part, TextPart) else part for part in message.content]
+
+
+def joined(pieces: Iterable[str | ImagePart]) -> Pieces:
+    """Return pieces of which no two texts follow one another: a token may reach over the boundary of two."""
+    found: Pieces = []
+    for piece in pieces:
+        if found and isinstance(piece, str) and isinstance(last := found[-1], str):
+            found[-1] = last + piece
+        else:
+            found.append(piece)
+    return found
+
+
+def refuse_pictures(message: ChatMessage) -> None:
+    """Raise ValueError if a message that can only have text has a picture."""
+    if any(isinstance(part, ImagePart) for part in message.content):
+        raise ValueError(f"a message of role {message.role} has a picture; pictures are the user's, or a tool's result")

@@ -1,0 +1,201 @@
+"""Engine workers as processes of this machine: `EngineProcesses` in the job, and the program that such a process runs.
+
+python -m palestra.runtime.engine_process FD, where FD is one end of a pair of sockets, whose other end the job's
+process has. So no other process can connect, and the worker ends when the job closes its end, or dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from palestra.backend.channel import Channel
+from palestra.backend.engine_worker import EngineWorker
+from palestra.backend.errors import error_fields, error_of
+from palestra.backend.worker_engine import WorkerEngine
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.engine.base import Engine
+from palestra.engine.pool.worker import StartedWorker
+from palestra.errors import EngineFailure, PalestraError
+from palestra.threads import in_thread
+from palestra.waiting import cancelled, race
+
+REAP_SECONDS = 2.0  # between the end of a worker's socket and that of its process
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledModel:
+    """What a job has to know of a model that its workers have loaded.
+
+    Attributes:
+        vocab_size: number of tokens, V.
+        max_context: most tokens of prompt and reply together.
+    """
+
+    vocab_size: int
+    max_context: int
+
+
+class EngineProcesses:
+    """Starts the workers of a job, all with the same models."""
+
+    def __init__(self, config: JobConfig, weights: Mapping[str, str]) -> None:
+        """Start none yet.
+
+        Args:
+            config: the job, with what each worker has of threads and memory.
+            weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        """
+        self._order = {"config": config.model_dump(mode="json"), "weights": dict(weights)}
+        self.models: dict[str, SampledModel] = {}  # by policy; those of the newest worker, of which all have the same
+
+    async def start(self, number: int) -> StartedWorker:
+        """Start a worker, and return when it has loaded its models.
+
+        Args:
+            number: of the worker's place; all places are alike.
+
+        Raises:
+            EngineFailure: the process has died.
+            PalestraError: the models can't be loaded.
+        """
+        ours, theirs = socket.socketpair()
+        process = _started(theirs)
+        ended = asyncio.create_task(in_thread(process.wait, "palestra-engine-worker"))
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        channel = Channel(reader, writer)
+
+        async def cause() -> str:
+            with contextlib.suppress(TimeoutError):
+                return _how(await asyncio.wait_for(asyncio.shield(ended), REAP_SECONDS))
+            return "has closed its connection"
+
+        try:
+            channel.send({"order": self._order})
+            answer = await _first(channel)
+            if answer is None:
+                raise EngineFailure(f"the process {await cause()}")
+            if "error" in answer:
+                raise error_of(answer["error"])
+        except BaseException:
+            process.kill()
+            channel.close()
+            raise
+        self.models = {name: SampledModel(**found) for name, found in answer["models"].items()}
+        engine = WorkerEngine(channel, cause)
+
+        def kill() -> None:
+            process.kill()
+            engine.lose("was ended by the job")
+
+        return StartedWorker(engine, kill, process.pid)
+
+
+def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """Return a process that has one end of a pair of sockets, which this process has no longer.
+
+    Called on the event loop, because the kernel ends the worker with the thread that has started it.
+    """
+    with theirs:
+        words = [sys.executable, "-m", "palestra.runtime.engine_process", str(theirs.fileno())]
+        return subprocess.Popen(words, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+async def _first(channel: Channel) -> dict[str, Any] | None:
+    """Return the first message of the other side; None: the channel was closed."""
+    async with contextlib.aclosing(channel.frames()) as frames:  # type: ignore[type-var]
+        async for frame in frames:
+            first: dict[str, Any] = frame.header["messages"][0]
+            return first
+    return None
+
+
+# The process
+
+
+async def _serve(number: int) -> None:
+    """Load what the job orders, and serve it until the job has gone.
+
+    Args:
+        number: of the descriptor of the socket.
+    """
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=number))
+    channel = Channel(reader, writer, sends_json=True)
+    message = await _first(channel)
+    if message is None:
+        return
+    loading = asyncio.create_task(in_thread(lambda: _load(message["order"]), "palestra-load"))
+    gone = asyncio.create_task(_first(channel))  # the job sends nothing before it has an answer
+    try:
+        if (await race(asyncio.shield(loading), asyncio.shield(gone))).index == 1:
+            return
+        engine, models = loading.result()
+    except PalestraError as error:
+        channel.send({"error": error_fields(error)})
+        await channel.drain()
+        return
+    finally:
+        await cancelled(gone)
+    channel.send({"models": models})
+    await channel.drain()
+    await EngineWorker(engine, channel).run()
+
+
+def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
+    """Return the engine that a job orders, and what the job has to know of its models."""
+    config = JobConfig.model_validate(order["config"])
+    if isinstance(config.engine, FakeEngineConfig):
+        from palestra.runtime.parts import fake_engine
+
+        return fake_engine(config.engine), {}
+    from palestra.models.device import tune_malloc
+
+    tune_malloc()  # before torch is loaded
+    from palestra.models.loading import LoadedModels
+    from palestra.runtime.parts import load_engine
+
+    assert isinstance(config.engine, EmbeddedEngineConfig)
+    engine, loaded = load_engine(config, config.engine, order["weights"], LoadedModels())
+    models = {
+        name: {"vocab_size": one.model.model.vocab_size, "max_context": one.max_context} for name, one in loaded.items()
+    }
+    return engine, models
+
+
+def _die_with_the_job() -> None:
+    """Have the kernel end this process with the job's: a stopped process would not see that its socket is closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve an engine to the job that has started this process."""
+    _die_with_the_job()
+    # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format=f"%(name)s[{os.getpid()}]: %(message)s")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(int(sys.argv[1])))
+        sys.stderr.flush()
+        os._exit(0)  # models and threads are not taken down one by one
+
+
+if __name__ == "__main__":
+    main()

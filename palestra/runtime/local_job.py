@@ -1,0 +1,181 @@
+"""`LocalJob`: a running job of this process, from `run` to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS
+from palestra.engine.base import Engine
+from palestra.errors import EngineFailure, PalestraError, StoreError
+from palestra.learner import Learner, RunFolder
+from palestra.runners import RunnerPool
+from palestra.runtime.renewal import Renewal
+from palestra.runtime.runner_fleet import RunnerFleet
+from palestra.runtime.serving import Scoring, Serving
+from palestra.runtime.watchdog import Watchdog
+from palestra.server import DataPlane
+from palestra.types.progress import JobProgress
+from palestra.types.states import JobState
+from palestra.waiting import cancelled, race
+
+log = logging.getLogger("palestra")
+LINGER_SECONDS = 10.0  # limit for notifying workers that the job is over
+CLOSE_SECONDS = 120.0  # limit for ending what is stuck, the engine, and the trainer
+RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all earlier workers have retried within this time
+
+
+class LocalJob:
+    """A running job, with what its owner may see and do."""
+
+    def __init__(
+        self,
+        work: Learner | Serving | Scoring,
+        plane: DataPlane,
+        engine: Engine,
+        url: str,
+        folder: RunFolder,
+        resumed: bool,
+        pool: RunnerPool | None,
+        renewal: Renewal | None = None,
+        fleet: RunnerFleet | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """Assemble a job; `run` runs it.
+
+        Args:
+            work: trains, serves or scores.
+            plane: the state of the job's data plane.
+            engine: the engine that samples.
+            url: URL of the data plane.
+            folder: files of the run.
+            resumed: whether workers of an earlier process may come back.
+            pool: plays episodes in this process; None: no episodes are played here.
+            renewal: what is done when what trains the job is lost; None: that ends with this process.
+            fleet: processes that play the job's environment; None: it has none.
+            watchdog: ends the job when it is stuck; None: nothing is trained.
+        """
+        self._fleet, self._watchdog = fleet, watchdog
+        self._renewal, self._stopping = renewal, False
+        self._work, self.plane, self.url, self.folder = work, plane, url, folder
+        self._engine, self._pool = engine, pool
+        self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
+        self.over = asyncio.Event()  # set when `run` has ended
+
+    @property
+    def progress(self) -> JobProgress:
+        """Return the job's progress, which is updated while the job runs."""
+        return self.plane.progress
+
+    @property
+    def plays_itself(self) -> bool:
+        """Return whether this process plays the episodes, or runners of its own do."""
+        return self._pool is not None or self._fleet is not None
+
+    @property
+    def api_key(self) -> str:
+        """Return the job's present key, which opens its data plane."""
+        return self.plane.keys.job_key
+
+    def stop(self) -> None:
+        """Make the job save and end, after finishing or dropping the present step; end the serving of a model."""
+        self._stopping = True
+        self._work.stop()
+
+    async def run(self) -> None:
+        """Train until the steps are done, or serve until `stop`; after a failure the job's state says why."""
+        try:
+            await self._play_and_work()
+        except PalestraError as error:
+            await self._failed(error)
+            raise
+        finally:
+            self.over.set()
+            if self.plane.sessions.seats is not None:
+                self.plane.sessions.seats.wake()
+
+    async def _play_and_work(self) -> None:
+        """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
+        parts: list[Coroutine[Any, Any, None]] = [self._work_on(), self._engine_failed(), self._store_lost()]
+        if self._pool is not None:
+            parts.append(self._pool.run())
+        if self._fleet is not None:
+            parts.append(self._fleet.failure())
+        await self._unless_stuck(asyncio.ensure_future(race(*parts)))
+
+    async def _unless_stuck(self, work: asyncio.Future[Any]) -> None:
+        """Await the work, or fail the job when the watchdog says so; what does not end then is left behind."""
+        if self._watchdog is None:
+            await work
+            return
+        watch = asyncio.create_task(self._watchdog.run())
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and isinstance(stuck := watch.exception(), PalestraError):
+                await self._failed(stuck)  # first, because what is stuck may not let itself be cancelled
+                work.cancel()
+                await asyncio.wait((work,), timeout=CLOSE_SECONDS)
+                raise stuck
+            await work
+        except asyncio.CancelledError:
+            await cancelled(work)
+            raise
+        finally:
+            watch.cancel()
+
+    async def _work_on(self) -> None:
+        """Run the work to its end, and begin it again whenever what trains it was lost."""
+        renewal = self._renewal
+        if renewal is None:
+            await self._work.run()
+        elif isinstance(self._work, Learner):
+            while not await renewal.unless_lost(self._work.run()):
+                self._work = await self._renewed(renewal) or self._work
+                if self._stopping:
+                    self._work.stop()
+        else:
+            await race(self._work.run(), self._renew_for_ever(renewal))
+
+    async def _renew_for_ever(self, renewal: Renewal) -> None:
+        while True:
+            await renewal.base.lost()
+            await self._renewed(renewal)
+
+    async def _renewed(self, renewal: Renewal) -> Learner | None:
+        """Begin anew, and record that."""
+        text = f"{renewal.base.loss}; the job goes on from its newest checkpoint"
+        self.progress.enter(text)
+        await self.plane.store.log.add_event(renewal.base.event_of_loss, {"step": self.progress.step, "text": text})
+        return await renewal.renew()
+
+    async def _engine_failed(self) -> None:
+        """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""
+        raise EngineFailure(await self._engine.failure())
+
+    async def _store_lost(self) -> None:
+        """Fail the job when the store's file was deleted: results that are handed in would be lost."""
+        raise await self.plane.store.db.lost()
+
+    async def _failed(self, error: PalestraError) -> None:
+        if self.progress.over:
+            return
+        try:
+            # Before the state changes, so that followers of events see the reason.
+            await self.plane.store.log.add_event("failed", {"reason": str(error)})
+        except StoreError as unrecorded:  # a full disk, perhaps, or the same error as the failure's
+            if str(unrecorded) != str(error):
+                log.error("why the job failed could not be recorded: %s", unrecorded)
+        finally:
+            self.progress.move(JobState.FAILED, str(error))
+            self.plane.store.episodes.available.notify()
+
+    async def linger(self) -> None:
+        """Wait until connected workers have been notified that the job is over, for LINGER_SECONDS at most."""
+        until = time.monotonic() + LINGER_SECONDS
+        while self.progress.over and time.monotonic() < until:
+            if self.plane.workers.all_notified and time.monotonic() >= self._all_back_at:
+                return
+            await asyncio.sleep(0.05)

@@ -1,0 +1,134 @@
+"""What a job's own process plays: whether it fits the job, and the runners that play it, here or in processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from palestra.agents import ModelAgent
+from palestra.algorithms.base import Algorithm
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.rollout import RolloutSpec, RolloutSyncLock
+from palestra.runners import Runner, RunnerPool
+from palestra.runtime.environments import environment_of
+from palestra.runtime.role_check import agents_of, check_roles
+from palestra.runtime.runner_fleet import RunnerFleet, RunnerOrder, RunnerStarter
+from palestra.server import DataPlane
+from palestra.session import Sessions
+from palestra.types.progress import JobProgress
+
+MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another number
+
+
+def check_played_roles(config: JobConfig, play: RolloutSpec | None) -> None:
+    """Check that roles, seats and policies are those of the environment, where a job says anything of them.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if config.roles or config.seats.roles or len(config.policies) > 1:
+        check_roles(config, agents_of(_environment(config, play)))
+
+
+def algorithms_of(config: JobConfig, play: RolloutSpec | None, own_code: bool) -> dict[str, Algorithm]:
+    """Return the algorithm of each policy that is trained, by its name; the arguments are those of `local_job`.
+
+    Raises:
+        ConfigError: one can't be made, or does not fit what is played.
+    """
+    found: dict[str, Algorithm] = {}
+    for name in config.trained_policies:
+        found[name] = create_algorithm(config.algorithm_of(name), config.rollout.step_order, own_code=own_code)
+        if found[name].every_choice:
+            _check_choices(config, name, play)
+    return found
+
+
+def _environment(config: JobConfig, play: RolloutSpec | None) -> Any:
+    """Return an environment of the job, or what makes one where that is the user's; None: this process plays nothing.
+
+    Args:
+        config: the job.
+        play: what this process plays; None: what the configuration says.
+    """
+    if play is not None:
+        return play.environment
+    make = environment_of(config)
+    return None if make is None else make()
+
+
+def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:
+    """Refuse agents none of which is held to choices, for an algorithm that trains every choice.
+
+    What workers outside of this process send is known, and looked at, when the first step is trained.
+
+    Args:
+        config: the job.
+        policy: the policy that the algorithm trains.
+        play: what this process plays; None: what the configuration says.
+
+    Raises:
+        ConfigError: no agent ever has choices.
+    """
+    environment = _environment(config, play)
+    if environment is None:
+        return
+    # Of a function that makes environments it is not known what they give; of a class and of an environment it is.
+    given = bool(getattr(environment, "gives_choices", False))
+    agents = (play and play.agents) or {"": ModelAgent()}
+    if not any(agent.may_choose or (isinstance(agent, ModelAgent) and given) for agent in agents.values()):
+        raise ConfigError(
+            f"{config.algorithm_key(policy)}.name is {config.algorithm_of(policy).name!r}, which needs replies that "
+            "are held to finitely many choices, and no agent is: give one `choices`, as in "
+            "RolloutSpec(agents={'agent': ModelAgent(choices=[...])})"
+        )
+
+
+def runners_of(
+    config: JobConfig, sessions: Sessions, progress: JobProgress, play: RolloutSpec | None
+) -> tuple[RunnerPool | None, RolloutSyncLock | None]:
+    """Return the pool that plays episodes here, if any, and the lock that keeps weights fixed during an episode."""
+    chosen = config.environment
+    if config.kind == "inference":
+        return None, None
+    if play is None and (make := environment_of(config)) is not None:
+        play = RolloutSpec(environment=make, system=chosen.system)
+    if play is None:
+        if sessions.seats is not None:
+            raise ConfigError(
+                "seats.roles names agents of an environment that the server plays, and the job has none; name one in "
+                "environment.name, or give it to palestra.train"
+            )
+        return None, None
+    lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
+    pool = RunnerPool(
+        sessions,
+        Runner(sessions, play, algorithm_of=config.algorithm_of, timeout_seconds=chosen.timeout_seconds),
+        max_concurrency=_concurrency(config),
+        lock=lock,
+        progress=progress.rollouts,
+    )
+    return pool, lock
+
+
+def _concurrency(config: JobConfig) -> int:
+    """Return how many episodes of a job are played at the same time."""
+    due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)
+    return config.environment.max_concurrency or min(due, MOST_AT_ONCE)
+
+
+def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStarter) -> RunnerFleet | None:
+    """Return the processes that play the job's environment; None: a model is served, and nothing is played.
+
+    Args:
+        config: the job.
+        plane: whose key they get, and whose episodes they play.
+        url: of the data plane.
+        starter: starts runners.
+    """
+    count = config.environment.runners
+    if count is None or config.kind == "inference":
+        return None
+    order = RunnerOrder(url=url, key=lambda: plane.keys.job_key, concurrency=-(-_concurrency(config) // count))
+    return RunnerFleet(count, order, starter, plane.store, plane.progress)

@@ -1,0 +1,42 @@
+"""Looks whether the memory of this machine is enough for a trainer over several processes, before they are started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.models.adapter_files import base_of
+from palestra.models.catalog import model_folder
+from palestra.runtime.checking import available_bytes, model_facts
+from palestra.runtime.model_sizes import BYTES, TRAINED_BYTES
+
+GIB = 2**30
+
+
+def check_memory(config: JobConfig, models: dict[str, str]) -> None:
+    """Refuse a job whose ranks would not fit into the memory that is free now.
+
+    Args:
+        config: the job; its trainer has several devices.
+        models: what each policy that is trained is loaded from, by the policy's name.
+
+    Raises:
+        ConfigError: the message says how much is missing.
+        ModelError: a model is not there.
+    """
+    ranks, needed = config.trainer.devices, 0
+    for name, model in models.items():
+        folder = model_folder(base_of(model))
+        parameters = (model_facts(folder).parameters if isinstance(folder, Path) else None) or 0
+        # Every rank loads all of the model, and keeps its part, beside which gradient and moments come later.
+        if config.policies[name].adapter is None:
+            needed += parameters * max(ranks * BYTES["float32"], TRAINED_BYTES)
+        else:
+            needed += parameters * ranks * BYTES[config.trainer.dtype]
+    if needed > (free := available_bytes()):
+        raise ConfigError(
+            f"trainer.devices is {ranks}, and its processes take {needed / GIB:.1f} GiB of memory while they load; "
+            f"{free / GIB:.1f} GiB are free, so that {(needed - free) / GIB:.1f} GiB are missing: choose a smaller "
+            "model, an adapter, or fewer devices"
+        )

@@ -1,0 +1,40 @@
+"""The route by which an operator changes the number of a running job's inference workers."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from palestra.engine.pool.manager import InferenceManager
+from palestra.errors import Conflict
+from palestra.server import DataPlane
+
+
+class Replicas(BaseModel):
+    """The body of `POST /engine/replicas`, and its answer."""
+
+    replicas: int = Field(ge=1, le=64, description="Inference workers.")
+
+
+def add_scaling_route(app: FastAPI, plane: DataPlane) -> None:
+    """Add the route that changes the number of inference workers.
+
+    Args:
+        app: of the job.
+        plane: checks keys, and has the engine.
+    """
+
+    @app.post("/engine/replicas", tags=["model"])
+    async def resize(request: Request, wanted: Replicas) -> Replicas:
+        """Change the number of inference workers, and answer when it is reached.
+
+        Workers that are added load the model and take the present weights first. Workers that are taken away finish
+        the calls that they have. It takes the job's key, and holds until the job ends.
+        """
+        plane.keys.require_job(request)
+        for runtime in plane.sessions.context.policies.runtimes.values():
+            if isinstance(runtime.engine, InferenceManager):
+                await runtime.engine.resize(wanted.replicas)
+                return wanted
+        raise Conflict("this job's engine is in its own process; start it with engine.replicas = 2 or more")

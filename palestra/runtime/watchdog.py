@@ -1,0 +1,144 @@
+"""The watchdog: ends a training job in which nothing happens any more, and names the part that is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from palestra.config import WatchdogConfig
+from palestra.engine.base import EngineLoad
+from palestra.errors import JobStuck
+from palestra.server import DataPlane
+from palestra.types.clock import Clock
+from palestra.types.progress import Counts, Part, duration
+
+STORE_SECONDS = 30.0  # limit for the answer of the store
+LOOKS = 20  # at the job, in the time after which it fails; at least one each second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """What a job does at one moment.
+
+    Attributes:
+        part: of the job that is at work.
+        phase: what it does, in words.
+        collects: whether the phase waits for episodes.
+        episodes: by state.
+        workers: that are claiming or playing.
+        plays_itself: whether runners of the job's own play its episodes.
+        engines: their loads.
+        holders: workers that hold episodes, those that have been silent longest first.
+    """
+
+    part: Part
+    phase: str
+    collects: bool
+    episodes: Counts
+    workers: int
+    plays_itself: bool
+    engines: Sequence[EngineLoad] = ()
+    holders: Sequence[str] = ()
+
+
+def stuck_part(now: Situation) -> str | None:
+    """Return which part of a job holds up all others, in words; None: the job is in order, and no worker plays.
+
+    Args:
+        now: a moment at which nothing has happened for long.
+    """
+    if now.part is Part.TASKS:
+        return None
+    if now.part is Part.WEIGHT_SYNC:
+        return f"weight sync: the engine has not taken the new weights{_workers(now.engines, 'updating')}"
+    if now.part is Part.TRAINER:
+        return f"trainer: {now.phase} does not end"
+    if now.part is Part.CHECKPOINT:
+        return "checkpoint: it is not written"
+    if not now.collects:
+        return f"learner: {now.phase} does not end"
+    calls = sum(load.waiting + load.running for load in now.engines)
+    if calls:
+        return f"engine: {calls} calls have got no token{_workers(now.engines, 'ready')}"
+    episodes = now.episodes
+    if episodes.claimed:
+        held = f" (held by {', '.join(now.holders[:3])})" if now.holders else ""
+        return f"collectors: {episodes.claimed} episodes are being played{held}, and none calls the model or ends"
+    if not episodes.registered:
+        return f"learner: {now.phase} waits for episodes, and none is open"
+    if now.plays_itself:
+        return f"collectors: the job's own runners claim none of {episodes.registered} open episodes"
+    if now.workers:
+        return f"collectors: {now.workers} workers are connected, and hold none of {episodes.registered} open episodes"
+    return None
+
+
+def _workers(engines: Sequence[EngineLoad], state: str) -> str:
+    """Return the workers of pools that are in a state, or have not started, as the end of a sentence."""
+    workers = [worker for load in engines for worker in load.workers]
+    found = [f"{worker.name} is {worker.state}" for worker in workers if worker.state in (state, "starting")]
+    return f" ({', '.join(found)})" if found else ""
+
+
+class Watchdog:
+    """Watches one training job."""
+
+    def __init__(self, config: WatchdogConfig, plane: DataPlane, plays_itself: bool, clock: Clock) -> None:
+        """Prepare; `run` watches.
+
+        Args:
+            config: of the job.
+            plane: whose tokens, steps and workers are looked at.
+            plays_itself: whether runners of the job's own play its episodes.
+            clock: of the job.
+        """
+        self._config, self._plane, self._plays_itself, self._clock = config, plane, plays_itself, clock
+
+    async def run(self) -> None:
+        """Watch until the job has been stuck for too long; a watchdog that is switched off watches for ever.
+
+        Raises:
+            JobStuck: nothing has happened for `seconds`; the message names the stuck part.
+        """
+        if not self._config.seconds:
+            await asyncio.Event().wait()
+        seen, since = self._done(), self._clock.monotonic()
+        while True:
+            await asyncio.sleep(min(self._config.seconds / LOOKS, 1.0))
+            done, now = self._done(), self._clock.monotonic()
+            if done != seen:
+                seen, since = done, now
+            elif now - since >= self._config.seconds:
+                if (why := await self._why()) is None and self._config.idle == "wait":
+                    since = now  # nothing of it is the job's fault
+                    continue
+                raise JobStuck(
+                    f"no token was accepted and no step was finished for {duration(now - since)}; stuck: "
+                    f"{why or 'nobody: no worker plays'} (watchdog.seconds = {self._config.seconds:g})"
+                )
+
+    def _done(self) -> tuple[int, int]:
+        """Return what grows with every accepted token, and with every step."""
+        return self._plane.sessions.context.counts["completion_tokens"], self._plane.progress.step
+
+    async def _why(self) -> str | None:
+        """Return which part is stuck, see `stuck_part`; the store may be it."""
+        try:
+            async with asyncio.timeout(STORE_SECONDS):
+                return stuck_part(await self._situation())
+        except TimeoutError:
+            return "store: the database does not answer"
+
+    async def _situation(self) -> Situation:
+        plane, progress = self._plane, self._plane.progress
+        return Situation(
+            part=progress.part,
+            phase=progress.phase,
+            collects=progress.collecting is not None,
+            episodes=await plane.store.episodes.counts(),
+            workers=plane.workers.busy,
+            plays_itself=self._plays_itself,
+            engines=plane.sessions.context.policies.engine_loads,
+            holders=[holder.worker_id for holder in plane.store.leases.holders(3)],
+        )

@@ -1,0 +1,178 @@
+"""Pictures as requests show them: in the forms of all dialects, not yet decoded, and each with its place in the body.
+
+`PictureIntake` (`server/picture_intake.py`) puts image parts with digests in their place, before a call is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.types.generation import GenerationRequest
+from palestra.types.messages import ChatMessage, ImagePart, Part
+
+Detail = Literal["auto", "low", "high", "original"]
+_SHA256 = "sha256:"  # before a digest in the place of a URL
+_ROLES = ("user", "tool")  # whose messages may have pictures
+
+
+class SentPicture(ImagePart):
+    """A picture that a request shows. Exactly one of `base64`, `url` and `named` is set.
+
+    Attributes:
+        place: in the body, such as `messages.2.content.1`; for errors.
+        base64: the encoded file.
+        media_type: the type that the client gives with `base64`.
+        url: where the file is.
+        named: the digest of a file that was sent before.
+        low: whether a smaller copy is wanted.
+    """
+
+    digest: str = ""  # not known before the picture is decoded
+    place: str = ""
+    base64: str | None = Field(None, repr=False)
+    media_type: str | None = None
+    url: str | None = None
+    named: str | None = None
+    low: bool = False
+
+
+class ImageUrl(BaseModel):
+    """A picture in OpenAI's form for chats: its URL, and how much of it the model is to see."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(description="`data:image/png;base64,…`, `sha256:<digest>`, or http(s) of an allowed host.")
+    detail: Detail | None = Field(None, description="`low`: at most 512 pixels on a side.")
+
+
+class ImageUrlPart(BaseModel):
+    """A part of a chat message that shows a picture, in OpenAI's form."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def from_url(url: str, detail: Detail | None, place: str = "") -> SentPicture:
+    """Return the picture of a URL: a data URL, `sha256:` and a digest, or an address of the web.
+
+    Args:
+        url: see above.
+        detail: of OpenAI.
+        place: see `SentPicture`.
+
+    Raises:
+        InvalidRequest: it is no such URL.
+    """
+    low = detail == "low"
+    if url.startswith(_SHA256):
+        return SentPicture(place=place, named=url.removeprefix(_SHA256), low=low)
+    if url[:5].lower() == "data:":
+        head, comma, encoded = url[5:].partition(",")
+        media_type, *others = head.split(";")
+        if not comma or "base64" not in others:
+            raise InvalidRequest(_at(place, "a data URL has the form data:image/png;base64,…"), place)
+        return SentPicture(place=place, base64=encoded, media_type=media_type, low=low)
+    if url[:8].lower().startswith(("http://", "https://")):
+        return SentPicture(place=place, url=url, low=low)
+    raise InvalidRequest(
+        _at(place, "a picture is a data URL, `sha256:` and a digest, or an http or https URL of an allowed host"), place
+    )
+
+
+def chat_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of OpenAI's chats, as JSON, whose parts of the type `image_url` or `image` are pictures.
+
+    Their URLs are read by `with_places`, which knows their places.
+
+    Raises:
+        ValueError: such a part lacks something, or has the wrong type.
+    """
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return {**message, "content": [_chat_part(k, part) for k, part in enumerate(parts)]}
+
+
+def _chat_part(number: int, part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    try:
+        if kind == "image_url":
+            shown = ImageUrlPart.model_validate(part).image_url
+            return SentPicture(url=shown.url, low=shown.detail == "low")
+        if kind == "image":
+            return SentPicture(named=ImagePart.model_validate(part).digest)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, ("content", number, *first["loc"])))
+        raise ValueError(f"{place}: {first['msg']}") from None
+    return part
+
+
+def with_places(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    """Return the messages of a chat, in which each picture knows its place. Without pictures: the same object.
+
+    Raises:
+        InvalidRequest: see `from_url`.
+    """
+    if not any(map(pictures_of, messages)):
+        return messages
+
+    def placed(number: int, message: ChatMessage) -> ChatMessage:
+        parts = [
+            _placed(part, f"messages.{number}.content.{k}") if type(part) is SentPicture else part
+            for k, part in enumerate(message.content)
+        ]
+        return message.model_copy(update={"content": tuple(parts)})
+
+    return tuple(placed(k, message) if pictures_of(message) else message for k, message in enumerate(messages))
+
+
+def _placed(picture: SentPicture, place: str) -> SentPicture:
+    if picture.url is not None:
+        return from_url(picture.url, "low" if picture.low else None, place)
+    return picture.model_copy(update={"place": place})
+
+
+def pictures_of(message: ChatMessage) -> list[SentPicture]:
+    """Return the pictures of one message."""
+    return [part for part in message.content if type(part) is SentPicture]
+
+
+def pictures_in(messages: Sequence[ChatMessage]) -> tuple[SentPicture, ...]:
+    """Return the pictures of a conversation, in order.
+
+    Raises:
+        UnsupportedField: a message that is not a user's or a tool's has one.
+    """
+    found: list[SentPicture] = []
+    for message in messages:
+        if (shown := pictures_of(message)) and message.role not in _ROLES:
+            place = shown[0].place
+            raise UnsupportedField(_at(place, f"messages of the role {message.role!r} can't have pictures"), place)
+        found += shown
+    return tuple(found)
+
+
+def with_digests(call: GenerationRequest, digest_of: Callable[[SentPicture], str]) -> GenerationRequest:
+    """Return a call whose pictures are image parts with the digests that `digest_of` returns."""
+
+    def settled(part: Part) -> Part:
+        return ImagePart(digest=digest_of(part)) if type(part) is SentPicture else part
+
+    messages = tuple(
+        message.model_copy(update={"content": tuple(map(settled, message.content))})
+        if pictures_of(message)
+        else message
+        for message in call.messages
+    )
+    return replace(call, messages=messages)
+
+
+def _at(place: str, text: str) -> str:
+    return f"{place}: {text}" if place else text

@@ -1,0 +1,54 @@
+"""The routes of pictures: upload one under its digest, and get the stored bytes back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from palestra.errors import InvalidRequest
+from palestra.http.disconnects import until_disconnect
+from palestra.http.pictures import SHOWN, picture_answer
+from palestra.pictures.blobs import digest_of
+from palestra.pictures.containers import MEDIA_TYPES
+from palestra.server.state import DataPlane
+from palestra.types.wire import PictureKept
+
+_PATH = re.compile(r"/pictures/[^/]+")
+_FILE: dict[str, Any] = {"type": "string", "format": "binary"}
+
+
+def is_upload(request: Request) -> bool:
+    """Return whether a request uploads a picture, whose size has a limit of its own."""
+    return request.method == "PUT" and _PATH.fullmatch(request.scope["path"]) is not None
+
+
+def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:
+    """Add the routes of pictures."""
+    routes = APIRouter(tags=["pictures"])
+
+    @routes.put(
+        "/pictures/{digest}",
+        openapi_extra={"requestBody": {"required": True, "content": {kind: {"schema": _FILE} for kind in MEDIA_TYPES}}},
+    )
+    async def upload_picture(digest: str, request: Request) -> PictureKept:
+        """Keep a picture under its digest, so that messages may name it. Sent again, the same picture changes nothing.
+
+        The body is the file: PNG, JPEG, WebP or GIF, with one frame. Any key of the job or of one of its episodes opens
+        this route.
+        """
+        data = await request.body()
+        if digest_of(data) != digest:
+            raise InvalidRequest("the digest in the path is not the SHA-256 of the body", "digest")
+        return PictureKept(digest=await until_disconnect(request.receive, plane.pictures.keep(data)))
+
+    @routes.get("/pictures/{digest}", response_class=Response, responses=SHOWN)
+    async def show_picture(digest: str, request: Request) -> Response:
+        """Return the file of a picture, exactly as it was sent, with the type that its bytes have."""
+        plane.keys.require_job(request)
+        return await plane.pool.run(picture_answer, plane.store.pictures, digest)
+
+    app.include_router(routes)

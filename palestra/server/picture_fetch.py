@@ -1,0 +1,122 @@
+"""Pictures by URL, fetched only from hosts that the operator allows, at addresses that lead nowhere else.
+
+The name is resolved once, each of its addresses is checked, and the connection is made to a checked address: a name
+that changes its address between check and connection (DNS rebinding) gains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from urllib.parse import urljoin
+
+import httpx2
+
+from palestra.certificates import trusted
+from palestra.config import PicturesConfig
+from palestra.pictures.limits import InvalidPicture
+
+FETCHES = 8  # at the same time
+_HOPS = 3  # redirects that are followed, each to an allowed host
+_PORTS = {"http": 80, "https": 443}
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """Return the addresses of a host."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class PictureFetcher:
+    """Fetches pictures from allowed hosts, a few at the same time."""
+
+    def __init__(self, config: PicturesConfig, resolve: Resolve = resolve) -> None:
+        """Use the hosts and limits of `config`; `resolve` returns the addresses of a host."""
+        self._config, self._resolve = config, resolve
+        self._slots = asyncio.Semaphore(FETCHES)
+
+    async def fetch(self, url: str) -> bytes:
+        """Return the file of a URL.
+
+        Raises:
+            InvalidPicture: the host is not allowed, leads to a private address, does not answer in time or with
+                something else than a file, or the file is too long.
+        """
+        try:
+            async with asyncio.timeout(self._config.fetch_seconds), self._slots:
+                for _ in range(_HOPS + 1):
+                    found = await self._get(url)
+                    if isinstance(found, bytes):
+                        return found
+                    url = found
+        except TimeoutError:
+            raise InvalidPicture(f"its URL did not answer within {self._config.fetch_seconds:g} s") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, UnicodeError) as error:
+            raise InvalidPicture(f"its URL can't be fetched: {type(error).__name__}") from error
+        raise InvalidPicture(f"its URL leads through more than {_HOPS} redirects")
+
+    async def _get(self, url: str) -> bytes | str:
+        """Return the file of a URL, or the URL to which it redirects."""
+        parsed = httpx2.URL(url)
+        host, address, port = await self._checked(parsed)
+        headers = {"Host": parsed.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
+        # The connection goes to the address, and the certificate has to be the name's.
+        extensions = {"sni_hostname": host} if parsed.scheme == "https" else {}
+        async with httpx2.AsyncClient(trust_env=False, follow_redirects=False, verify=trusted()) as http:
+            request = http.build_request(
+                "GET", parsed.copy_with(host=address, port=port), headers=headers, extensions=extensions
+            )
+            answer = await http.send(request, stream=True)
+            try:
+                if answer.status_code in _REDIRECTS:
+                    return urljoin(url, answer.headers.get("location", ""))
+                if answer.status_code != 200 or answer.headers.get("content-encoding", "identity") != "identity":
+                    raise InvalidPicture(f"its URL answers with the status {answer.status_code}, or compressed")
+                pieces, size = [], 0
+                async for piece in answer.aiter_raw():
+                    size += len(piece)
+                    if size > self._config.max_bytes:
+                        raise InvalidPicture(f"its URL has more than {self._config.max_bytes:,} bytes")
+                    pieces.append(piece)
+                return b"".join(pieces)
+            finally:
+                await answer.aclose()
+
+    async def _checked(self, url: httpx2.URL) -> tuple[str, str, int]:
+        """Return name, address and port of an allowed URL.
+
+        Raises:
+            InvalidPicture: its host or address is not allowed.
+        """
+        if url.scheme not in _PORTS or not url.host or url.userinfo:
+            raise InvalidPicture("its URL is no http or https URL of a host")
+        host, port = url.host.lower().rstrip("."), url.port or _PORTS[url.scheme]
+        name = f"[{host}]" if ":" in host else host
+        # A host without a port is allowed at the ports of http and https only.
+        known = {f"{name}:{port}"} | ({name} if port == _PORTS[url.scheme] else set())
+        private = not known.isdisjoint(self._config.private_hosts)
+        if not private and known.isdisjoint(self._config.hosts):
+            raise InvalidPicture(f"its URL is of the host {name}:{port}, from which this job fetches nothing")
+        addresses = await self._resolve(host, port)
+        if not addresses or not (private or all(map(is_public, addresses))):
+            raise InvalidPicture(f"its URL is of the host {name}, which has no address or a private one")
+        return host, addresses[0], port
+
+
+def is_public(text: str) -> bool:
+    """Return whether an address is one of the internet, also where it has another one inside (IPv6 to IPv4)."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    inner: list[ipaddress.IPv4Address | None] = []
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in _NAT64:
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
+    plain = [part for part in inner if part is not None]
+    if plain:
+        return all(part.is_global and not part.is_multicast for part in plain)
+    return address.is_global and not address.is_multicast

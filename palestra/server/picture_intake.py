@@ -1,0 +1,134 @@
+"""Takes the pictures of requests in: fetched, checked, decoded once as a test, and kept by their digest.
+
+All of it happens before anything is sampled, away from the event loop, and a refusal names the picture's place.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+from palestra.config import PicturesConfig
+from palestra.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedField
+from palestra.pictures.blobs import is_digest
+from palestra.pictures.kept import KeptPictures
+from palestra.pictures.limits import InvalidPicture
+from palestra.server.dialects.base import DialectRequest
+from palestra.server.dialects.sent_pictures import SentPicture, with_digests
+from palestra.server.picture_fetch import PictureFetcher
+from palestra.session import PolicyRuntime
+from palestra.threads import WorkPool
+
+LOW_SIDE = 512  # pixels; the longest side of a picture with OpenAI's `detail = "low"`
+_REMEMBERED = 4096  # URLs whose digests, and pictures whose small copies, are remembered
+
+
+class PictureIntake:
+    """Turns the pictures of requests into digests of files in the run's folder.
+
+    A URL is fetched once while the process runs: the same URL in a later turn means the same picture.
+    """
+
+    def __init__(self, kept: KeptPictures, config: PicturesConfig, pool: WorkPool) -> None:
+        """Keep pictures in `kept`; `config` says how many a call may have and which hosts; `pool` has the threads."""
+        self._kept, self._config, self._pool = kept, config, pool
+        self._fetcher = PictureFetcher(config)
+        self._fetched: OrderedDict[str, str] = OrderedDict()  # digest by URL
+        self._small: OrderedDict[str, str] = OrderedDict()  # digest of the small copy by that of the picture
+
+    async def settle(self, asked: DialectRequest[Any], runtime: PolicyRuntime) -> DialectRequest[Any]:
+        """Return a request in which every picture is an image part with its digest, and is on disk.
+
+        Args:
+            asked: the request, with the pictures of its messages.
+            runtime: of the policy that answers it.
+
+        Raises:
+            UnsupportedField: the policy's model takes no images, or a file is of a type that is not taken.
+            InvalidRequest: a picture is damaged, too large or not allowed, there are too many, or a digest is unknown.
+            PayloadTooLarge: the run's pictures would take more of the disk than they may.
+        """
+        if not asked.pictures:
+            return asked
+        first = asked.pictures[0].place
+        if not runtime.renderer.takes_images:
+            raise UnsupportedField(
+                f"{first}: the model of the policy {runtime.name!r} takes no images; leave the picture out", first
+            )
+        if len(asked.pictures) > self._config.max_in_call:
+            raise InvalidRequest(
+                f"{asked.pictures[self._config.max_in_call].place}: the messages have {len(asked.pictures)} pictures, "
+                f"and those of a call may have {self._config.max_in_call} (pictures.max_in_call)",
+                "messages",
+            )
+        digests = {picture.place: await self._settled(picture) for picture in asked.pictures}
+        calls = tuple(with_digests(call, lambda picture: digests[picture.place]) for call in asked.calls)
+        return replace(asked, calls=calls, pictures=())
+
+    async def keep(self, data: bytes, media_type: str | None = None) -> str:
+        """Check and decode an uploaded picture, keep it, and return its digest.
+
+        Args:
+            data: the file.
+            media_type: the type that the client gives; None: none.
+
+        Raises:
+            InvalidRequest: the file is no picture that is taken.
+            PayloadTooLarge: see `settle`.
+        """
+        return await self._pool.run(self._kept.keep, data, media_type)
+
+    async def _settled(self, picture: SentPicture) -> str:
+        """Return the digest under which a picture is kept. Its place comes first in the message of an error."""
+        try:
+            if picture.url is not None:
+                digest = await self._of_url(picture.url)
+            else:
+                digest = await self._pool.run(self._of_request, picture)
+            return await self._pool.run(self._small_copy, digest) if picture.low else digest
+        except (InvalidRequest, NotFound, PayloadTooLarge) as error:
+            message = f"{picture.place}: {error}"
+            if isinstance(error, PayloadTooLarge):
+                raise PayloadTooLarge(message) from error
+            raise InvalidRequest(message, picture.place) from error
+
+    async def _of_url(self, url: str) -> str:
+        digest = self._fetched.get(url)
+        if digest is None or digest not in self._kept:
+            digest = await self.keep(await self._fetcher.fetch(url))
+        _remember(self._fetched, url, digest)
+        return digest
+
+    def _of_request(self, picture: SentPicture) -> str:
+        """Return the digest of a picture that the request itself has or names. Blocks for the disk and the decoder."""
+        if picture.base64 is None:
+            if picture.named is None or not is_digest(picture.named):
+                raise InvalidPicture("a picture is named by the 64 hexadecimal digits of its SHA-256")
+            if picture.named not in self._kept:
+                raise InvalidPicture(f"there is no picture {picture.named}; upload it first (PUT /pictures/DIGEST)")
+            return picture.named
+        if len(picture.base64) > self._config.max_bytes // 3 * 4 + 4:
+            raise InvalidPicture(f"its file has more than {self._config.max_bytes:,} bytes (pictures.max_bytes)")
+        try:
+            data = base64.b64decode(picture.base64, validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidPicture("its base64 is none") from None
+        return self._kept.keep(data, picture.media_type)
+
+    def _small_copy(self, digest: str) -> str:
+        """Return the digest of a copy with at most `LOW_SIDE` pixels on a side. Blocks for the disk and the decoder."""
+        small = self._small.get(digest)
+        if small is None or small not in self._kept:
+            small = self._kept.small_copy(digest, LOW_SIDE)
+        _remember(self._small, digest, small)
+        return small
+
+
+def _remember(known: OrderedDict[str, str], key: str, digest: str) -> None:
+    known[key] = digest
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)

@@ -1,0 +1,54 @@
+"""What the ranks of a trainer agree on, by collective operations that all of them call in the same order."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class TakenBack(Exception):
+    """A rank has failed at a request that all ranks have taken back.
+
+    Attributes:
+        problem: of this rank; None: another rank has failed.
+    """
+
+    def __init__(self, problem: Exception | None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+class RankGroup:
+    """The ranks of one trainer, as one of them sees the others.
+
+    Attributes:
+        device: of this rank's numbers.
+        is_first: whether this rank writes what is written once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Stand for the process group that has been initialised.
+
+        Args:
+            device: of this rank's numbers.
+        """
+        self.device, self.is_first = device, dist.get_rank() == 0
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Return the largest of each of these numbers on any rank."""
+        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [int(number) for number in found]
+
+    def check(self, problem: Exception | None) -> None:
+        """Return if no rank has a problem.
+
+        Args:
+            problem: of this rank.
+
+        Raises:
+            TakenBack: a rank has one; the caller has undone what the request has changed.
+        """
+        (found,) = self.largest(int(problem is not None))
+        if found:
+            raise TakenBack(problem) from problem

@@ -1,0 +1,89 @@
+"""AdamW over weights of which each rank has a part: the same arithmetic on the parts, and one norm over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from palestra.errors import CheckpointError
+from palestra.trainer.moment_files import write_moments
+from palestra.trainer.optimizer import Named, Optimizer, moments_folder
+
+
+class ShardedOptimizer(Optimizer):
+    """AdamW over the parts of this rank. All ranks call its methods together."""
+
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradient down to a norm over all ranks; see `Optimizer.clip`."""
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a DTensor, [n, d] or [d], that this rank has; see `Optimizer.part_of`."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def write(self, folder: Path, prefix: str) -> None:
+        """Write the moments of this rank; see `Optimizer.write`.
+
+        Raises:
+            OSError: a rank can't write.
+        """
+        named = {
+            f"{key}.{name}": value for name, p in self.parameters for key, value in self.adamw.state.get(p, {}).items()
+        }
+        write_moments(moments_folder(folder, prefix), named)
+
+    def _restore(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
+        """Take over this rank's part of moments, [n, d] or [d]; see `Optimizer._restore`."""
+        parameters = dict(self.parameters)
+        super()._restore(
+            {
+                name: {
+                    key: value if key == "step" else part_like(value, parameters[name]) for key, value in own.items()
+                }
+                for name, own in moments.items()
+                if name in parameters
+            }
+        )
+
+
+def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor shared out as a parameter is; every rank has all of it, so that nothing is sent.
+
+    Args:
+        whole: [n, d] or [d]; a tensor that is shared out already stays as it is.
+        parameter: of the same shape.
+    """
+    if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
+        return whole
+    whole = whole.to(parameter.device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, [n, d] or [d], on every rank. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) -> None:
+    """Copy each rank's part of the weights of a checkpoint, which every rank has read.
+
+    Args:
+        parameters: each weight once, with its name.
+        weights: by name, whole: [n, d] or [d].
+        path: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: one is not there, or has another shape.
+    """
+    for name, parameter in parameters:
+        if name not in weights or weights[name].shape != parameter.shape:
+            raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")
+    with torch.no_grad():
+        for name, parameter in parameters:
+            parameter.copy_(part_like(weights[name].to(parameter.dtype), parameter))

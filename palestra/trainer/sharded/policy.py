@@ -1,0 +1,244 @@
+"""What one rank has of a policy: a part of its weights and moments, and the share of each batch that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from palestra.algorithms.base import ForwardOutput, ForwardOutputs
+from palestra.algorithms.loss import Loss, LossSpec
+from palestra.algorithms.losses import build_loss
+from palestra.config import TrainerConfig
+from palestra.errors import ConfigError
+from palestra.models.device import return_freed_memory
+from palestra.models.weight_file import write_weights
+from palestra.models.weights import LocalWeights
+from palestra.trainer.base import StepReport
+from palestra.trainer.gradient import Gradient, rows_of
+from palestra.trainer.metrics import MetricSums
+from palestra.trainer.optimizer import Named
+from palestra.trainer.packing import MicroBatch, pack
+from palestra.trainer.sharded.group import RankGroup, TakenBack
+from palestra.trainer.sharded.network import ShardedNetwork
+from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights, whole_of
+from palestra.trainer.token_forward import TokenForward, columns_of, flat_hidden
+from palestra.trainer.torch_policy import OPTIMIZER, TorchPolicy
+from palestra.types.calls import Floats
+from palestra.types.records import TrainSample
+
+T = TypeVar("T")
+
+
+class RankPolicy(TorchPolicy):
+    """A policy as one rank has it. Every method is called on all ranks, each with its own rows.
+
+    A rank that fails at its rows goes on with idle passes, so that no other rank waits for it; then all of them take
+    the request back.
+    """
+
+    def __init__(
+        self,
+        network: ShardedNetwork,
+        frozen: Mapping[ForwardOutput, ShardedNetwork],
+        tokenizer: Any,
+        config: TrainerConfig,
+        group: RankGroup,
+    ) -> None:
+        """Take over networks that are shared out already.
+
+        Args:
+            network: the policy's.
+            frozen: networks that are never trained, by the output that each computes.
+            tokenizer: the policy's.
+            config: how gradients are computed.
+            group: the ranks.
+        """
+        models = {name: other.model for name, other in frozen.items()}
+        super().__init__(network.model, tokenizer, config, models, make_optimizer=ShardedOptimizer)
+        self._network, self._others, self._group = network, frozen, group
+
+    def outputs(self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:
+        """Return numbers of the trained tokens of this rank's rows; see `Trainer.forward`.
+
+        Args:
+            batch: the rows of this rank.
+            outputs: what `check_outputs` has let pass.
+        """
+        problem = _Problem()
+        micro_batches = problem.catch(lambda: pack(batch, self.micro_batch_tokens)) or []
+        found = dict[ForwardOutput, list[Floats]]()
+        for name in sorted(outputs):
+            network, forward = self._others.get(name, self._network), self._frozen.get(name, self._forward)
+            rows = found.setdefault(name, [])
+
+            def add(micro: MicroBatch, hidden: Tensor, of: TokenForward = forward, to: list[Floats] = rows) -> None:
+                to += rows_of(micro, of.logprobs(micro, columns_of(micro, hidden.device), hidden))
+
+            self._without_gradient(network, micro_batches, add, problem)
+        self._group.check(problem.error)
+        return found
+
+    def add_gradient(
+        self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool
+    ) -> tuple[StepReport, MetricSums]:
+        """Add the gradient of all ranks' rows to that of the policy.
+
+        Args:
+            batch: the rows of this rank.
+            spec: the loss of a token.
+            logprobs: whether the report has those of the trained tokens.
+
+        Returns:
+            The counts of this rank's rows, and the sums of their metrics.
+        """
+        loss = build_loss(spec)
+        if not isinstance(loss, Loss):
+            raise ConfigError(f"the loss {loss.name!r} is of a critic, and this policy has none")
+        problem, before = _Problem(), self.optimizer.gradient()
+
+        def prepared() -> Gradient:
+            micro_batches = pack(batch, self.micro_batch_tokens)
+            return Gradient(self.model, self._forward, self.version, batch, spec, loss, micro_batches, logprobs)
+
+        gradient = problem.catch(prepared)
+        if gradient is None:
+            self._without_gradient(self._network, (), lambda *_: None, problem)
+        else:
+            self._without_gradient(self._network, gradient.unmeasured, gradient.measure, problem)
+        for micro in self._passes([] if gradient is None else gradient.micro_batches):
+            total = self._network.compute(partial(self._loss, gradient, micro, problem))
+            total.backward()
+        try:
+            self._group.check(problem.error)
+        except TakenBack:
+            self.optimizer.put_gradient(before)
+            raise
+        assert gradient is not None
+        return gradient.report(), gradient.sums.on_cpu()
+
+    def _loss(self, gradient: Gradient | None, micro: MicroBatch | None, problem: _Problem) -> Tensor:
+        """Return the loss of a pass, a scalar: of a micro-batch, or 0 where this rank has none left, or has failed."""
+        if gradient is None or micro is None or problem.error is not None:
+            return self._network.idle()
+        hidden = flat_hidden(self.model, micro)
+        loss = problem.catch(lambda: gradient.loss_of(micro, hidden))
+        return self._network.touched(hidden.sum() * 0.0 if loss is None else loss)
+
+    def _without_gradient(
+        self,
+        network: ShardedNetwork,
+        micro_batches: Sequence[MicroBatch],
+        work: Callable[[MicroBatch, Tensor], None],
+        problem: _Problem,
+    ) -> None:
+        """Compute as many passes as any rank needs.
+
+        Args:
+            network: computes.
+            micro_batches: of this rank.
+            work: is given each with its last hidden states, [N, hidden].
+            problem: is noted, and what follows are idle passes.
+        """
+
+        def one(micro: MicroBatch | None) -> None:
+            if micro is None or problem.error is not None:
+                network.idle()
+                return
+            hidden = flat_hidden(network.model, micro)
+            problem.catch(lambda: work(micro, hidden))
+
+        with torch.no_grad():
+            for micro in self._passes(micro_batches):
+                network.compute(partial(one, micro))
+
+    def _passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
+        """Yield micro-batches, and None in place of those that other ranks have more. Collective."""
+        (most,) = self._group.largest(len(micro_batches))
+        for micro, _ in zip_longest(micro_batches, range(most)):
+            yield micro
+
+    def fill(self, folder: Path, moments: bool) -> None:
+        """Write weights and tokenizer, as one process writes them, and the moments of this rank.
+
+        The first rank gathers the weights one after another in the memory of its CPU, and writes them.
+
+        Args:
+            folder: where to write; it is there.
+            moments: whether to write those.
+
+        Raises:
+            CheckpointError: this rank or another can't write.
+        """
+        problem = _Problem()
+        self._write_weights(folder, problem)
+        if moments:
+            problem.catch(lambda: self.optimizer.write(folder, OPTIMIZER))
+        self._group.check(problem.error)
+        return_freed_memory()
+
+    def _write_weights(self, folder: Path, problem: _Problem) -> None:
+        weights = dict(_gathered(self.parameters, None, keep=self._group.is_first))
+        if self._group.is_first:
+            problem.catch(lambda: self.model.save(folder, self._tokenizer, weights))
+
+    def read(self, folder: Path) -> None:
+        """Take over this rank's part of a checkpoint that any number of ranks have written, or one process.
+
+        Raises:
+            CheckpointError: it is of another model, or can't be read.
+        """
+        problem = _Problem()
+        problem.catch(lambda: take_weights(self.parameters, self.model.read(folder), folder))
+        self._group.check(problem.error)
+        self.optimizer.read(folder, OPTIMIZER)
+
+    def publish(self, path: Path, dtype: torch.dtype) -> None:
+        """Write the weights into a file, from which engines read them. Collective.
+
+        Args:
+            path: of the file, which the first rank writes.
+            dtype: of weights with two dimensions or more, as engines have them; others are float32.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        problem = _Problem()
+        found = list(_gathered(self.parameters, dtype, keep=self._group.is_first))
+        if self._group.is_first:
+            problem.catch(lambda: write_weights(LocalWeights(found), path))
+        self._group.check(problem.error)
+
+
+class _Problem:
+    """The first error of a rank at a request, which it raises when all ranks have come to the request's end."""
+
+    error: Exception | None = None
+
+    def catch(self, work: Callable[[], T]) -> T | None:
+        """Return what `work` returns; None: it has failed, and the error is noted."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - raised by `RankGroup.check`
+            self.error = self.error or error
+            return None
+
+
+def _gathered(parameters: Named, dtype: torch.dtype | None, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights whole and on the CPU, [n, d] or [d], one after another, where they are kept. Collective.
+
+    Args:
+        parameters: parts of this rank.
+        dtype: to which those with two dimensions or more are rounded before they are sent; None: they are not.
+        keep: whether this rank needs them.
+    """
+    for name, parameter in parameters:
+        part = parameter.detach()
+        whole = whole_of(part if dtype is None or part.ndim < 2 else part.to(dtype))
+        if keep:
+            yield name, whole.cpu()

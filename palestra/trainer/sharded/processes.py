@@ -1,0 +1,277 @@
+"""The processes of a trainer's ranks, as the job sees them: started together, watched, and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.config import TrainerConfig
+from palestra.errors import TrainerLost
+from palestra.models.weight_file import weight_folder
+from palestra.threads import in_thread
+from palestra.trainer.sharded.rank_process import FOLDER
+from palestra.trainer.sharded.wire import HEADER_BYTES, Answer, Beat, Request, length_of, packed, unpacked
+from palestra.waiting import cancelled
+
+log = logging.getLogger("palestra.trainer")
+CHECK_SECONDS = 0.5  # between two looks at how long a rank has been silent
+BLAME_SECONDS = 1.0  # for a rank that has died to be seen, when another has lost the connection to it
+GRACE_SECONDS = 10.0  # for the answers of the other ranks, when one has failed
+PROGRAM = (sys.executable, "-m", "palestra.trainer.sharded.rank_process")
+
+
+class RankProcesses:
+    """The ranks of one trainer, all of which have every request, or end.
+
+    Attributes:
+        folder: for files that the ranks and the job share, in shared memory; it goes with the ranks.
+        lost: why the ranks have been ended; None: they live.
+    """
+
+    def __init__(self, config: TrainerConfig, deterministic: bool) -> None:
+        """Start nothing yet.
+
+        Args:
+            config: of the trainer.
+            deterministic: see `RankOrder`.
+        """
+        self._config, self._deterministic = config, deterministic
+        self.folder = Path(tempfile.mkdtemp(prefix="palestra-ranks-", dir=weight_folder()))
+        self.lost: str | None = None
+        self._gone = asyncio.Event()
+        self._ranks: list[_RankProcess] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the ids of the processes, in the order of the ranks."""
+        return [rank.pid for rank in self._ranks]
+
+    async def start(self) -> None:
+        """Start the processes, and return when they have found one another.
+
+        Raises:
+            TrainerLost: one has died, or has not found the others within `rank_timeout_seconds`.
+            ConfigError: there are not so many devices.
+        """
+        from palestra.trainer.sharded.rank import RankOrder  # loads torch, as parts of a job that trains do
+
+        count = self._config.devices
+        threads = self._config.threads or max((os.cpu_count() or 1) // count, 1)
+        for number in range(count):
+            self._ranks.append(await _RankProcess.started(number, self.folder))
+        self._watch = asyncio.create_task(self._keep_watch())
+        orders = [
+            RankOrder(
+                number=number,
+                meeting=self.folder / "meeting",
+                config=self._config,
+                threads=threads,
+                deterministic=self._deterministic,
+            )
+            for number in range(count)
+        ]
+        await self.call("begin", [(order,) for order in orders])
+        try:
+            async with asyncio.timeout(self._config.rank_timeout_seconds):
+                await self.call("join", [()] * count)
+        except TimeoutError:
+            limit = self._config.rank_timeout_seconds
+            self._lose(
+                f"the {count} ranks have not found one another within {limit:g} s (trainer.rank_timeout_seconds)"
+            )
+            raise self._error() from None
+
+    async def gone(self) -> str:
+        """Return when the ranks have been ended because of one that is lost, and say why."""
+        await self._gone.wait()
+        assert self.lost is not None
+        return self.lost
+
+    async def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of `Rank` on the first ranks, and return the results in order.
+
+        Args:
+            name: of the method.
+            arguments: for each rank.
+
+        Raises:
+            TrainerLost: a rank has died, has been silent for too long, or has failed apart from the others.
+            Exception: a rank has failed, and all of them have taken the request back.
+        """
+        if self.lost is not None:
+            raise self._error()
+        tasks = [
+            asyncio.ensure_future(rank.call(Request(name, own)))
+            for rank, own in zip(self._ranks, arguments, strict=False)
+        ]
+        gone = asyncio.ensure_future(self._gone.wait())
+        try:
+            return await self._answers(tasks, gone)
+        finally:
+            await cancelled(gone, *tasks)
+
+    async def _answers(self, tasks: Sequence[asyncio.Task[Answer]], gone: asyncio.Task[Any]) -> list[Any]:
+        waiting, limit = set(tasks), None
+        while waiting and not gone.done():
+            done, _ = await asyncio.wait({gone, *waiting}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._lose("some of its ranks have failed at a request, and others not")
+            for task in waiting & done:
+                answer = task.result()
+                waiting.discard(task)
+                if answer.broken:
+                    await self._blame(tasks.index(task), answer)
+                elif answer.failed:
+                    limit = GRACE_SECONDS
+        if self.lost is not None or waiting:
+            raise self._error()
+        answers = [task.result() for task in tasks]
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return [answer.result for answer in answers]
+
+    async def _blame(self, number: int, answer: Answer) -> None:
+        """End all ranks because one has failed; the reason is another one that has died, if there is one.
+
+        Args:
+            number: of the rank.
+            answer: says how it failed.
+        """
+        with contextlib.suppress(TimeoutError):  # a rank fails as soon as it has lost the connection to another
+            await asyncio.wait_for(self._gone.wait(), BLAME_SECONDS)
+        if self.lost is None:
+            log.error("rank %d of the trainer failed:\n%s", number, answer.trace)
+            first = (str(answer.error).splitlines() or [""])[0]
+            self._lose(f"rank {number} failed: {type(answer.error).__name__}: {first}")
+
+    async def _keep_watch(self) -> None:
+        """End all ranks when one has died, or has been silent for too long."""
+        limit, before = self._config.rank_timeout_seconds, time.monotonic()
+        while self.lost is None:
+            await asyncio.wait(
+                [rank.ended for rank in self._ranks], timeout=CHECK_SECONDS, return_when="FIRST_COMPLETED"
+            )
+            now = time.monotonic()
+            for number, rank in enumerate(self._ranks):
+                if now - before > limit / 2:  # this process was stopped, and has not read what was sent meanwhile
+                    rank.heard = now
+                if rank.ended.done():
+                    self._lose(f"rank {number} {await in_thread(rank.how_ended)}")
+                elif now - rank.heard > limit:
+                    self._lose(
+                        f"rank {number} has been silent for {now - rank.heard:.0f} s (trainer.rank_timeout_seconds)"
+                    )
+            before = now
+
+    def _lose(self, reason: str) -> None:
+        if self.lost is None:
+            self.lost = reason
+            self._gone.set()
+            self._kill()
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    def _error(self) -> TrainerLost:
+        return TrainerLost(f"the trainer has ended: {self.lost}")
+
+    async def close(self) -> None:
+        """End the ranks, and remove their folder."""
+        if self._watch is not None:
+            await cancelled(self._watch)
+        self._kill()
+        for rank in self._ranks:
+            await rank.close()
+        await in_thread(lambda: shutil.rmtree(self.folder, ignore_errors=True))
+
+
+class _RankProcess:
+    """One process, and the job's end of the socket to it.
+
+    Attributes:
+        pid: of the process.
+        heard: monotonic time of its last sign of life.
+        ended: is done when the process has closed its end.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self.pid, self.heard = process.pid, time.monotonic()
+        self._answer: asyncio.Future[Answer] | None = None
+        self.ended = asyncio.create_task(self._read())
+
+    @classmethod
+    async def started(cls, number: int, folder: Path) -> _RankProcess:
+        """Start the process of a rank.
+
+        Args:
+            number: of the rank.
+            folder: see `RankProcesses`.
+        """
+        own, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 - it takes milliseconds
+                [*PROGRAM, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # gloo writes to it
+                env={**os.environ, FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"},
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=own)
+        return cls(process, reader, writer)
+
+    async def call(self, request: Request) -> Answer:
+        """Send a request, and return the answer; never, if the process has ended."""
+        content = await in_thread(lambda: packed(request))
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answer = answer
+        with contextlib.suppress(ConnectionError):  # `ended` says so
+            self._writer.write(content)
+            await self._writer.drain()
+        return await answer
+
+    async def _read(self) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                length = length_of(await self._reader.readexactly(HEADER_BYTES))
+                message = unpacked(await self._reader.readexactly(length))
+                self.heard = time.monotonic()
+                if not isinstance(message, Beat) and self._answer is not None and not self._answer.done():
+                    self._answer.set_result(message)
+
+    def how_ended(self) -> str:
+        """Wait for the process to end, and return how it did, in words."""
+        try:
+            code = self._process.wait(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "has closed its connection"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with code {code}"
+
+    def kill(self) -> None:
+        """End the process, also one that is stopped."""
+        self._process.kill()
+
+    async def close(self) -> None:
+        """Wait for the process, which has been killed, and close the socket."""
+        await in_thread(self._process.wait)
+        self._writer.close()
+        await cancelled(self.ended)

@@ -1,0 +1,178 @@
+"""One rank of a sharded trainer: its part of every policy, and the requests that all ranks get in the same order."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from palestra.algorithms.base import ForwardOutput, ForwardOutputs
+from palestra.algorithms.loss import LossSpec
+from palestra.config import TrainerConfig
+from palestra.errors import ConfigError
+from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.device import device_of, reproducible_products, return_freed_memory
+from palestra.models.loading import LoadedModels
+from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.trainer.loading import NetworkLoading
+from palestra.trainer.metrics import MetricSums
+from palestra.trainer.sharded.group import RankGroup
+from palestra.trainer.sharded.network import ShardedNetwork
+from palestra.trainer.sharded.policy import RankPolicy
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import TrainSample
+
+# A rank whose peers are gone is ended by the job; this is for a job that can't tell, because all of them answer it.
+COLLECTIVE = timedelta(minutes=30)
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with two: what is offloaded is added up on the CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOrder:
+    """What a rank has to know to begin.
+
+    Attributes:
+        number: of the rank, from 0.
+        meeting: a file that does not exist, by which the ranks of one trainer find one another.
+        config: of the trainer.
+        threads: for arithmetic.
+        deterministic: whether the same requests have to give the same bits.
+    """
+
+    number: int
+    meeting: Path
+    config: TrainerConfig
+    threads: int
+    deterministic: bool
+
+
+class Rank:
+    """What a rank's process does; one thread calls the methods."""
+
+    def __init__(self, order: RankOrder) -> None:
+        """Choose the device; `join` has to come before all else.
+
+        Args:
+            order: of the trainer.
+
+        Raises:
+            ConfigError: there is no device for this rank.
+        """
+        self._order, self._config = order, order.config
+        self._policies: dict[str, RankPolicy] = {}
+        set_threads(order.threads)
+        if order.deterministic:
+            reproducible_products()
+            torch.use_deterministic_algorithms(True)
+        self._device = device_of(self._config.device, "trainer.device")
+        if self._device.type == "cuda":
+            if order.number >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"trainer.devices is {self._config.devices}, and torch sees {torch.cuda.device_count()} CUDA "
+                    "devices here; lower it"
+                )
+            self._device = torch.device("cuda", order.number)
+            torch.cuda.set_device(self._device)
+        elif self._config.cpu_offload:
+            raise ConfigError("trainer.cpu_offload is for CUDA devices, and this trainer is on CPUs; leave it out")
+
+    def join(self) -> None:
+        """Meet the other ranks; returns when all are there."""
+        count = self._config.devices
+        store = FileStore(str(self._order.meeting), count)
+        dist.init_process_group(
+            _BACKENDS[self._device.type], store=store, rank=self._order.number, world_size=count, timeout=COLLECTIVE
+        )
+        self._mesh: DeviceMesh = init_device_mesh(self._device.type, (count,))
+        self._group = RankGroup(self._device)
+
+    def create(self, policy: str, spec: PolicySpec) -> None:
+        """Load a policy, and keep this rank's part of it; see `Trainer.create`."""
+
+        def loading() -> NetworkLoading:  # each on its own, so that no other needs whole weights that are shared out
+            return NetworkLoading(LoadedModels(), getattr(torch, self._config.dtype), self._device)
+
+        problem: Exception | None = None
+        beside: dict[ForwardOutput, CausalLM] = {}
+        try:
+            model, tokenizer = loading().trained(spec, spec.seed)
+            if model.vision is not None:
+                raise ConfigError(f"{spec.model} sees pictures, and is trained on one device; set trainer.devices = 1")
+            for one in (replace(spec, teacher=None), replace(spec, reference=None)):
+                beside |= loading().frozen(one, model, tokenizer)
+            if self._config.activation_checkpointing:
+                model.recompute_blocks()
+        except Exception as error:  # noqa: BLE001 - raised when all ranks have come here
+            problem = error
+        self._group.check(problem)
+        frozen = {name: self._shared_out(other) for name, other in beside.items()}
+        self._policies[policy] = RankPolicy(self._shared_out(model), frozen, tokenizer, self._config, self._group)
+        return_freed_memory()
+
+    def _shared_out(self, model: CausalLM) -> ShardedNetwork:
+        return ShardedNetwork(model, self._mesh, self._config.cpu_offload)
+
+    def remove(self, policy: str) -> None:
+        """Forget a policy."""
+        self._policies.pop(policy).close()
+
+    def forward(self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:
+        """Return numbers of this rank's rows; see `Trainer.forward`.
+
+        Raises:
+            ConfigError: another output is wanted than those that the policy's networks compute.
+        """
+        mine = self._policies[policy]
+        mine.check_outputs(outputs)
+        return mine.outputs(batch, outputs)
+
+    def gradient(
+        self, policy: str, version: PolicyVersion, batch: Sequence[TrainSample], loss: LossSpec, logprobs: bool
+    ) -> tuple[StepReport, MetricSums]:
+        """Add the gradient of all ranks' rows; see `RankPolicy.add_gradient`.
+
+        Args:
+            policy: its name.
+            version: of its weights.
+            batch: the rows of this rank.
+            loss: the loss of a token.
+            logprobs: whether the report has those of the trained tokens.
+        """
+        mine = self._policies[policy]
+        mine.version = version
+        return mine.add_gradient(batch, loss, logprobs)
+
+    def step(self, policy: str, params: OptimParams) -> OptimReport:
+        """Apply the gradient of all ranks to this rank's part of the weights."""
+        return self._policies[policy].optimizer.step(params)
+
+    def untrainable(self, policy: str, batch: Sequence[TrainSample]) -> dict[str, str]:
+        """Return episodes that can't be trained; the first rank alone is asked. See `Trainer.untrainable`."""
+        return self._policies[policy].untrainable(batch)
+
+    def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
+        """Return every reply under a grammar; the first rank alone is asked. See `Trainer.choices`."""
+        return self._policies[policy].choices(grammar, max_tokens, most)
+
+    def fill(self, policy: str, folder: Path, moments: bool) -> None:
+        """Write a checkpoint's files into a folder; see `RankPolicy.fill`."""
+        self._policies[policy].fill(folder, moments)
+
+    def read(self, policy: str, folder: Path) -> None:
+        """Take over a checkpoint; see `RankPolicy.read`."""
+        self._policies[policy].read(folder)
+
+    def publish(self, policy: str, path: Path, dtype: str) -> None:
+        """Write the weights for engines; see `RankPolicy.publish`."""
+        self._policies[policy].publish(path, getattr(torch, dtype))
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that this rank's process has had."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,378 @@
+"""The trainer whose weights are shared out over ranks: a coordinator in the job's process, which computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from palestra.algorithms.base import ForwardOutput, ForwardOutputs
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import build_loss
+from palestra.config import TrainerConfig
+from palestra.errors import ConfigError, NotFound, WorkerCrashLoop
+from palestra.faults import fault_point
+from palestra.models.weight_file import FileWeights
+from palestra.models.weights import WeightSource
+from palestra.threads import in_thread
+from palestra.trainer import checkpoint
+from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.trainer.metrics import MetricSums
+from palestra.trainer.serial import Serial
+from palestra.trainer.sharded.processes import RankProcesses
+from palestra.trainer.sharded.shares import share_out
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import TrainSample
+
+T = TypeVar("T")
+MOST_LOSSES = 5  # without a checkpoint between them: then the job itself must be the reason
+
+
+@dataclass(slots=True)
+class _Policy:
+    """What the coordinator knows of a policy; the fields are those of `TorchPolicy`."""
+
+    version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
+    changed: bool = False
+
+
+class ShardedTrainer:
+    """A `Trainer` over rank processes of this machine, which are started with the first policy.
+
+    When a rank is lost, all are ended and every call fails with TrainerLost, until `renew` starts others, without
+    policies.
+
+    Attributes:
+        event_of_loss: kind of the event by which a job records a loss.
+        loss: says what has happened then.
+    """
+
+    event_of_loss = "trainer_lost"
+
+    def __init__(self, config: TrainerConfig, keep: int, weights_dtype: str, deterministic: bool = False) -> None:
+        """Create a trainer without policies, and start nothing yet.
+
+        Args:
+            config: of the trainer; `devices` is the number of ranks.
+            keep: how many checkpoints of a policy are kept.
+            weights_dtype: precision of the matrices that engines get.
+            deterministic: whether the same requests have to give the same bits.
+        """
+        self._config, self._keep, self._weights_dtype = config, keep, weights_dtype
+        self._deterministic = deterministic
+        self._policies: dict[str, _Policy] = {}
+        self._serial = Serial()
+        self._ranks: RankProcesses | None = None
+        self._losses = 0  # since the newest checkpoint
+        self._given_up = False
+
+    @property
+    def loss(self) -> str:
+        """Return what has happened to the ranks, in words."""
+        return f"the trainer's processes were started again ({self._ranks.lost if self._ranks else 'not started'})"
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the ids of the ranks' processes, in order."""
+        return [] if self._ranks is None else self._ranks.pids
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether all calls fail until `renew`, which may be tried."""
+        return self._ranks is not None and self._ranks.lost is not None and not self._given_up
+
+    async def lost(self) -> None:
+        """Return when the ranks have been lost."""
+        if self._ranks is None:
+            await asyncio.Event().wait()
+        else:
+            await self._ranks.gone()
+
+    async def renew(self) -> None:
+        """Start ranks in the place of those that were lost; they have no policies.
+
+        Raises:
+            WorkerCrashLoop: they have been lost too often since the newest checkpoint.
+            TrainerLost: they were lost again.
+        """
+        assert self._ranks is not None
+        self._losses += 1
+        if self._losses >= MOST_LOSSES:
+            self._given_up = True
+            raise WorkerCrashLoop(
+                f"the trainer was lost {self._losses} times without a checkpoint between them, the last time because "
+                f"{self._ranks.lost}"
+            )
+        await self._ranks.close()
+        self._policies, self._serial = {}, Serial()
+        await self._start()
+
+    async def _start(self) -> None:
+        self._ranks = RankProcesses(self._config, self._deterministic)
+        await self._ranks.start()
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the version of a policy's master weights; see `Trainer.version`."""
+        return self._policy(policy).version
+
+    def begin_incarnation(self, policy: str, incarnation: int) -> None:
+        """Set the incarnation of a policy's later versions; see `Trainer.begin_incarnation`."""
+        mine = self._policy(policy)
+        mine.version = PolicyVersion(incarnation, mine.version.n)
+
+    async def create(self, policy: str, spec: PolicySpec) -> None:
+        """Load a policy on all ranks, which are started if there are none; see `Trainer.create`.
+
+        Raises:
+            ConfigError: the policy has a critic.
+            TrainerLost: the ranks can't be started, or one has died while it loaded the model.
+        """
+        if spec.critic is not None:
+            raise ConfigError("a policy with a critic is trained on one device; set trainer.devices = 1")
+
+        async def work() -> None:
+            if policy in self._policies:
+                raise ConfigError(f"the trainer has a policy {policy!r} already")
+            if self._ranks is None:
+                await self._start()
+            await self._all("create", policy, spec)
+            self._policies[policy] = _Policy()
+
+        await self._serial.run(work)
+
+    async def remove(self, policy: str) -> None:
+        """Forget a policy and its requests; see `Trainer.remove`."""
+        self._policy(policy)
+
+        async def work() -> None:
+            del self._policies[policy]
+            await self._all("remove", policy)
+            self._serial.forget(policy)
+
+        await self._serial.run(work)
+
+    async def forward(
+        self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
+    ) -> ForwardOutputs:
+        """Compute `outputs` of rows, each rank those of its share; see `Trainer.forward`."""
+        self._policy(policy)
+        if not outputs:
+            return {}
+
+        async def work() -> ForwardOutputs:
+            shares = await self._shares(batch)
+            parts = await self._each("forward", [(policy, share, frozenset(outputs)) for share in shares])
+            return {name: [row for part in parts for row in part[name]] for name in outputs}
+
+        return await self._serial.run(work)
+
+    async def forward_backward(
+        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
+    ) -> StepReport:
+        """Add the gradient of a batch, each rank that of its share; see `Trainer.forward_backward`.
+
+        Args:
+            policy: its name.
+            batch: S rows, with advantages and loss weights.
+            loss: the loss of a token, by its name.
+            request_id: names this request.
+            logprobs: whether the report has those of the trained tokens.
+        """
+        mine = self._policy(policy)
+        build_loss(loss)  # a loss that is not known is no request
+
+        async def work() -> StepReport:
+            shares = await self._shares(batch)
+            calls = [(policy, mine.version, share, loss, logprobs) for share in shares]
+            return _merged(await self._each("gradient", calls), logprobs)
+
+        return await self._serial.run_idempotent(policy, request_id, work)
+
+    async def optim_step(
+        self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
+    ) -> OptimReport:
+        """Apply the gradient of `policy`, each rank to its part; see `Trainer.optim_step`.
+
+        Args:
+            policy: its name.
+            params: the numbers of this update.
+            request_id: names this request.
+            network: the policy's own; there is no critic.
+        """
+        mine = self._policy(policy)
+        if network == "critic":
+            raise ConfigError("this policy has no critic")
+
+        async def work() -> OptimReport:
+            fault_point("before_step")
+            report: OptimReport = (await self._all("step", policy, params))[0]
+            if report.applied and not mine.changed:
+                mine.version, mine.changed = mine.version.following, True
+            fault_point("after_step")
+            return report
+
+        return await self._serial.run_idempotent(policy, request_id, work)
+
+    async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
+        """Find episodes of `batch` that can't be trained; see `Trainer.untrainable`."""
+        self._policy(policy)
+
+        async def work() -> dict[str, str]:
+            found: dict[str, str] = (await self._each("untrainable", [(policy, batch)]))[0]
+            return found
+
+        return await self._serial.run_idempotent(policy, request_id, work)
+
+    async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
+        """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
+
+        Args:
+            policy: its name.
+            grammar: what replies have to match.
+            max_tokens: longest reply.
+            most: how many replies there may be.
+        """
+        self._policy(policy)
+
+        async def work() -> tuple[tuple[int, ...], ...]:
+            found: tuple[tuple[int, ...], ...] = (await self._each("choices", [(policy, grammar, max_tokens, most)]))[0]
+            return found
+
+        return await self._serial.run(work)
+
+    async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
+        """Write a checkpoint into `folder`: weights as one process writes them, and the moments of each rank.
+
+        See `Trainer.save`. Any number of ranks can load it, and one process as well.
+        """
+        mine = self._policy(policy)
+
+        async def work() -> Path:
+            full = {**state, "incarnation": mine.version.incarnation, "n": mine.version.n}
+            step = int(state["step"])
+            found = await self._written(
+                policy, True, lambda fill: checkpoint.write(folder, step, fill, full, self._keep)
+            )
+            self._losses = 0
+            return found
+
+        return await self._serial.run_idempotent(policy, request_id, work)
+
+    async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
+        """Write the weights of `policy` after `step` to `folder`; see `Trainer.save_weights`."""
+        mine = self._policy(policy)
+
+        async def work() -> None:
+            state = {"incarnation": mine.version.incarnation, "n": mine.version.n}
+            await self._written(policy, False, lambda fill: checkpoint.write_weights(folder, step, fill, state))
+
+        await self._serial.run_idempotent(policy, request_id, work)
+
+    async def _written(self, policy: str, moments: bool, write: Callable[[Callable[[Path], None]], T]) -> T:
+        """Write a folder that the ranks fill.
+
+        Args:
+            policy: its name.
+            moments: whether its moments are written as well.
+            write: is given what fills a folder, and runs in a thread.
+
+        Raises:
+            CheckpointError: the disk is full, or can't be written to.
+        """
+        loop = asyncio.get_running_loop()
+
+        def fill(path: Path) -> None:
+            asyncio.run_coroutine_threadsafe(self._all("fill", policy, path, moments), loop).result()
+
+        return await in_thread(lambda: write(fill))
+
+    async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
+        """Restore a policy's newest undamaged checkpoint in `folder`, or that of `step`; see `Trainer.load`."""
+        mine = self._policy(policy)
+
+        async def work() -> dict[str, Any] | None:
+            found = await in_thread(lambda: checkpoint.good(folder, step))
+            if found is None:
+                return None
+            path, state = found
+            await self._all("read", policy, path)
+            mine.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+            return state
+
+        return await self._serial.run(work)
+
+    async def weights(self, policy: str) -> WeightSource:
+        """Return the weights in a file of shared memory, in the precision of engines; see `Trainer.weights`."""
+        mine = self._policy(policy)
+
+        async def work() -> WeightSource:
+            assert self._ranks is not None
+            path = self._ranks.folder / f"{policy}.safetensors"
+            await self._all("publish", policy, path, self._weights_dtype)
+            mine.changed = False
+            return FileWeights(path)
+
+        return await self._serial.run(work)
+
+    async def peak_bytes(self) -> list[int]:
+        """Return the most memory that the process of each rank has had, in order."""
+        found: list[int] = await self._serial.run(lambda: self._all("peak_bytes"))
+        return found
+
+    async def close(self) -> None:
+        """Finish earlier requests, and end the ranks; see `Trainer.close`."""
+
+        async def work() -> None:
+            if self._ranks is not None:
+                await self._ranks.close()
+
+        await self._serial.run(work)
+
+    async def _shares(self, batch: Sequence[TrainSample]) -> list[list[TrainSample]]:
+        return await in_thread(lambda: share_out(batch, self._config.devices))
+
+    async def _all(self, name: str, *arguments: Any) -> list[Any]:
+        """Call a method of all ranks with the same arguments."""
+        return await self._each(name, [arguments] * self._config.devices)
+
+    async def _each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of the first ranks, each with its own arguments; see `RankProcesses.call`."""
+        assert self._ranks is not None
+        return await self._ranks.call(name, arguments)
+
+    def _policy(self, policy: str) -> _Policy:
+        """Return a policy by its name.
+
+        Raises:
+            TrainerLost: the ranks were lost, and their policies with them.
+            NotFound: there is no such policy.
+        """
+        found = self._policies.get(policy)
+        if found is None:
+            raise NotFound(f"the trainer has no policy {policy!r}")
+        return found
+
+
+def _merged(parts: Sequence[tuple[StepReport, MetricSums]], logprobs: bool) -> StepReport:
+    """Return the report of a whole batch.
+
+    Args:
+        parts: of each rank, in order.
+        logprobs: whether they have those of the trained tokens.
+    """
+    reports = [report for report, _ in parts]
+    sums = parts[0][1]
+    for _, other in parts[1:]:
+        sums.merge(other)
+    trained = sum(report.trained_tokens for report in reports)
+    return replace(
+        reports[0],
+        rows=sum(report.rows for report in reports),
+        trained_tokens=trained,
+        forward_tokens=sum(report.forward_tokens for report in reports),
+        flat_tokens=sum(report.flat_tokens for report in reports),
+        metrics=sums.result(trained),
+        logprobs=tuple(row for report in reports for row in report.logprobs or ()) if logprobs else None,
+    )

@@ -1,0 +1,78 @@
+"""Pictures in a terminal: exactly the pixels that were stored where it can show them, and a link everywhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from palestra.cli.episode_text import conversation
+from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.encoding import encode
+from palestra.terminal import TerminalConsole
+from palestra.types.messages import ChatMessage, ImagePart, TextPart
+from unit.building import make_chat, make_trajectory
+
+PIXELS = np.random.default_rng(2).integers(0, 256, (60, 90, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({"TERM": "xterm-kitty"}, "kitty"),
+        ({"TERM": "xterm-256color", "KITTY_WINDOW_ID": "1"}, "kitty"),
+        ({"TERM_PROGRAM": "ghostty"}, "kitty"),
+        ({"TERM_PROGRAM": "iTerm.app"}, "iterm"),
+        ({"TERM_PROGRAM": "WezTerm"}, "iterm"),
+        ({"TERM_PROGRAM": "iTerm.app", "TMUX": "/tmp/x"}, None),
+        ({"TERM": "screen.xterm-256color", "LC_TERMINAL": "iTerm2"}, None),
+        ({"TERM": "xterm-256color"}, None),
+        ({}, None),
+    ],
+)
+def test_the_terminal_says_what_it_can(variables, wanted):
+    assert protocol_of(variables) == wanted
+
+
+def printed(picture, terminal: bool = True) -> str:
+    out = io.StringIO()
+    TerminalConsole(file=out, force_terminal=terminal, soft_wrap=True, width=400).print(picture)
+    return out.getvalue()
+
+
+def test_the_pixels_are_those_that_are_stored(tmp_path):
+    blobs = Blobs(tmp_path)
+    digest = blobs.put(encode(PIXELS))
+    kitty = printed(TerminalPicture(blobs, digest, "kitty"))
+    pieces = re.findall(r"\x1b_G(?:a=T,f=100,)?m=[01];([^\x1b]*)\x1b\\", kitty)
+    assert len(pieces) > 1
+    iterm = re.search(
+        r"\x1b\]1337;File=inline=1;size=\d+:([^\x07]*)\x07", printed(TerminalPicture(blobs, digest, "iterm"))
+    )
+    for encoded in ("".join(pieces), iterm[1]):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded)))), PIXELS)
+    assert f"90 × 60: {blobs.path(digest)}" in kitty
+    assert f"{blobs.path(digest).as_uri()}\x1b\\" in kitty
+
+
+def test_without_a_protocol_or_a_terminal_there_is_a_link(tmp_path):
+    blobs = Blobs(tmp_path)
+    digest = blobs.put(encode(PIXELS))
+    plain = printed(TerminalPicture(blobs, digest, "kitty"), terminal=False)
+    assert plain.strip() == f"[picture 90 × 60: {blobs.path(digest)}]"
+    assert "_G" not in printed(TerminalPicture(blobs, digest, None))
+    assert "whose file is gone" in printed(TerminalPicture(blobs, "0" * 64, "kitty"))
+
+
+def test_a_conversation_has_its_pictures_where_they_were_said(tmp_path):
+    message = ChatMessage(role="user", content=(TextPart(text="look"), ImagePart(digest="ab" * 32)))
+    chat = make_chat(0, new_messages=(message,))
+    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest: f"<{digest[:4]}>"), False)
+    lines = shown.splitlines()
+    assert lines[1:4] == ["[user]", "look", "<abab>"]
+    assert lines[4] == "[assistant]"

@@ -1,0 +1,226 @@
+"""Servers that speak vLLM's and SGLang's routes from a script, and engines on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from palestra.engine.external.connection import Address, EngineConnection
+from palestra.engine.external.engine import ExternalEngine
+from palestra.engine.external.reply import Bounds
+from palestra.engine.external.served_policy import ServedPolicy
+from palestra.engine.sglang.api import SglangApi
+from palestra.engine.vllm.api import VllmApi
+from palestra.types.calls import PolicyVersion
+
+VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"
+BOUNDS = Bounds(vocab_size=VOCABULARY, stop_ids=frozenset((STOP,)), max_context=64)
+SHAPES = {"model.norm.weight": (4,)}
+
+
+class ScriptedServer:
+    """What both servers have in common: a log of the routes, a pause, and replies of the ids 100, 101, …
+
+    Attributes:
+        asked: routes that change something, in their order, with what was sent.
+        bodies: of the requests for replies.
+        read: tensors of the last update.
+        answers: status and body that a route answers with instead of what it would, by its path.
+        gate: unset while no further token is sampled.
+        open: replies that are being sent.
+        lie: changes the event of a reply before it is sent.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, object]] = []
+        self.bodies: list[dict] = []
+        self.read: dict[str, torch.Tensor] = {}
+        self.answers: dict[str, tuple[int, object]] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.version, self.open, self.paused = "default", 0, False
+        self.lie = lambda number, event: event
+        self.cut_after: int | None = None
+
+    async def route(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path in self.answers:
+            status, said = self.answers[request.path]
+            return web.json_response(said, status=status)
+        body = await request.json() if request.method == "POST" and request.can_read_body else {}
+        return await self.answer(request, body)
+
+    async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
+        raise NotImplementedError
+
+    async def send(self, request: web.Request, events) -> web.StreamResponse:
+        """Send events until there is no more, each when the gate is open."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        self.open += 1
+        try:
+            for number, event in enumerate(events):
+                await self.gate.wait()
+                if number == self.cut_after:
+                    request.transport.close()
+                    return response
+                await response.write(f"data: {json.dumps(self.lie(number, event()))}\n\n".encode())
+                await asyncio.sleep(0)
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            self.open -= 1
+        return response
+
+
+class ScriptedVllm(ScriptedServer):
+    """vLLM's routes. Like the real one, it can't go on after an update without a pause."""
+
+    info: ClassVar[dict] = {
+        "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64},
+        "weight_transfer_config": {"backend": "palestra_file"},
+    }
+    number = "0.32.0+cpu"
+
+    async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
+        path = request.path
+        if path == "/version":
+            return web.json_response({"version": self.number})
+        if path == "/server_info":
+            return web.json_response({"vllm_config": self.info})
+        if path == "/metrics":
+            return web.Response(
+                text='vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:prompt_tokens_total{a="b"} 12.0\n'
+            )
+        if path == "/health":
+            return web.Response()
+        if path == "/inference/v1/generate":
+            return await self.generate(request, body)
+        self.asked.append((path, body or dict(request.query)))
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif path == "/start_weight_update" and not self.paused:
+            self.answers = dict.fromkeys(("/health", "/update_weights"), (500, "dead"))
+        elif path == "/update_weights":
+            self.read = load_file(body["update_info"]["path"])
+        elif path == "/finish_weight_update":
+            self.version = body["weight_version"]
+        return web.json_response({})
+
+    async def generate(self, request: web.Request, body: dict) -> web.StreamResponse:
+        params, prompt = body["sampling_params"], body["token_ids"]
+        if too_large := [token for token in prompt if token >= VOCABULARY]:
+            said = {"error": {"message": f"Token id {too_large[0]} is out of vocabulary", "code": 400}}
+            return web.json_response(said, status=400)
+        if not body.get("stream"):
+            scores = [None, *({str(token): {"logprob": -token / 100}} for token in prompt[1:])]
+            return web.json_response({"prompt_logprobs": scores, "choices": []})
+        self.bodies.append(body)
+        versions: list[str] = []
+
+        def event(number: int):
+            def made() -> dict:
+                versions.append(self.version)
+                last = number == params["max_tokens"] - 1
+                top = [{"token_id": 7, "logprob": -0.25}, {"token_id": 100 + number, "logprob": -1.0}]
+                content = {"token_id": 100 + number, "logprob": -1.0, "rank": 1, "top_logprobs": top}
+                choice = {"index": 0, "token_ids": [100 + number], "logprobs": {"content": [content]}}
+                spans = [
+                    {"version": name, "start": versions.index(name), "end": versions.index(name) + versions.count(name)}
+                    for name in dict.fromkeys(versions)
+                ]
+                ended = {"finish_reason": "length" if last else None, "weight_versions": spans if last else None}
+                return {"choices": [choice | ended]}
+
+            return made
+
+        return await self.send(request, [event(number) for number in range(params["max_tokens"])])
+
+
+class ScriptedSglang(ScriptedServer):
+    """SGLang's routes as its documentation has them; an event repeats the tokens of those before."""
+
+    incremental = False
+
+    async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
+        path = request.path
+        if path == "/get_model_info":
+            return web.json_response({"model_path": "m", "is_generation": True})
+        if path == "/health":
+            return web.Response()
+        if path == "/generate":
+            return await self.generate(request, body)
+        self.asked.append((path, body))
+        if path == "/update_weights_from_disk":
+            folder = Path(body["model_path"])
+            assert json.loads((folder / "config.json").read_text()) == {"vocab_size": VOCABULARY}
+            self.read = load_file(folder / "model.safetensors")
+            return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+        return web.json_response({"message": "ok"})
+
+    async def generate(self, request: web.Request, body: dict) -> web.StreamResponse:
+        params, prompt = body["sampling_params"], body["input_ids"]
+        if not body.get("stream"):
+            scores = [[None, prompt[0], None], *([-token / 100, token, None] for token in prompt[1:])]
+            return web.json_response({"text": "", "meta_info": {"input_token_logprobs": scores}})
+        self.bodies.append(body)
+
+        def event(number: int):
+            first = number if self.incremental else 0
+            said = [[-1.0, 100 + place, None] for place in range(first, number + 1)]
+            top = [[[-0.25, 7, None], [-1.0, 100 + place, None]] for place in range(first, number + 1)]
+            length = params["max_new_tokens"]
+            finish = {"type": "length", "length": length} if number == length - 1 else None
+            meta = {"completion_tokens": number + 1, "finish_reason": finish, "output_token_logprobs": said}
+            return lambda: {"text": "", "meta_info": meta | {"output_top_logprobs": top}}
+
+        return await self.send(request, [event(number) for number in range(params["max_new_tokens"])])
+
+
+@asynccontextmanager
+async def on_server(server: ScriptedServer, folder: Path, *, key: str = KEY, finish: bool = False):
+    """An engine whose policy is sampled by a scripted server."""
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", server.route)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    connection = EngineConnection(Address(url=f"http://127.0.0.1:{port}", key=key))
+    model, files = folder / "model", folder / "weights"
+    model.mkdir()
+    files.mkdir()
+    (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (model / "model.safetensors").write_bytes(b"old")
+    api = (
+        VllmApi(connection, BOUNDS, BOUNDS.stop_ids, seeded=False)
+        if isinstance(server, ScriptedVllm)
+        else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model)
+    )
+    policy = ServedPolicy(
+        api=api,
+        bounds=BOUNDS,
+        shapes=SHAPES,
+        folder=files,
+        dtype=torch.float32,
+        process=None,
+        kv_bytes=1000,
+        most_calls=4,
+        version=PolicyVersion(0, 0),
+    )
+    engine = ExternalEngine({"policy": policy}, finish)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        await runner.cleanup()

@@ -1,0 +1,293 @@
+"""A pool is one engine: whatever becomes of its workers, each reply arrives once, as one engine would sample it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.pool import manager
+from palestra.errors import ConfigError, EngineFailure, ModelError, ReplyLost
+from palestra.models.weights import LocalWeights
+from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
+from unit.building import engine_request
+from unit.engine.pool.glass import Glasshouse, pool_of
+
+PROMPT = np.arange(40, 104, dtype=np.int32)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
+WEIGHTS = LocalWeights(())
+
+
+async def reply_of(engine, seed=3, prompt=PROMPT):
+    pieces = [piece async for piece in engine.generate(engine_request(prompt, replace(SAMPLING, seed=seed)))]
+    return [token for piece in pieces for token in piece.ids]
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def long_seed():
+    """A seed whose reply is long enough to be cut."""
+    script = digits_script(12, 258)
+    return next(seed for seed in range(100) if len(script(PROMPT, replace(SAMPLING, seed=seed))) >= 10)
+
+
+async def expected(seed):
+    return await reply_of(FakeEngine(digits_script(12, 258)), seed)
+
+
+async def test_replies_are_those_of_one_engine_and_both_workers_have_some():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        found = await asyncio.gather(*(reply_of(pool, seed) for seed in range(20)))
+        assert found == [await expected(seed) for seed in range(20)]
+        assert all(engine.calls for engine in house.started)
+        assert pool.load().sampled_tokens == sum(map(len, found))
+
+
+async def test_a_conversation_stays_where_its_beginning_is():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        other = asyncio.ensure_future(reply_of(pool, long_seed(), PROMPT + 100))
+        await until(lambda: pool.load().workers[0].requests)
+        first = await reply_of(pool, 3, PROMPT)
+        await other
+        for turn in range(5):
+            await reply_of(
+                pool, turn, np.concatenate([PROMPT, np.array(first, np.int32), np.arange(8, dtype=np.int32)])
+            )
+        assert [engine.calls for engine in house.started] == [1, 6]
+
+
+@pytest.mark.parametrize("tokens", range(10))
+async def test_a_reply_whose_worker_dies_at_any_token_is_the_same_reply(tokens):
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        house.started[0].breaks_after = tokens
+        seed = long_seed()
+        assert await reply_of(pool, seed) == await expected(seed)
+        assert house.started[1].calls == 1
+        await until(lambda: all(worker.state == "ready" for worker in pool.load().workers))
+        assert [worker.restarts for worker in pool.load().workers] == [1, 0]
+
+
+async def test_what_the_caller_has_and_newer_weights_do_not_repeat_is_a_lost_reply():
+    house = Glasshouse(by_version=True)
+    async with pool_of(house) as pool:
+        house.started[0].breaks_after = 5
+        await house.started[1].sync_weights("policy", PolicyVersion(0, 1), WEIGHTS)
+        with pytest.raises(ReplyLost):
+            await reply_of(pool, long_seed())
+
+
+async def test_a_request_that_kills_its_workers_does_not_kill_all_of_them():
+    house = Glasshouse(on_start=lambda engine: setattr(engine, "breaks_after", 2))
+    async with pool_of(house) as pool:
+        with pytest.raises(EngineFailure, match="3 inference workers died"):
+            await asyncio.wait_for(reply_of(pool, long_seed()), 20)
+        for engine in house.alive:
+            engine.breaks_after = None
+        house.on_start = None
+        assert await reply_of(pool, 1) == await expected(1)
+
+
+async def test_a_failure_of_a_request_alone_is_the_callers(monkeypatch):
+    house = Glasshouse()
+
+    async def fails(request):
+        raise EngineFailure("out of memory")
+        yield
+
+    monkeypatch.setattr("palestra.engine.pool.worker.GRACE_SECONDS", 0.01)
+    async with pool_of(house) as pool:
+        monkeypatch.setattr(house.started[0], "generate", fails)
+        with pytest.raises(EngineFailure, match="out of memory"):
+            await reply_of(pool)
+        assert [worker.restarts for worker in pool.load().workers] == [0, 0]
+
+
+async def test_a_replaced_worker_has_the_present_weights_of_every_policy_before_it_serves():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        await pool.add_policy("first", "policy", PolicyVersion(0, 0), None)
+        await pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS)
+        await pool.add_policy("past", "first", PolicyVersion(0, 7), WEIGHTS)
+        await pool.add_policy("dropped", "policy", PolicyVersion(0, 2), WEIGHTS)
+        await pool.remove_policy("dropped")
+        await pool.sync_weights("policy", PolicyVersion(0, 3), WEIGHTS)
+        for engine in list(house.started):
+            engine.break_now()
+        assert await reply_of(pool) == await expected(3)  # waits for a worker
+        for engine in house.alive:
+            names = {"policy": PolicyVersion(0, 3), "first": PolicyVersion(0, 0), "past": PolicyVersion(0, 7)}
+            assert engine._versions == names
+        assert pool.version("policy") == PolicyVersion(0, 3)
+        with pytest.raises(ModelError, match="not 'dropped'"):
+            pool.version("dropped")
+
+
+@pytest.mark.parametrize(("sync", "most"), [("rolling", 1), ("all", 2)])
+async def test_rolling_updates_leave_a_worker_that_serves_and_all_updates_do_not(sync, most):
+    house, at_once, peak = Glasshouse(), 0, 0
+    async with pool_of(house, sync=sync) as pool:
+
+        def slow(engine):
+            async def take(policy, version, source):
+                nonlocal at_once, peak
+                at_once += 1
+                peak = max(peak, at_once)
+                await asyncio.sleep(0.01)
+                at_once -= 1
+                engine._versions[policy] = version
+
+            return take
+
+        for engine in house.started:
+            engine.sync_weights = slow(engine)
+        update = asyncio.ensure_future(pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS))
+        await until(lambda: at_once)
+        assert pool.version("policy") == PolicyVersion(0, 0)
+        assert await reply_of(pool) == await expected(3)
+        await update
+        assert (peak, pool.version("policy")) == (most, PolicyVersion(0, 1))
+
+
+async def test_weights_that_do_not_fit_leave_the_pool_as_it_was():
+    house = Glasshouse(on_start=lambda engine: setattr(engine, "refuses", True))
+    async with pool_of(house) as pool:
+        with pytest.raises(ModelError, match="do not fit"):
+            await pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS)
+        assert pool.version("policy") == PolicyVersion(0, 0)
+        assert await reply_of(pool) == await expected(3)
+        house.started[0].break_now()
+        await until(lambda: len(house.alive) == 2)
+
+
+async def test_an_added_policy_whose_files_are_gone_is_dropped_and_the_pool_goes_on():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        await pool.add_policy("past", "policy", PolicyVersion(0, 7), WEIGHTS)
+
+        async def gone(*_):
+            raise ModelError("no such file")
+
+        house.on_start = lambda engine: setattr(engine, "add_policy", gone)
+        house.started[0].break_now()
+        await until(lambda: len(house.alive) == 2 and all(w.state == "ready" for w in pool.load().workers))
+        with pytest.raises(ModelError, match="not 'past'"):
+            pool.version("past")
+        assert await reply_of(pool) == await expected(3)
+
+
+@pytest.mark.parametrize("fault", ["dies_in_update", "hangs_in_update"])
+@pytest.mark.parametrize("sync", ["rolling", "all"])
+async def test_a_worker_that_is_lost_in_an_update_does_not_hold_it_up(fault, sync):
+    house = Glasshouse()
+    async with pool_of(house, sync=sync, stuck_seconds=0.05) as pool:
+        setattr(house.started[0], fault, True)
+        await asyncio.wait_for(pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS), 10)
+        await until(lambda: len(house.alive) == 2 and all(w.state == "ready" for w in pool.load().workers))
+        assert [engine.version("policy") for engine in house.alive] == [PolicyVersion(0, 1)] * 2
+
+
+async def test_a_worker_that_stands_still_is_replaced_and_its_reply_is_sampled_elsewhere():
+    house = Glasshouse()
+    async with pool_of(house, stuck_seconds=0.05) as pool:
+        house.started[0].stopped.set()
+        assert await asyncio.wait_for(reply_of(pool), 10) == await expected(3)
+        assert house.started[0].broken.result() == "was killed by the pool"
+
+
+async def test_a_worker_that_is_idle_or_paused_is_not_stuck():
+    house = Glasshouse()
+    async with pool_of(house, stuck_seconds=0.02) as pool:
+        await pool.pause()
+        call = asyncio.ensure_future(reply_of(pool))
+        await asyncio.sleep(0.1)
+        await pool.resume()
+        assert await call == await expected(3)
+        await asyncio.sleep(0.1)
+        assert len(house.alive) == len(house.started) == 2
+
+
+async def test_a_worker_that_starts_while_the_pool_is_paused_waits_like_the_others():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        await pool.pause()
+        for engine in list(house.started):
+            engine.break_now()
+        call = asyncio.ensure_future(reply_of(pool))
+        await until(lambda: len(house.alive) == 2 and all(w.state == "ready" for w in pool.load().workers))
+        await asyncio.sleep(0.01)
+        assert not call.done()
+        await pool.resume()
+        assert await asyncio.wait_for(call, 10) == await expected(3)
+
+
+async def test_after_failures_in_a_row_the_pool_has_failed_and_says_which_worker_and_why(monkeypatch):
+    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.001)
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        house.on_start = lambda engine: engine.break_now("was killed by SIGKILL")
+        house.started[1].break_now()
+        why = await asyncio.wait_for(pool.failure(), 10)
+        assert why == "inference worker 1 was killed by SIGKILL, the last of 5 failures in a row"
+        with pytest.raises(EngineFailure, match="inference worker 1"):
+            await reply_of(pool)
+        with pytest.raises(EngineFailure, match="inference worker 1"):
+            await pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS)
+
+
+async def test_a_pool_that_can_not_start_says_so_and_leaves_nothing():
+    house = Glasshouse(fails=[ConfigError("there is no such model")])
+    with pytest.raises(ConfigError, match="no such model"):
+        async with pool_of(house):
+            pytest.fail("it has started")
+    assert house.alive == []
+
+
+async def test_a_pool_grows_and_shrinks_without_losing_a_reply():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        await pool.sync_weights("policy", PolicyVersion(0, 4), WEIGHTS)
+        calls = [asyncio.ensure_future(reply_of(pool, seed)) for seed in range(12)]
+        await pool.resize(4)
+        assert [worker.versions for worker in pool.load().workers] == [{"policy": "0.4"}] * 4
+        calls += [asyncio.ensure_future(reply_of(pool, seed)) for seed in range(12, 24)]
+        await asyncio.sleep(0.002)
+        await asyncio.wait_for(pool.resize(1), 10)
+        assert len(house.alive) == len(pool.load().workers) == 1
+        assert await asyncio.gather(*calls) == [await expected(seed) for seed in range(24)]
+
+
+async def test_closing_fails_the_calls_that_are_open_and_ends_all_workers():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        await pool.pause()
+        calls = [asyncio.ensure_future(reply_of(pool, seed)) for seed in range(4)]
+        await until(lambda: pool.load().waiting == 4)
+        await pool.close()
+        for call in calls:
+            with pytest.raises(EngineFailure):
+                await asyncio.wait_for(call, 10)
+        assert house.alive == []
+        with pytest.raises(EngineFailure, match="stopped"):
+            await reply_of(pool)
+
+
+async def test_a_score_whose_worker_dies_is_computed_by_another():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+
+        async def dies(policy, prompt):
+            house.started[0].break_now()
+            raise EngineFailure("the worker has died")
+
+        house.started[0].score = dies
+        assert await pool.score("policy", TokenSequence(PROMPT)) == [-1.0] * 63

@@ -1,0 +1,429 @@
+"""An engine whose model is in a server: what is sent to it, what is believed of it, how its weights are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.engine.base import Engine
+from palestra.engine.external import engine as module
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
+from palestra.models.weights import LocalWeights
+from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
+from unit.building import engine_request
+from unit.engine.engine_servers import STOP, ScriptedSglang, ScriptedVllm, on_server
+
+PROMPT = np.arange(40, 44, dtype=np.int32)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
+FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
+NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
+UPDATE = [
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+]
+
+
+@pytest.fixture
+def vllm():
+    return ScriptedVllm()
+
+
+@pytest.fixture(params=[ScriptedVllm, ScriptedSglang])
+def server(request):
+    return request.param()
+
+
+async def pieces_of(engine: Engine, **sampling):
+    params = SamplingParams(**({"temperature": 1.0, "max_tokens": 6, "seed": 3} | sampling))
+    return [piece async for piece in engine.generate(engine_request(PROMPT, params))]
+
+
+async def test_a_reply_has_the_ids_logprobs_and_versions_that_the_server_says(server, tmp_path):
+    async with on_server(server, tmp_path) as engine:
+        pieces = await pieces_of(engine, top_logprobs=1)
+    assert [token for piece in pieces for token in piece.ids] == [100, 101, 102, 103, 104, 105]
+    assert [logprob for piece in pieces for logprob in piece.logprobs] == [-1.0] * 6
+    assert {piece.version for piece in pieces} == {FIRST}
+    assert [top for piece in pieces for top in piece.top] == [((7, -0.25),)] * 6
+
+
+async def test_an_sglang_server_may_send_only_what_is_new(tmp_path):
+    server = ScriptedSglang()
+    server.incremental = True
+    async with on_server(server, tmp_path) as engine:
+        pieces = await pieces_of(engine)
+    assert [token for piece in pieces for token in piece.ids] == [100, 101, 102, 103, 104, 105]
+
+
+async def test_tokens_arrive_one_by_one_and_a_call_that_is_given_up_is_closed(server, tmp_path):
+    async with on_server(server, tmp_path) as engine:
+        stream = engine.generate(engine_request(PROMPT, SAMPLING))
+        server.lie = lambda number, event: server.gate.clear() or event if number == 1 else event
+        assert (await anext(stream)).ids == (100,)
+        assert (await anext(stream)).ids == (101,)
+        assert engine.load().running == server.open == 1
+        await stream.aclose()
+        assert engine.load().running == 0
+        server.gate.set()
+        async with asyncio.timeout(5):
+            while server.open:
+                await asyncio.sleep(0.01)
+
+
+async def test_what_is_sent_to_vllm(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        bias = ((65, 2.5),)
+        await pieces_of(engine, temperature=0.5, top_p=0.9, top_k=7, stop_ids=(9,), min_tokens=2, logit_bias=bias)
+        await pieces_of(engine, grammar='start: "a"', presence_penalty=0.5)
+        await pieces_of(engine, grammar='{"grammars": [{"json_schema": {"type": "null"}}]}')
+    first, second, third = (body["sampling_params"] for body in vllm.bodies)
+    assert vllm.bodies[0]["token_ids"] == PROMPT.tolist()
+    assert (first["temperature"], first["top_p"], first["top_k"], first["min_tokens"]) == (0.5, 0.9, 7, 2)
+    assert first["stop_token_ids"] == [9, STOP]
+    assert first["ignore_eos"]
+    assert first["logit_bias"] == {"65": 2.5}
+    assert "seed" not in first
+    assert "structured_outputs" not in first
+    assert second["structured_outputs"] == {"grammar": 'start: "a"'}
+    assert second["presence_penalty"] == 0.5
+    assert third["structured_outputs"] == {"json": '{"type": "null"}'}
+
+
+async def test_what_is_sent_to_sglang(tmp_path):
+    server = ScriptedSglang()
+    async with on_server(server, tmp_path) as engine:
+        await pieces_of(engine, temperature=0.5, stop_ids=(9,), min_tokens=2, frequency_penalty=0.5)
+    (body,) = server.bodies
+    params = body["sampling_params"]
+    assert body["input_ids"] == PROMPT.tolist()
+    assert body["return_logprob"]
+    assert (params["temperature"], params["min_new_tokens"], params["max_new_tokens"]) == (0.5, 2, 6)
+    assert params["stop_token_ids"] == [9, STOP]
+    assert params["frequency_penalty"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"logit_bias": ((65, 1.0),)}, "logit_bias"),
+        ({"grammar": 'start: "a"'}, "response_format"),
+    ],
+)
+async def test_what_sglang_does_in_another_way_is_refused_before_anything_is_sampled(tmp_path, sampling, field):
+    server = ScriptedSglang()
+    async with on_server(server, tmp_path) as engine:
+        with pytest.raises(InvalidRequest) as raised:
+            await pieces_of(engine, **sampling)
+    assert raised.value.field == field
+    assert not server.bodies
+
+
+async def test_a_prompt_is_scored(server, tmp_path):
+    async with on_server(server, tmp_path) as engine:
+        assert await engine.score("policy", TokenSequence(PROMPT)) == [-0.41, -0.42, -0.43]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [([], "at least one token"), ([259], "from 0 to 258"), ([-1], "from 0 to 258"), ([1] * 64, "less than 64")],
+)
+async def test_a_prompt_that_the_model_can_not_read_is_not_sent(vllm, tmp_path, prompt, said):
+    async with on_server(vllm, tmp_path) as engine:
+        with pytest.raises(InvalidRequest, match=said):
+            _ = [piece async for piece in engine.generate(engine_request(np.array(prompt, np.int32), SAMPLING))]
+    assert not vllm.bodies
+
+
+# New weights
+
+
+async def test_an_update_pauses_the_server_and_brings_it_a_file(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        await pieces_of(engine)
+        vllm.asked.clear()
+        await engine.sync_weights("policy", SECOND, NEW)
+        assert [path for path, _ in vllm.asked] == UPDATE
+        assert vllm.asked[0][1] == {"mode": "keep"}
+        assert vllm.asked[3][1] == {"weight_version": "0.1"}
+        assert vllm.read["model.norm.weight"].tolist() == [0, 1, 2, 3]
+        assert list((tmp_path / "weights").iterdir()) == []  # no copy of the weights is left
+        assert {piece.version for piece in await pieces_of(engine)} == {SECOND}
+        assert engine.version("policy") == SECOND
+
+
+async def test_an_update_of_sglang_brings_a_whole_folder(tmp_path):
+    server = ScriptedSglang()
+    async with on_server(server, tmp_path) as engine:
+        await engine.sync_weights("policy", SECOND, NEW)
+        paths = [path for path, _ in server.asked]
+        begun = ["/continue_generation"]  # a job before may have left the server paused
+        assert paths == [*begun, "/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+        assert server.asked[2][1]["weight_version"] == "0.1"
+        assert server.read["model.norm.weight"].tolist() == [0, 1, 2, 3]
+        assert list((tmp_path / "weights").iterdir()) == []
+
+
+async def stopped_at(server, engine, number):
+    """A call whose first `number` tokens have arrived, and the task that waits for the rest."""
+    reached = asyncio.Event()
+
+    def lie(place, event):
+        if place == number - 1:
+            server.gate.clear()
+            reached.set()
+        return event
+
+    server.lie = lie
+    call = asyncio.create_task(pieces_of(engine))
+    await reached.wait()
+    server.lie = lambda place, event: event
+    return call
+
+
+async def test_each_token_of_a_reply_has_the_version_that_sampled_it(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        call = await stopped_at(vllm, engine, 2)
+        await engine.sync_weights("policy", SECOND, NEW)
+        vllm.gate.set()
+        pieces = await call
+    assert [(piece.version, token) for piece in pieces for token in piece.ids] == [
+        *((FIRST, token) for token in (100, 101)),
+        *((SECOND, token) for token in (102, 103, 104, 105)),
+    ]
+
+
+@pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
+async def test_new_weights_may_wait_for_replies_and_then_keep_others_from_beginning(kind, tmp_path):
+    """SGLang does not say which version has sampled a token, so that it always does."""
+    server = kind()
+    async with on_server(server, tmp_path, finish=kind is ScriptedVllm) as engine:
+        call = await stopped_at(server, engine, 2)
+        asked = len(server.asked)
+        update = asyncio.create_task(engine.sync_weights("policy", SECOND, NEW))
+        await asyncio.sleep(0.2)
+        late = asyncio.create_task(pieces_of(engine))
+        await asyncio.sleep(0.1)
+        assert len(server.asked) == asked
+        assert len(server.bodies) == 1
+        server.gate.set()
+        assert {piece.version for piece in await call} == {FIRST}
+        await update
+        assert {piece.version for piece in await late} == {SECOND}
+
+
+async def test_an_update_of_a_paused_engine_leaves_it_paused(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        await engine.pause()
+        vllm.asked.clear()
+        await engine.sync_weights("policy", SECOND, NEW)
+        assert [path for path, _ in vllm.asked] == UPDATE[1:-1]
+        call = asyncio.create_task(pieces_of(engine))
+        await asyncio.sleep(0.1)
+        assert not vllm.bodies
+        assert engine.load().waiting == 1
+        await engine.resume()
+        assert {piece.version for piece in await call} == {SECOND}
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([], r"no new weights were given for model\.norm\.weight"),
+        ([("model.norm.weight", torch.ones(3))], r"no weight model\.norm\.weight of shape \(3,\)"),
+        ([*NEW.named, ("other", torch.ones(1))], r"no weight other of shape \(1,\)"),
+    ],
+)
+async def test_weights_that_do_not_fit_never_reach_the_server(vllm, tmp_path, weights, said):
+    async with on_server(vllm, tmp_path) as engine:
+        await pieces_of(engine)
+        vllm.asked.clear()
+        with pytest.raises(ModelError, match=said):
+            await engine.sync_weights("policy", SECOND, LocalWeights(weights))
+        assert vllm.asked == []
+        assert engine.version("policy") == FIRST
+
+
+async def test_an_engine_that_fails_in_an_update_has_failed(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        await pieces_of(engine)
+        vllm.answers["/update_weights"] = (500, {"detail": "RuntimeError: no such file"})
+        failure = asyncio.create_task(engine.failure())
+        with pytest.raises(EngineFailure, match=r"while it got version 0\.1: .* answered 500: RuntimeError"):
+            await engine.sync_weights("policy", SECOND, NEW)
+        assert "has failed while it got version 0.1" in await asyncio.wait_for(failure, 5)
+        assert engine.version("policy") == FIRST
+
+
+async def test_other_policies_can_not_be_added(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        with pytest.raises(ModelError, match="a server has one model"):
+            await engine.add_policy("past", "policy", SECOND, NEW)
+        await engine.remove_policy("past")
+        with pytest.raises(ModelError, match="has the policies 'policy', not 'past'"):
+            engine.version("past")
+
+
+# What is not believed
+
+
+def change(**values):
+    return lambda number, event: {"choices": [event["choices"][0] | values]} if number == 2 else event
+
+
+def logprob(value, token=102):
+    return change(logprobs={"content": [{"token_id": token, "logprob": value, "top_logprobs": []}]})
+
+
+def spans(*found):
+    named = [{"version": version, "start": start, "end": end} for version, start, end in found]
+    return lambda number, event: (
+        {"choices": [event["choices"][0] | {"weight_versions": named}]} if number == 5 else event
+    )
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (change(token_ids=[102, 103], logprobs=None), "logprobs of other tokens"),
+        (logprob(-1.0, token=9), "logprobs of other tokens"),
+        (logprob(0.5), "logprob of token 102 is 0.5"),
+        (logprob(float("nan")), "logprob of token 102 is nan"),
+        (
+            change(token_ids=[259], logprobs={"content": [{"token_id": 259, "logprob": -1.0, "top_logprobs": []}]}),
+            "sampled token 259, and the policy's model has 259",
+        ),
+        (change(finish_reason="abort"), "after 3 of at most 6 tokens for the reason 'abort'"),
+        (change(finish_reason="stop"), "after 3 of at most 6 tokens for the reason 'stop'"),
+        (change(finish_reason="length"), "after 3 of at most 6 tokens for the reason 'length'"),
+        (lambda number, event: {"choices": [event["choices"][0] | {"finish_reason": None}]}, "without saying why"),
+        (
+            lambda number, event: {"choices": event["choices"] * 2} if number == 4 else event,
+            "more than the 6 tokens|without saying why|went on after",
+        ),
+        (lambda number, event: {"choices": event["choices"] * 2}, "more than the 6 tokens"),
+        (change(token_ids="abc"), "can't be read|other tokens"),
+        (lambda number, event: {"text": "hello"}, "without choices"),
+        (lambda number, event: {"error": {"message": "EngineCore died"}}, "EngineCore died"),
+        (spans(("0.0", 0, 5)), "versions of other than the reply's 6 tokens"),
+        (spans(("0.0", 0, 3), ("0.1", 4, 6)), "overlap or leave gaps"),
+        (spans(("0.1", 0, 6)), r"version 0\.1 has sampled what was sampled from 0\.0"),
+        (spans(("default", 0, 6)), "can't be read"),
+    ],
+)
+async def test_a_reply_that_can_not_be_true_fails(vllm, tmp_path, lie, said):
+    async with on_server(vllm, tmp_path) as engine:
+        vllm.lie = lie
+        with pytest.raises(EngineFailure, match=said):
+            await pieces_of(engine)
+        assert engine.load().running == 0
+
+
+async def test_a_stream_that_is_cut_fails(server, tmp_path):
+    async with on_server(server, tmp_path) as engine:
+        server.cut_after = 3
+        with pytest.raises(EngineFailure):
+            await pieces_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "said"),
+    [
+        (400, {"error": {"message": "top_p must be in (0, 1]"}}, InvalidRequest, r"refuses this request: top_p must"),
+        (422, {"detail": "a field is missing"}, InvalidRequest, "a field is missing"),
+        (500, {"error": {"message": "EngineDeadError"}}, EngineFailure, "answered 500: EngineDeadError"),
+        (503, "busy", EngineFailure, "answered 503: busy"),
+    ],
+)
+async def test_an_error_of_the_server_is_one_line(vllm, tmp_path, status, body, error, said):
+    async with on_server(vllm, tmp_path) as engine:
+        await pieces_of(engine)
+        vllm.answers["/inference/v1/generate"] = (status, body)
+        with pytest.raises(error, match=said):
+            await pieces_of(engine)
+
+
+async def test_a_stream_that_begins_with_a_refusal_is_one(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        vllm.lie = lambda number, event: {"error": {"message": "out-of-vocab token ids", "code": 400}}
+        with pytest.raises(InvalidRequest, match="refuses this request: out-of-vocab token ids"):
+            await pieces_of(engine)
+
+
+async def test_a_wrong_key_is_said(vllm, tmp_path):
+    async with on_server(vllm, tmp_path, key="another") as engine:
+        with pytest.raises(EngineFailure, match="answered 401: Unauthorized"):
+            await pieces_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("number", "0.31.1", r"vLLM 0\.31\.1; 0\.32 or newer is needed"),
+        ("info", {"model_config": {"logprobs_mode": "raw_logprobs"}}, "needs --logprobs-mode processed_logprobs"),
+        ("info", ScriptedVllm.info | {"weight_transfer_config": None}, "needs --weight-transfer-config"),
+        (
+            "info",
+            ScriptedVllm.info | {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 32}},
+            "max_context is 64, and the engine's server has --max-model-len 32",
+        ),
+    ],
+)
+async def test_a_vllm_server_that_does_not_fit_is_refused_before_the_first_call(vllm, tmp_path, attribute, value, said):
+    setattr(vllm, attribute, value)
+    async with on_server(vllm, tmp_path) as engine:
+        with pytest.raises(ConfigError, match=said):
+            await pieces_of(engine)
+    assert not vllm.bodies
+
+
+@pytest.mark.parametrize(("size", "said"), [(258, "another vocabulary"), (260, "more tokens than the 259")])
+async def test_another_vocabulary_is_found(vllm, tmp_path, monkeypatch, size, said):
+    monkeypatch.setattr("unit.engine.engine_servers.VOCABULARY", size)
+    async with on_server(vllm, tmp_path) as engine:
+        with pytest.raises(ConfigError, match=said):
+            await pieces_of(engine)
+
+
+# Ends
+
+
+async def test_a_server_that_is_silent_has_failed(vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+    async with on_server(vllm, tmp_path) as engine:
+        failure = asyncio.create_task(engine.failure())
+        await asyncio.sleep(0.3)
+        assert not failure.done()
+        assert engine.load().kv_bytes_used == 250
+        assert engine.load().prefilled_tokens == 12
+        vllm.answers["/health"] = (500, {"error": {"message": "EngineDeadError"}})
+        said = await asyncio.wait_for(failure, 5)
+    assert "the engine of 'policy' has not answered" in said
+    assert "EngineDeadError" in said
+
+
+async def test_closing_fails_the_calls_that_are_open_and_those_that_wait(server, tmp_path):
+    async with on_server(server, tmp_path) as engine:
+        failure = asyncio.create_task(engine.failure())
+        call = await stopped_at(server, engine, 2)
+        await engine.pause()
+        waits = asyncio.create_task(pieces_of(engine))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        for each in (call, waits):
+            with pytest.raises(EngineFailure, match="the engine was stopped"):
+                await asyncio.wait_for(each, 5)
+        with pytest.raises(EngineFailure):
+            await engine.sync_weights("policy", SECOND, NEW)
+        assert not failure.done()
+        failure.cancel()
+        server.gate.set()

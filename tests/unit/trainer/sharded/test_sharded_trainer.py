@@ -1,0 +1,277 @@
+"""Two ranks compute what one process computes, with real processes and gloo; the model is tiny-random."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
+import os
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import GSPOLoss, PPOClipLoss
+from palestra.config import AdapterConfig, TrainerConfig
+from palestra.errors import ConfigError, InvalidAlgorithm, NotFound, TrainerLost, WorkerCrashLoop
+from palestra.trainer import checkpoint
+from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.trainer.moment_files import read_moments
+from palestra.trainer.optimizer import moments_folder, read_shards
+from palestra.trainer.sharded.trainer import MOST_LOSSES, ShardedTrainer
+from palestra.trainer.torch_policy import OPTIMIZER
+from palestra.trainer.torch_trainer import TorchTrainer
+from unit.trainer.test_torch_trainer import batch_of_two_groups
+
+pytestmark = pytest.mark.slow
+LOSS = LossSpec.of(PPOClipLoss(clip_high_threshold=1.3))
+SETTINGS = {"threads": 1, "dtype": "float32", "micro_batch_tokens": 40}
+SILENCE = 15.0
+LORA = AdapterConfig(rank=4)
+names = (f"policy-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """One event loop for the trainer of all tests, whose sockets belong to it."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def on_the_loop(test):
+    """Run an asynchronous test on the module's loop, which pytest-asyncio has only where all of a package has it."""
+
+    @functools.wraps(test)
+    def run(loop, **given):
+        loop.run(test(**given))
+
+    parameters = [inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    run.__signature__ = inspect.Signature([*parameters, *inspect.signature(test).parameters.values()])
+    return run
+
+
+@pytest.fixture(scope="module")
+def two_ranks(loop):
+    """A trainer whose two processes start with the first test that needs them: their imports take seconds.
+
+    It computes layers again in the backward pass, which the whole job of test_sharded_training.py does not.
+    """
+    own = {"devices": 2, "rank_timeout_seconds": SILENCE, "activation_checkpointing": True}
+    config = TrainerConfig.model_validate(SETTINGS | own)
+    trainer = ShardedTrainer(config, 2, "float32")
+    yield trainer
+    pids = trainer.pids
+    loop.run(trainer.close())
+    assert not any(map(alive, pids))
+
+
+def one_process(**settings):
+    return TorchTrainer(TrainerConfig.model_validate(SETTINGS | settings), 2)
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def rows(count=6, **changes):
+    """Rows of episodes of their own: some share a prompt, one has two turns."""
+    return [replace(each, episode_id=f"e{n}", **changes) for n, each in enumerate(batch_of_two_groups()[:count])]
+
+
+async def trained(trainer, folder, batches, spec=None, params=None, loss=LOSS):
+    """The reports, and after one update the checkpoint's folder: first moments in it are a tenth of the gradient."""
+    name = next(names)
+    await trainer.create(name, spec or PolicySpec(model="tiny-random"))
+    reports = [
+        await trainer.forward_backward(name, batch, loss, f"g{n}", logprobs=True) for n, batch in enumerate(batches)
+    ]
+    update = await trainer.optim_step(name, params or OptimParams(learning_rate=1e-3), "u")
+    await trainer.weights(name)
+    path = await trainer.save(name, folder / name, {"step": 1}, "s")
+    return name, reports, update, path
+
+
+def moments(path):
+    """First and second moments and counts of updates by name, however they were written."""
+    shards = moments_folder(path, OPTIMIZER)
+    if not shards.is_dir():
+        return read_shards(path, OPTIMIZER)
+    weights = {name: torch.nn.Parameter(value) for name, value in saved_tensors(path).items()}
+    return read_moments(shards, list(weights.items()))
+
+
+def saved_tensors(path):
+    import safetensors.torch
+
+    files = [*path.glob("model*.safetensors"), *path.glob("adapter_model.safetensors")]
+    found = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
+
+
+def equal(found, wanted, tolerance=1e-5):
+    """Every tensor within `tolerance` of its norm."""
+    assert found.keys() == wanted.keys()
+    worst = max(float((found[name] - value).norm() / value.norm().clamp_min(1e-12)) for name, value in wanted.items())
+    assert worst <= tolerance
+
+
+CASES = {
+    "one gradient": {"batches": [rows()]},
+    "accumulated": {"batches": [rows(), rows(3)]},
+    "clipped": {"batches": [rows()], "params": OptimParams(learning_rate=1e-3, max_grad_norm=0.1)},
+    "one row": {"batches": [rows(1)]},
+    "one episode over micro-batches": {"batches": [batch_of_two_groups()]},
+    "lora": {"batches": [rows()], "spec": PolicySpec(model="tiny-random", adapter=LORA, seed=3)},
+    "lora on the head": {
+        "batches": [rows()],
+        "spec": PolicySpec(model="tiny-random", adapter=AdapterConfig(rank=4, targets=["q_proj", "lm_head"])),
+    },
+    "a loss over sequences": {
+        "batches": [[replace(each, episode_id=f"e{n // 3}") for n, each in enumerate(batch_of_two_groups())]],
+        "loss": LossSpec.of(GSPOLoss()),
+    },
+    "entropy": {"batches": [rows()], "loss": LOSS.model_copy(update={"entropy_coefficient": 0.3})},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_the_loop
+async def test_two_ranks_compute_the_gradient_of_one_process(case, two_ranks, tmp_path):
+    one = one_process()
+    _, wanted, update, at = await trained(one, tmp_path / "one", **CASES[case])
+    name, found, own_update, own = await trained(two_ranks, tmp_path / "two", **CASES[case])
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.rows, ours.trained_tokens, ours.flat_tokens) == (
+            theirs.rows,
+            theirs.trained_tokens,
+            theirs.flat_tokens,
+        )
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5, abs=1e-6)
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert own_update.grad_norm == pytest.approx(update.grad_norm, rel=1e-5)
+    equal(moments(own), moments(at))
+    await two_ranks.remove(name)
+    await one.close()
+
+
+@on_the_loop
+async def test_numbers_of_a_reference_and_of_the_policy_are_those_of_one_process(two_ranks, tmp_path):
+    spec, wanted = PolicySpec(model="tiny-random", reference="tiny-random", adapter=LORA), ("old_logprobs",)
+    one, name = one_process(), next(names)
+    for trainer in (one, two_ranks):
+        await trainer.create(name, spec)
+    for outputs in (wanted, ("reference_logprobs", "old_logprobs"), ()):
+        theirs, ours = await one.forward(name, rows(5), outputs), await two_ranks.forward(name, rows(5), outputs)
+        assert theirs.keys() == ours.keys()
+        for key, value in theirs.items():
+            for a, b in zip(ours[key], value, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="can't compute values"):
+        await two_ranks.forward(name, rows(2), ("values",))
+    assert await two_ranks.untrainable(name, rows(2), "check") == {}
+    await two_ranks.remove(name)
+    with pytest.raises(NotFound):
+        two_ranks.version(name)
+    await one.close()
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@on_the_loop
+async def test_checkpoints_of_one_process_and_of_two_ranks_load_in_the_other_bit_for_bit(adapter, two_ranks, tmp_path):
+    one, spec = one_process(), PolicySpec(model="tiny-random", adapter=adapter)
+    for number, (writer, reader) in enumerate(((one, two_ranks), (two_ranks, one))):
+        name, _, _, path = await trained(writer, tmp_path / f"{number}", [rows()], spec)
+        other = next(names)
+        await reader.create(other, spec)
+        state = await reader.load(other, path.parent)
+        assert state is not None
+        assert (state["step"], state["n"]) == (1, 1)
+        assert reader.version(other) == writer.version(name)
+        again = await reader.save(other, tmp_path / "again" / other, {"step": 1}, "s")
+        for read in (moments, saved_tensors):
+            found, wanted = read(again), read(path)
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], value) for key, value in wanted.items())
+        # Both go on alike, which the counts of updates decide as well.
+        for trainer, own in ((writer, name), (reader, other)):
+            await trainer.forward_backward(own, rows(4), LOSS, "next")
+            await trainer.optim_step(own, OptimParams(learning_rate=1e-3), "next u")
+        source, own = await reader.weights(other), await writer.weights(name)
+        found, wanted = dict(source.tensors()), dict(own.tensors())
+        equal(found, wanted)
+        await two_ranks.remove(name if writer is two_ranks else other)
+    await one.close()
+
+
+@on_the_loop
+async def test_what_is_published_is_what_one_process_rounds(two_ranks, tmp_path):
+    name, _, _, path = await trained(two_ranks, tmp_path, [rows()])
+    saved, published = saved_tensors(path), dict((await two_ranks.weights(name)).tensors())
+    assert published.keys() <= saved.keys()
+    assert all(torch.equal(value, saved[key]) for key, value in published.items())
+    two_ranks._weights_dtype = "bfloat16"
+    try:
+        for key, value in (await two_ranks.weights(name)).tensors():
+            rounded = saved[key].to(torch.bfloat16) if saved[key].ndim > 1 else saved[key]
+            assert value.dtype == rounded.dtype
+            assert torch.equal(value, rounded)
+    finally:
+        two_ranks._weights_dtype = "float32"
+    assert checkpoint.good(path.parent, 1) is not None
+    await two_ranks.remove(name)
+
+
+@on_the_loop
+async def test_a_loss_that_fails_on_one_rank_is_taken_back_on_all(two_ranks, tmp_path):
+    name, _, _, _ = await trained(two_ranks, tmp_path, [rows()])
+    odd = rows()
+    odd[-1] = replace(odd[-1], advantages=np.full_like(odd[-1].advantages, np.nan))
+    with pytest.raises(InvalidAlgorithm, match="of episode e5"):
+        await two_ranks.forward_backward(name, odd, LOSS, "odd")
+    report = await two_ranks.optim_step(name, OptimParams(learning_rate=1.0), "nothing")
+    assert (report.grad_norm, report.applied) == (0.0, True)
+    assert (await two_ranks.forward_backward(name, rows(), LOSS, "odd")).rows == 6
+    await two_ranks.remove(name)
+
+
+async def lose(trainer, name: str, sent: signal.Signals) -> float:
+    """Send a signal to the second rank, see a request end with an error, and return the seconds that it took."""
+    os.kill(trainer.pids[1], sent)
+    started = time.monotonic()
+    with pytest.raises(TrainerLost, match=r"rank 1 (was killed by SIGKILL|has been silent for)"):
+        await trainer.forward_backward(name, rows(), LOSS, "lost")
+    assert trainer.is_lost
+    await asyncio.wait_for(trainer.lost(), 1.0)
+    with pytest.raises(TrainerLost):
+        await trainer.weights(name)
+    return time.monotonic() - started
+
+
+@on_the_loop
+async def test_a_rank_that_is_killed_or_stopped_ends_the_request_and_all_ranks(two_ranks, tmp_path):
+    """Last of this file: the trainer gives up at its end."""
+    name, _, _, path = await trained(two_ranks, tmp_path, [rows()])
+    pids, folder = two_ranks.pids, two_ranks._ranks.folder
+    assert await lose(two_ranks, name, signal.SIGKILL) < 10.0
+    await two_ranks.renew()
+    assert not two_ranks.is_lost
+    assert not folder.exists()
+    assert not any(map(alive, pids))
+    await two_ranks.create(name, PolicySpec(model="tiny-random"))
+    assert (await two_ranks.load(name, path.parent))["step"] == 1
+    await two_ranks.forward_backward(name, rows(), LOSS, "goes on")
+    assert await lose(two_ranks, name, signal.SIGSTOP) < SILENCE + 15.0
+    two_ranks._losses = MOST_LOSSES - 1
+    with pytest.raises(WorkerCrashLoop, match="without a checkpoint between them, the last time because rank 1"):
+        await two_ranks.renew()
+    assert not two_ranks.is_lost

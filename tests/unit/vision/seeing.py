@@ -1,0 +1,90 @@
+"""A tiny model that sees, pictures for it, and transformers' own model and processor beside them."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from palestra.models.catalog import model_folder
+from palestra.models.causal_lm import CausalLM, load_causal_lm
+from palestra.pictures.encoding import encode
+from palestra.renderers import ChatMLRenderer, PictureTokens
+from palestra.types.messages import ChatMessage, ImagePart, TextPart
+
+NAME = "tiny-random-vision"
+
+
+class Shown:
+    """Pictures by digest, in memory; counts how often each was asked for."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, Image.Image] = {}
+        self.asked: list[str] = []
+
+    def add(self, image: Image.Image) -> ImagePart:
+        digest = hashlib.sha256(encode(image)).hexdigest()
+        self.images[digest] = image
+        return ImagePart(digest=digest)
+
+    def size(self, digest: str) -> tuple[int, int]:
+        return self.images[digest].size
+
+    def image(self, digest: str) -> Image.Image:
+        self.asked.append(digest)
+        return self.images[digest]
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture of random pixels."""
+    drawn = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(drawn)
+
+
+def seeing(shown: Shown, *, trained: bool = False) -> CausalLM:
+    """The tiny model, with these pictures."""
+    model = load_causal_lm(NAME, torch.float32)
+    assert model.vision is not None
+    model.vision.pictures, model.vision.trained = shown, trained
+    return model
+
+
+def renderer_of(shown: Shown) -> ChatMLRenderer:
+    layout = seeing_once().vision.layout
+    return ChatMLRenderer(processor().tokenizer, pictures=PictureTokens(processor().tokenizer, layout, shown))
+
+
+def user(*parts: str | ImagePart) -> ChatMessage:
+    content = tuple(TextPart(text=part) if isinstance(part, str) else part for part in parts)
+    return ChatMessage(role="user", content=content)
+
+
+@cache
+def seeing_once() -> CausalLM:
+    return load_causal_lm(NAME, torch.float32)
+
+
+@cache
+def processor():
+    """The processor of transformers, as `AutoProcessor` finds it in the folder."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(model_folder(NAME), backend="pil")
+
+
+@cache
+def transformers_model(folder: Path | None = None):
+    """The model of transformers, with its own attention everywhere."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder or model_folder(NAME), dtype=torch.float32).eval()
+
+
+def own_logits(model, ids, images) -> torch.Tensor:
+    """The logits of transformers' model, [P, V], for ids and the pictures among them, in order."""
+    given = processor().image_processor(images=[list(images)], return_tensors="pt") if images else {}
+    return model(input_ids=torch.as_tensor(ids, dtype=torch.long)[None], **given).logits[0]

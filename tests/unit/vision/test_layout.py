@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.renderers import ChatMLRenderer, DialogRenderer, NotInThisFormat, PictureTokens, select_renderer
+from palestra.renderers.picture_layout import FixedLayout, TiledLayout, layout_of
+from unit.vision.seeing import Shown, noise, processor, renderer_of, seeing_once, user
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_placeholders_are_those_of_transformers_processor(width, height):
+    shown = Shown()
+    part = shown.add(noise(width, height))
+    found = PictureTokens(processor().tokenizer, seeing_once().vision.layout, shown).ids(part.digest)
+    wanted = processor()(text="<image>", images=[shown.images[part.digest]])["input_ids"][0]
+    assert list(found) == wanted
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([364, 512]), st.integers(1, 5), st.booleans())
+def test_the_grid_is_that_into_which_transformers_cuts_a_picture_of_this_size(width, height, tile, times, small):
+    """Compared by sizes alone, as transformers' own prediction of them does for servers, and with its two steps."""
+    from transformers.models.idefics3 import image_processing_pil_idefics3 as theirs
+
+    longest = tile * times if not small else tile // 2
+    high, wide = theirs._resize_output_size_rescale_to_max_len(height, width, max_len=longest)
+    high, wide = theirs._resize_output_size_scale_below_upper_bound(high, wide, max_len=theirs.MAX_IMAGE_SIZE)
+    made = []
+
+    class Recorded(theirs.Idefics3ImageProcessorPil):
+        def resize(self, image, size, **_):
+            made.append((size.height, size.width))
+
+    class Sized:
+        shape = (3, high, wide)
+
+    Recorded().resize_for_vision_encoder(Sized(), tile)
+    (resized,) = made
+    cut = resized[0] > tile or resized[1] > tile
+    wanted = (resized[0] // tile, resized[1] // tile) if cut else (0, 0)
+    assert TiledLayout(tokens=4, tile=tile, longest=longest, splits=True).grid(width, height) == wanted
+
+
+def test_a_conversation_has_the_ids_of_transformers_processor_and_template():
+    shown = Shown()
+    one, other = shown.add(noise(50, 20)), shown.add(noise(7, 90, seed=1))
+    messages = [user("Look: ", one, "\n", other, "what is it?"), user(other)]
+    found = renderer_of(shown).render(messages)
+    asked = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Look: "},
+                {"type": "image"},
+                {"type": "text", "text": "\n"},
+                {"type": "image"},
+                {"type": "text", "text": "what is it?"},
+            ],
+        },
+        {"role": "user", "content": [{"type": "image"}]},
+    ]
+    text = processor().apply_chat_template(asked, add_generation_prompt=True)
+    images = [shown.images[part.digest] for part in (one, other, other)]
+    assert found.ids.tolist() == processor()(text=text, images=images)["input_ids"][0]
+    assert [span.digest for span in found.media] == [one.digest, other.digest, other.digest]
+    around = processor().tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
+    for span in found.media:
+        assert found.ids[span.start] == found.ids[span.start + span.tokens - 1] == around
+
+
+def test_what_follows_a_reply_has_its_pictures_by_their_place_in_it():
+    shown = Shown()
+    part = shown.add(noise(40, 40))
+    renderer = renderer_of(shown)
+    whole = renderer.render([user("a"), user("b", part)])
+    first = renderer.render([user("a")])
+    tail = renderer.extend(lambda: first.ids, first.ids[:0], [user("b", part)])
+    (span,), (placed,) = tail.media, whole.media
+    assert tail.ids[span.start : span.start + span.tokens].tolist() == list(
+        whole.ids[placed.start : placed.start + placed.tokens]
+    )
+
+
+def test_a_text_that_spells_a_placeholder_is_text():
+    shown = Shown()
+    found = renderer_of(shown).render([user("<image><fake_token_around_image>")])
+    assert not found.media
+    assert seeing_once().vision.image_token not in found.ids
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_pictures_that_the_format_can_not_show_are_refused(role):
+    shown = Shown()
+    part = shown.add(noise(8, 8))
+    said = user(part).model_copy(update={"role": role})
+    with pytest.raises(ValueError, match=f"{role} has a picture"):
+        renderer_of(shown).render([said, user("a")])
+
+
+def test_a_result_of_a_tool_may_have_a_picture():
+    shown = Shown()
+    part = shown.add(noise(8, 8))
+    result = user("a", part).model_copy(update={"role": "tool", "tool_call_id": "1"})
+    found = renderer_of(shown).render([user("b"), result, result])
+    text = processor().tokenizer.decode(found.ids)
+    before, after = "<tool_response>\na<fake", "around_image>\n</tool_response>"
+    assert text.count(before) == text.count(after) == len(found.media) == 2
+
+
+def test_llava_has_a_fixed_number_of_placeholders():
+    config = {"model_type": "llava", "vision_config": {"patch_size": 14}}
+    files = {"preprocessor_config.json": b'{"crop_size": {"height": 336, "width": 336}}'}
+    assert layout_of(config, files) == FixedLayout(tokens=576)
+
+
+# That of SmolVLM-Instruct and, with another first token, of Idefics3-8B-Llama3.
+DIALOG = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def dialog():
+    """A tokenizer with the template of SmolVLM, pictures, and the renderer that is chosen for it."""
+    tokenizer = copy.deepcopy(processor().tokenizer)
+    tokenizer.chat_template = DIALOG
+    shown = Shown()
+    renderer = select_renderer(tokenizer, pictures=PictureTokens(tokenizer, seeing_once().vision.layout, shown))
+    return tokenizer, shown, renderer
+
+
+def as_parts(messages):
+    return [
+        {
+            "role": message.role,
+            "content": [
+                {"type": "text", "text": part.text} if part.type == "text" else {"type": "image"}
+                for part in message.content
+            ],
+        }
+        for message in messages
+    ]
+
+
+def test_a_dialog_has_the_ids_of_transformers_processor_and_template(dialog):
+    tokenizer, shown, renderer = dialog
+    one, other = shown.add(noise(50, 20)), shown.add(noise(7, 90, seed=1))
+    assert isinstance(renderer, DialogRenderer)
+    said = user("Two.").model_copy(update={"role": "assistant"})
+    messages = [user("Be brief.").model_copy(update={"role": "system"}), user(one, other, "how many?"), said]
+    messages.append(user("Look: ", other, "again"))
+    found = renderer.render(messages)
+    text = tokenizer.apply_chat_template(as_parts(messages), add_generation_prompt=True, tokenize=False)
+    images = [shown.images[part.digest] for part in (one, other, other)]
+    assert found.ids.tolist() == processor()(text=text, images=images)["input_ids"][0]
+    assert [span.digest for span in found.media] == [one.digest, other.digest, other.digest]
+
+
+def test_a_dialog_goes_on_with_the_exact_tokens_of_a_reply(dialog):
+    tokenizer, shown, renderer = dialog
+    part = shown.add(noise(50, 20))
+    first = renderer.render([user("a")])
+    completion = np.array(tokenizer.encode(" Two.<end_of_utterance>", add_special_tokens=False), np.int32)
+    reply = renderer.parse(completion, lambda: first.ids).message
+    assert reply.text == "Two."
+    assert renderer.parse(completion[:-1], lambda: first.ids).message == reply  # cut at its limit
+    whole = renderer.render([user("a"), reply, user(part)])
+    for kept in (completion, completion[:-1]):
+        tail = renderer.extend(lambda: first.ids, kept, [user(part)])
+        assert [*first.ids, *kept, *tail.ids] == whole.ids.tolist()
+        (span,), (placed,) = tail.media, whole.media
+        assert span.start + len(first.ids) + len(kept) == placed.start
+    stream = renderer.stream(lambda: first.ids)
+    stream.feed(" Two.")
+    assert stream.finish(completion, cut=False)[1].message == reply
+
+
+def test_a_dialog_has_no_tools(dialog):
+    _, _, renderer = dialog
+    with pytest.raises(ValueError, match="has no tools"):
+        renderer.render([user("a")], [{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    with pytest.raises(ValueError, match="has no tools"):
+        renderer.render([user("a"), user("b").model_copy(update={"role": "tool", "tool_call_id": "1"})])
+    with pytest.raises(NotInThisFormat):
+        renderer.stream(lambda: None, single_call=True)
+
+
+def test_a_model_of_chatml_with_pictures_gets_chatml():
+    shown = Shown()
+    pictures = PictureTokens(processor().tokenizer, seeing_once().vision.layout, shown)
+    assert isinstance(select_renderer(processor().tokenizer, pictures=pictures), ChatMLRenderer)
+    assert select_renderer(processor().tokenizer, pictures=pictures).takes_images
+    assert not select_renderer(processor().tokenizer).takes_images
