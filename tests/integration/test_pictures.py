@@ -367,6 +367,7 @@ async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path):
         "/a.png": (200, {"content-type": "text/html"}, PNG),
         "/moved": (302, {"location": "/a.png"}, b""),
         "/away": (302, {"location": "http://169.254.169.254/latest"}, b""),
+        "/damaged": (302, {"location": "http://[x"}, b""),
         "/round": (302, {"location": "/round"}, b""),
         "/large": (200, {}, bytes(3000)),
         "/zipped": (200, {"content-encoding": "gzip"}, PNG),
@@ -382,6 +383,7 @@ async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path):
         assert user.stored == [DIGEST]
         for url, words in (
             (base + "/away", ("169.254.169.254",)),
+            (base + "/damaged", ("can't be fetched",)),
             (base + "/round", ("redirects",)),
             (base + "/large", ("2,000 bytes",)),
             (base + "/zipped", ("compressed",)),
