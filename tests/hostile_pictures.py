@@ -94,6 +94,14 @@ ATTACKS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: encoded(RED, "JPEG")[:-2] + (b"\xff" * 100_000 + b"\0") * 10 + b"\xff",
         "cut off",
     ),
+    "fill bytes before a segment": (
+        lambda: encoded(RED, "JPEG")[:2] + b"\xff" * 1_000_000 + encoded(RED, "JPEG")[2:],
+        "between its segments",
+    ),
+    "1000 colour profiles": (
+        lambda: png(1, 1, *[png_chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1_000_000)))] * 1_000),
+        "colour profiles",
+    ),
     "10^5 segments": (lambda: b"\xff\xd8" + b"\xff\xe1\0\2" * 100_000, "segments"),
     "10^5 blocks": (lambda: _gif_of_many_frames(0)[:-1] + b"\x21\xff\0" * 100_000 + b";", "blocks"),
     "cut png": (lambda: encoded()[:-9], "cut off"),

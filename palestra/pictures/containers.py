@@ -16,6 +16,7 @@ from palestra.pictures.limits import InvalidPicture, PictureLimits
 PNG, JPEG, WEBP, GIF = "image/png", "image/jpeg", "image/webp", "image/gif"
 MEDIA_TYPES = (PNG, JPEG, WEBP, GIF)
 _MOST_CHUNKS = 10_000  # of any type; ordinary files have fewer than one for each 8 KiB
+_MOST_FILLING = 64 << 10  # bytes between the segments of a JPEG, through which Pillow goes one by one
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 # In the coded part of a JPEG 0xff is followed by 0 (a byte 0xff), by a restart marker, or by the next segment's marker.
 # A marker may have any number of bytes 0xff before it. Only the last of them is looked for: a pattern that takes all of
@@ -107,11 +108,14 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     if data[12:16] != b"IHDR":
         raise InvalidPicture("the file (image/png) has no header where one has to be")
     size = _number(data, 16, 4, "big"), _number(data, 20, 4, "big")
-    place = len(_PNG_START)
+    place, profiles = len(_PNG_START), 0
     for _ in range(_MOST_CHUNKS):
         length, kind = _number(data, place, 4, "big"), data[place + 4 : place + 8]
         if kind == b"acTL":
             raise InvalidPicture("it is animated; send one frame")
+        profiles += kind == b"iCCP"
+        if profiles > 1:  # Pillow would decompress all of them
+            raise InvalidPicture("the file (image/png) has several colour profiles")
         place += length + 12
         if kind == b"IEND":
             _ends_at(data, place)
@@ -122,11 +126,15 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     """Return width and height of a JPEG: segments with a length, and coded parts, which end at the next marker."""
     size: tuple[int, int] | None = None
-    place, scans = 2, 0
+    place, scans, filling, in_scan = 2, 0, 0, False
     for _ in range(_MOST_CHUNKS):
         if (found := _JPEG_MARKER.search(data, place)) is None:
             raise IndexError
+        filling += 0 if in_scan else found.start() - place
+        if filling > _MOST_FILLING:
+            raise InvalidPicture(f"the file (image/jpeg) has {filling:,} bytes between its segments")
         marker, place = found[1][0], found.end()
+        in_scan = marker == 0xDA
         if marker == 0xD9:
             if size is None or not scans:
                 raise InvalidPicture("the file (image/jpeg) has no pixels")
