@@ -294,6 +294,7 @@ async def local_job(
                 seats=frozenset(config.seats.roles),
             )
             stack.callback(context.pool.close)
+            stack.callback(context.picture_pool.close)
             progress = JobProgress(
                 job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
             )
