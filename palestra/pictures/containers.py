@@ -8,7 +8,7 @@ because it may be another file at the same time (a polyglot), and so is one that
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from palestra.pictures.limits import InvalidPicture, PictureLimits
@@ -126,21 +126,8 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     """Return width and height of a JPEG: segments with a length, and coded parts, which end at the next marker."""
     size: tuple[int, int] | None = None
-    place, scans, filling, in_scan = 2, 0, 0, False
-    for _ in range(_MOST_CHUNKS):
-        if (found := _JPEG_MARKER.search(data, place)) is None:
-            raise IndexError
-        filling += 0 if in_scan else found.start() - place
-        if filling > _MOST_FILLING:
-            raise InvalidPicture(f"the file (image/jpeg) has {filling:,} bytes between its segments")
-        marker, place = found[1][0], found.end()
-        in_scan = marker == 0xDA
-        if marker == 0xD9:
-            if size is None or not scans:
-                raise InvalidPicture("the file (image/jpeg) has no pixels")
-            if data[place:].strip(b"\0"):  # some cameras fill their files up with zeros
-                _ends_at(data, place)
-            return size
+    scans = 0
+    for marker, place in _segments(data):
         if marker == 0xD8:
             raise InvalidPicture("the file (image/jpeg) begins twice")
         if marker in _JPEG_SIZES:
@@ -151,6 +138,27 @@ def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
             scans += 1
             if scans > limits.max_scans:
                 raise InvalidPicture(f"the file (image/jpeg) has more than {limits.max_scans} scans")
+        if marker == 0xD9 and data[place:].strip(b"\0"):  # some cameras fill their files up with zeros
+            _ends_at(data, place)
+    if size is None or not scans:
+        raise InvalidPicture("the file (image/jpeg) has no pixels")
+    return size
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield marker and place of each segment of a JPEG, up to the one that ends it."""
+    place, filling, in_scan = 2, 0, False
+    for _ in range(_MOST_CHUNKS):
+        if (found := _JPEG_MARKER.search(data, place)) is None:
+            raise IndexError
+        filling += 0 if in_scan else found.start() - place
+        if filling > _MOST_FILLING:
+            raise InvalidPicture(f"the file (image/jpeg) has {filling:,} bytes between its segments")
+        marker, place = found[1][0], found.end()
+        yield marker, place
+        if marker == 0xD9:
+            return
+        in_scan = marker == 0xDA
         if marker != 0x01:  # the only other marker without a length
             place += max(_number(data, place, 2, "big"), 2)
     raise InvalidPicture(f"the file (image/jpeg) has more than {_MOST_CHUNKS:,} segments")
