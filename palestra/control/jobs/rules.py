@@ -292,9 +292,10 @@ class Rules:
 
 
 def load_rules(path: Path) -> Rules:
-    """Read the operator's TOML file with `hub_models`, `picture_hosts`, `private_picture_hosts`, `[models]` and `[caps]`.
+    """Read the operator's TOML file.
 
-    Keys that it leaves out keep their defaults.
+    Its keys are `hub_models`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`, `[environment]` and
+    `[bases]`; those that it leaves out keep their defaults.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, or a value out of range.
