@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from palestra.engine.pool.manager import InferenceManager
-from palestra.errors import Conflict
+from palestra.errors import Conflict, InvalidRequest
 from palestra.server import DataPlane
 
 
@@ -17,12 +17,13 @@ class Replicas(BaseModel):
     replicas: int = Field(ge=1, le=64, description="Inference workers.")
 
 
-def add_scaling_route(app: FastAPI, plane: DataPlane) -> None:
+def add_scaling_route(app: FastAPI, plane: DataPlane, most: int | None) -> None:
     """Add the route that changes the number of inference workers.
 
     Args:
         app: of the job.
         plane: checks keys, and has the engine.
+        most: workers that may be asked for; None: any number.
     """
 
     @app.post("/engine/replicas", tags=["model"])
@@ -33,6 +34,12 @@ def add_scaling_route(app: FastAPI, plane: DataPlane) -> None:
         the calls that they have. It takes the job's key, and holds until the job ends.
         """
         plane.keys.require_job(request)
+        if most is not None and wanted.replicas > most:
+            raise InvalidRequest(
+                f"replicas is {wanted.replicas}, and this job was admitted with {most}; submit it with more "
+                "(engine.replicas)",
+                "replicas",
+            )
         for runtime in plane.sessions.context.policies.runtimes.values():
             if isinstance(runtime.engine, InferenceManager):
                 await runtime.engine.resize(wanted.replicas)
