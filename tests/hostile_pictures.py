@@ -67,6 +67,7 @@ ATTACKS: dict[str, tuple[Callable[[], bytes], str]] = {
         "60,000 × 60,000 pixels",
     ),
     "narrow png": (lambda: png(4_000_000, 1, png_chunk(b"IDAT", zlib.compress(bytes(4_000_001)))), "on a side"),
+    "line": (lambda: encoded(Image.new("L", (1, 8192))), "200 times as long"),
     "webp bomb": (lambda: _webp_of_size(16_384), "16,384 × 16,384 pixels"),
     "text bomb": (
         lambda: png(
@@ -87,6 +88,22 @@ ATTACKS: dict[str, tuple[Callable[[], bytes], str]] = {
     "animated webp": (lambda: _frames("WEBP"), "animated"),
     "several jpegs": (lambda: _frames("MPO"), "after the picture ends"),
     "10^4 scans": (lambda: _jpeg_of_many_scans(10_000), "scans"),
+    # Each of these once took time in which no other thread could run: hours for the first.
+    "fill bytes": (lambda: b"\xff\xd8" + b"\xff" * 1_000_000 + b"\0", "cut off"),
+    "fill bytes in a scan": (
+        lambda: encoded(RED, "JPEG")[:-2] + (b"\xff" * 100_000 + b"\0") * 10 + b"\xff",
+        "cut off",
+    ),
+    "fill bytes before a segment": (
+        lambda: encoded(RED, "JPEG")[:2] + b"\xff" * 1_000_000 + encoded(RED, "JPEG")[2:],
+        "between its segments",
+    ),
+    "1000 colour profiles": (
+        lambda: png(1, 1, *[png_chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1_000_000)))] * 1_000),
+        "colour profiles",
+    ),
+    "10^5 segments": (lambda: b"\xff\xd8" + b"\xff\xe1\0\2" * 100_000, "segments"),
+    "10^5 blocks": (lambda: _gif_of_many_frames(0)[:-1] + b"\x21\xff\0" * 100_000 + b";", "blocks"),
     "cut png": (lambda: encoded()[:-9], "cut off"),
     "cut jpeg": (lambda: encoded(RED, "JPEG")[:-30], "cut off"),
     "cut webp": (lambda: encoded(RED, "WEBP")[:-4], "cut off"),

@@ -8,17 +8,20 @@ because it may be another file at the same time (a polyglot), and so is one that
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from palestra.pictures.limits import InvalidPicture, PictureLimits
 
 PNG, JPEG, WEBP, GIF = "image/png", "image/jpeg", "image/webp", "image/gif"
 MEDIA_TYPES = (PNG, JPEG, WEBP, GIF)
-_MOST_CHUNKS = 10_000  # of PNG and WebP; ordinary files have fewer than one for each 8 KiB
+_MOST_CHUNKS = 10_000  # of any type; ordinary files have fewer than one for each 8 KiB
+_MOST_FILLING = 64 << 10  # bytes between the segments of a JPEG, through which Pillow goes one by one
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 # In the coded part of a JPEG 0xff is followed by 0 (a byte 0xff), by a restart marker, or by the next segment's marker.
-_JPEG_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])", re.DOTALL)
+# A marker may have any number of bytes 0xff before it. Only the last of them is looked for: a pattern that takes all of
+# them is tried again at each, in time quadratic in their number, and holds up all other threads of the process.
+_JPEG_MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])", re.DOTALL)
 _JPEG_SIZES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # segments that say width and height
 
 
@@ -59,6 +62,10 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
         raise InvalidPicture(
             f"it has {width:,} × {height:,} pixels, and a picture may have {limits.max_pixels:,} in all and "
             f"{limits.max_side:,} on a side"
+        )
+    if max(width, height) > limits.max_ratio * min(width, height):
+        raise InvalidPicture(
+            f"it has {width:,} × {height:,} pixels, and one side may be {limits.max_ratio} times as long as the other"
         )
     return Container(media_type=media_type, width=width, height=height)
 
@@ -101,11 +108,14 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     if data[12:16] != b"IHDR":
         raise InvalidPicture("the file (image/png) has no header where one has to be")
     size = _number(data, 16, 4, "big"), _number(data, 20, 4, "big")
-    place = len(_PNG_START)
+    place, profiles = len(_PNG_START), 0
     for _ in range(_MOST_CHUNKS):
         length, kind = _number(data, place, 4, "big"), data[place + 4 : place + 8]
         if kind == b"acTL":
             raise InvalidPicture("it is animated; send one frame")
+        profiles += kind == b"iCCP"
+        if profiles > 1:  # Pillow would decompress all of them
+            raise InvalidPicture("the file (image/png) has several colour profiles")
         place += length + 12
         if kind == b"IEND":
             _ends_at(data, place)
@@ -116,15 +126,8 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     """Return width and height of a JPEG: segments with a length, and coded parts, which end at the next marker."""
     size: tuple[int, int] | None = None
-    place, scans = 2, 0
-    while (found := _JPEG_MARKER.search(data, place)) is not None:
-        marker, place = found[1][0], found.end()
-        if marker == 0xD9:
-            if size is None or not scans:
-                raise InvalidPicture("the file (image/jpeg) has no pixels")
-            if data[place:].strip(b"\0"):  # some cameras fill their files up with zeros
-                _ends_at(data, place)
-            return size
+    scans = 0
+    for marker, place in _segments(data):
         if marker == 0xD8:
             raise InvalidPicture("the file (image/jpeg) begins twice")
         if marker in _JPEG_SIZES:
@@ -135,9 +138,30 @@ def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
             scans += 1
             if scans > limits.max_scans:
                 raise InvalidPicture(f"the file (image/jpeg) has more than {limits.max_scans} scans")
+        if marker == 0xD9 and data[place:].strip(b"\0"):  # some cameras fill their files up with zeros
+            _ends_at(data, place)
+    if size is None or not scans:
+        raise InvalidPicture("the file (image/jpeg) has no pixels")
+    return size
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yield marker and place of each segment of a JPEG, up to the one that ends it."""
+    place, filling, in_scan = 2, 0, False
+    for _ in range(_MOST_CHUNKS):
+        if (found := _JPEG_MARKER.search(data, place)) is None:
+            raise IndexError
+        filling += 0 if in_scan else found.start() - place
+        if filling > _MOST_FILLING:
+            raise InvalidPicture(f"the file (image/jpeg) has {filling:,} bytes between its segments")
+        marker, place = found[1][0], found.end()
+        yield marker, place
+        if marker == 0xD9:
+            return
+        in_scan = marker == 0xDA
         if marker != 0x01:  # the only other marker without a length
             place += max(_number(data, place, 2, "big"), 2)
-    raise IndexError
+    raise InvalidPicture(f"the file (image/jpeg) has more than {_MOST_CHUNKS:,} segments")
 
 
 def _webp(data: bytes, limits: PictureLimits) -> tuple[int, int]:
@@ -174,7 +198,7 @@ def _gif(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     width, height = _number(data, 6, 2, "little"), _number(data, 8, 2, "little")
     place = 13 + _colours(data[10])
     pictures = 0
-    while True:
+    for _ in range(_MOST_CHUNKS):
         kind = data[place]
         if kind == 0x3B:
             if not pictures:
@@ -193,6 +217,7 @@ def _gif(data: bytes, limits: PictureLimits) -> tuple[int, int]:
             place = _past_blocks(data, place + 11 + _colours(data[place + 9]))
         else:
             raise InvalidPicture("the file (image/gif) is damaged")
+    raise InvalidPicture(f"the file (image/gif) has more than {_MOST_CHUNKS:,} blocks")
 
 
 def _colours(flags: int) -> int:

@@ -15,6 +15,8 @@ class PictureLimits:
         max_bytes: of the encoded file.
         max_pixels: width times height.
         max_side: of width and of height, because a narrow strip of few pixels becomes a huge one where it is resized.
+        max_ratio: of the longer side to the shorter one. Processors that enlarge a picture until its shorter side is
+            as long as their tower needs would make gigabytes of a line: 336 x 2,752,512 pixels of one by 8192.
         max_scans: of a progressive JPEG, each of which is decoded over all pixels.
         seconds: how long the decoding may take. The clock is read whenever the decoder asks for more of the file.
     """
@@ -22,6 +24,7 @@ class PictureLimits:
     max_bytes: int = 4 << 20
     max_pixels: int = 4096 * 2304
     max_side: int = 8192
+    max_ratio: int = 200
     max_scans: int = 64
     seconds: float = 5.0
 

@@ -49,7 +49,7 @@ class SessionEpisode:
     async def keep_picture(self, picture: Picture) -> None:
         """Put the file of a picture into the run's folder. See `PlayedEpisode.keep_picture`."""
         context = self._sessions.context
-        await context.pool.run(context.store.pictures.keep, picture.data)
+        await context.picture_pool.run(context.store.pictures.keep, picture.data)
 
     async def call(self, request: GenerationRequest) -> Chat:
         """Make one model call. See `PlayedEpisode.call`."""

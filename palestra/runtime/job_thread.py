@@ -157,6 +157,7 @@ class JobThread:
         own_code: bool = False,
         given: Collection[Split] = (),
         starter: RunnerStarter | None = None,
+        most_replicas: int | None = None,
     ) -> None:
         """Prepare the thread; `start` starts it.
 
@@ -169,12 +170,13 @@ class JobThread:
             own_code: whether the user's own classes may be imported; see `local_job`.
             given: splits whose tasks are pushed; see `local_job`.
             starter: starts runners; see `local_job`.
+            most_replicas: inference workers that may be asked for; see `local_job`.
         """
         if config.engine.kind != "fake":
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given
-        self._starter = starter
+        self._starter, self._most_replicas = starter, most_replicas
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -256,6 +258,7 @@ class JobThread:
             own_code=self._own_code,
             given=self._given,
             starter=self._starter,
+            most_replicas=self._most_replicas,
         ) as job:
             await _give_back_of_before(job)
             self._job = job

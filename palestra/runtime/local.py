@@ -65,6 +65,7 @@ async def local_job(
     own_code: bool = False,
     given: Collection[Split] = (),
     starter: RunnerStarter | None = None,
+    most_replicas: int | None = None,
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
 
@@ -78,6 +79,7 @@ async def local_job(
         own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
         given: splits whose tasks are pushed to the job, so that its environment makes none; see `load_tasks`.
         starter: starts the runners of `environment.runners`; None: as processes of this machine.
+        most_replicas: inference workers that those who have the job's key may ask for; None: any number.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -127,6 +129,7 @@ async def local_job(
                 seats=frozenset(config.seats.roles),
             )
             stack.callback(context.pool.close)
+            stack.callback(context.picture_pool.close)
             progress = JobProgress(
                 job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
             )
@@ -179,7 +182,7 @@ async def local_job(
             else:
                 work = await learner(algorithms)
             async with (
-                served(create_job_app(plane), listener, plane.stop, plane.connections),
+                served(create_job_app(plane, most_replicas), listener, plane.stop, plane.connections),
                 looked_after(store, progress, plane.sessions.seats),
                 tracking(folder.path, trackers),
             ):

@@ -18,17 +18,18 @@ from palestra.runtime.talking import TalkCheckpoints, add_checkpoint_route
 from palestra.server import DataPlane, create_app
 
 
-def create_job_app(plane: DataPlane) -> FastAPI:
+def create_job_app(plane: DataPlane, most_replicas: int | None = None) -> FastAPI:
     """Return the application of a job: its data plane, and the page that shows the job.
 
     Args:
         plane: the state that the routes share.
+        most_replicas: see `add_scaling_route`.
     """
     app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")
     folder = Path(plane.progress.run_dir)
     checkpoints = TalkCheckpoints(plane.config, folder, plane.sessions.context.policies)
     add_checkpoint_route(app, plane, checkpoints)
-    add_scaling_route(app, plane)
+    add_scaling_route(app, plane, most_replicas)
     run = Run(
         name=plane.config.name,
         folder=folder,

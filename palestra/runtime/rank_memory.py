@@ -12,6 +12,7 @@ from palestra.runtime.checking import available_bytes, model_facts
 from palestra.runtime.model_sizes import BYTES, TRAINED_BYTES
 
 GIB = 2**30
+RANK_BYTES = 400 * 2**20  # of a rank that has met the others, before it loads anything: the libraries, above all torch
 
 
 def check_memory(config: JobConfig, models: dict[str, str]) -> None:
@@ -25,7 +26,8 @@ def check_memory(config: JobConfig, models: dict[str, str]) -> None:
         ConfigError: the message says how much is missing.
         ModelError: a model is not there.
     """
-    ranks, needed = config.trainer.devices, 0
+    ranks = config.trainer.devices
+    needed = ranks * RANK_BYTES
     for name, model in models.items():
         folder = model_folder(base_of(model))
         parameters = (model_facts(folder).parameters if isinstance(folder, Path) else None) or 0

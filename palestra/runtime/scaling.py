@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 
 from palestra.engine.pool.manager import InferenceManager
-from palestra.errors import Conflict
+from palestra.errors import Conflict, InvalidRequest
+from palestra.http.disconnects import until_disconnect
 from palestra.server import DataPlane
+from palestra.types.wire import Body
 
 
-class Replicas(BaseModel):
+class Replicas(Body):
     """The body of `POST /engine/replicas`, and its answer."""
 
-    replicas: int = Field(ge=1, le=64, description="Inference workers.")
+    replicas: int = Field(strict=True, ge=1, le=64, description="Inference workers.")
 
 
-def add_scaling_route(app: FastAPI, plane: DataPlane) -> None:
+def add_scaling_route(app: FastAPI, plane: DataPlane, most: int | None) -> None:
     """Add the route that changes the number of inference workers.
 
     Args:
         app: of the job.
         plane: checks keys, and has the engine.
+        most: workers that may be asked for; None: any number.
     """
 
     @app.post("/engine/replicas", tags=["model"])
@@ -30,11 +33,17 @@ def add_scaling_route(app: FastAPI, plane: DataPlane) -> None:
         """Change the number of inference workers, and answer when it is reached.
 
         Workers that are added load the model and take the present weights first. Workers that are taken away finish
-        the calls that they have. It takes the job's key, and holds until the job ends.
+        the calls that they have, also if the client leaves. It takes the job's key, and holds until the job ends.
         """
         plane.keys.require_job(request)
+        if most is not None and wanted.replicas > most:
+            raise InvalidRequest(
+                f"replicas is {wanted.replicas}, and this job was admitted with {most}; submit it with more "
+                "(engine.replicas)",
+                "replicas",
+            )
         for runtime in plane.sessions.context.policies.runtimes.values():
             if isinstance(runtime.engine, InferenceManager):
-                await runtime.engine.resize(wanted.replicas)
+                await until_disconnect(request.receive, runtime.engine.resize(wanted.replicas))
                 return wanted
         raise Conflict("this job's engine is in its own process; start it with engine.replicas = 2 or more")

@@ -23,6 +23,8 @@ _HOPS = 3  # redirects that are followed, each to an allowed host
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# All that IANA has given to the internet. Outside of it are site-local addresses, and forms that hold one of IPv4.
+_INTERNET = ipaddress.IPv6Network("2000::/3")
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
@@ -56,7 +58,7 @@ class PictureFetcher:
                     url = found
         except TimeoutError:
             raise InvalidPicture(f"its URL did not answer within {self._config.fetch_seconds:g} s") from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, UnicodeError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:  # ValueError: of a redirect's URL
             raise InvalidPicture(f"its URL can't be fetched: {type(error).__name__}") from error
         raise InvalidPicture(f"its URL leads through more than {_HOPS} redirects")
 
@@ -119,4 +121,6 @@ def is_public(text: str) -> bool:
     plain = [part for part in inner if part is not None]
     if plain:
         return all(part.is_global and not part.is_multicast for part in plain)
+    if isinstance(address, ipaddress.IPv6Address) and address not in _INTERNET:
+        return False
     return address.is_global and not address.is_multicast

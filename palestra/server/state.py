@@ -37,7 +37,8 @@ class DataPlane:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", WorkerRegistry(self.store.clock))
-        object.__setattr__(self, "pictures", PictureIntake(self.store.pictures, self.config.pictures, self.pool))
+        pool = self.sessions.context.picture_pool
+        object.__setattr__(self, "pictures", PictureIntake(self.store.pictures, self.config.pictures, pool))
         self.store.episodes.on_lease_over.append(self.workers.mark_lease_over)
         if self.sessions.seats is not None:
             self.sessions.seats.on_seat_over.append(self._seat_over)

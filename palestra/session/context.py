@@ -78,6 +78,7 @@ class SessionContext:
         sameness: changes of a reply after which a call still continues from its exact ids.
         seats: agents that workers of their own play; what one says and is shown, no other may find out.
         pool: threads for work that would block the event loop.
+        picture_pool: threads that decode pictures, so that no number of them keeps other requests waiting.
         counts: of calls, tokens and forks, since the start.
         times: seconds spent in each state, over all calls.
         rate: tokens a second of the last ten seconds.
@@ -91,6 +92,7 @@ class SessionContext:
     sameness: Sameness = EXACT
     seats: frozenset[str] = frozenset()
     pool: WorkPool = field(default_factory=WorkPool)
+    picture_pool: WorkPool = field(default_factory=WorkPool)
     counts: Counter[str] = field(default_factory=Counter)
     times: StateTimes = field(init=False)
     rate: TokenRate = field(init=False)

@@ -80,12 +80,18 @@ class PromptBuilder:
     """
 
     def __init__(
-        self, pool: WorkPool, sameness: Sameness, strict: bool, seat_of: Callable[[str], str] = lambda _: ""
+        self,
+        pool: WorkPool,
+        picture_pool: WorkPool,
+        sameness: Sameness,
+        strict: bool,
+        seat_of: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Start without calls.
 
         Args:
             pool: threads for the work that grows with the messages or the tools.
+            picture_pool: threads for prompts with pictures, which may have to be decoded before their size is known.
             sameness: which changes of a reply keep it the same message; see `History`.
             strict: refuse a call that would lose exact tokens of an earlier one.
             seat_of: returns an agent's seat, or an empty text. Calls of one seat have nothing in common with those of
@@ -93,7 +99,7 @@ class PromptBuilder:
         """
         self.calls = 0
         self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness))  # by seat
-        self._aside = _Aside(pool)
+        self._aside, self._with_pictures = _Aside(pool), _Aside(picture_pool)
         self._strict, self._seat_of = strict, seat_of
 
     def trie(self, policy: str, agent: str = "") -> TokenTrie:
@@ -232,8 +238,10 @@ class PromptBuilder:
         new = asked.messages[match.messages :]
         long = _is_long(new, ())  # only the new messages are rendered, so the tools do not count as work
         room = None if room is None or not long else max(room - call.tokens, 0)
-        tail = await self._aside.run_if(
-            long or _has_pictures(new), renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
+        pictures = _has_pictures(new)
+        aside = self._with_pictures if pictures else self._aside
+        tail = await aside.run_if(
+            long or pictures, renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
         )
         if tail is None:
             return None
@@ -272,9 +280,9 @@ class PromptBuilder:
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
         long = _is_long(messages, tools)
         room = room if long else None
-        whole: TokenSequence = await self._aside.run_if(
-            long or _has_pictures(messages), renderer.render, messages, tools, room
-        )
+        pictures = _has_pictures(messages)
+        aside = self._with_pictures if pictures else self._aside
+        whole: TokenSequence = await aside.run_if(long or pictures, renderer.render, messages, tools, room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
         known = (match.call, match.call.tokens) if match.call and exact else None
         parent, shared = known or self.trie(call.policy, call.agent).longest(*whole)

@@ -118,7 +118,9 @@ class Session:
         """
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context = context
-        self._prompts = PromptBuilder(context.pool, context.sameness, context.strict_history, context.seat_of)
+        self._prompts = PromptBuilder(
+            context.pool, context.picture_pool, context.sameness, context.strict_history, context.seat_of
+        )
         self._registry = CallRegistry(context.seed, episode_id, recorded)
         self._recorder = Recorder(store, context, self._registry, self._prompts)
         self._turns = Turns(f"a call of episode {episode_id}", context.times)

@@ -333,6 +333,22 @@ async def test_attacks_are_answered_within_100_ms_and_nothing_of_them_is_kept(tm
         assert await trajectory_of_open(user) == ()
 
 
+@pytest.mark.slow
+async def test_pictures_that_take_long_keep_no_other_request_waiting(tmp_path):
+    whole = encoded(Image.new("RGB", (4096, 2304)), "JPEG", progressive=True)
+    scan, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
+    slow = whole[:end] + whole[scan:end] * 50 + whole[end:]
+    async with speaking(tmp_path) as user:
+        await user.upload(PNG)  # imports
+        uploads = [asyncio.create_task(user.upload(slow + bytes(number))) for number in range(12)]
+        while not user.stored[1:]:
+            await asyncio.sleep(0.05)
+        answer = await user.chat(text("long " * 10_000))
+        assert answer.status_code in {200, 400, 422}, answer.text  # it is parsed, and more than the model can read
+        assert sum(upload.done() for upload in uploads) < 8
+        assert {answer.status_code for answer in await asyncio.gather(*uploads)} == {200}
+
+
 # URLs
 
 
@@ -367,6 +383,7 @@ async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path):
         "/a.png": (200, {"content-type": "text/html"}, PNG),
         "/moved": (302, {"location": "/a.png"}, b""),
         "/away": (302, {"location": "http://169.254.169.254/latest"}, b""),
+        "/damaged": (302, {"location": "http://[x"}, b""),
         "/round": (302, {"location": "/round"}, b""),
         "/large": (200, {}, bytes(3000)),
         "/zipped": (200, {"content-encoding": "gzip"}, PNG),
@@ -382,6 +399,7 @@ async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path):
         assert user.stored == [DIGEST]
         for url, words in (
             (base + "/away", ("169.254.169.254",)),
+            (base + "/damaged", ("can't be fetched",)),
             (base + "/round", ("redirects",)),
             (base + "/large", ("2,000 bytes",)),
             (base + "/zipped", ("compressed",)),

@@ -157,7 +157,9 @@ class Rules:
             processes that holds its key. No job connects to another one: it would do so from inside of the operator's
             network.
         programs: whether jobs may play environments that start programs of the machine (`STARTS_PROGRAMS`).
-        picture_hosts: hosts that jobs may name in `pictures.hosts` and `pictures.private_hosts`.
+        picture_hosts: hosts that jobs may name in `pictures.hosts`.
+        private_picture_hosts: hosts that jobs may name in `pictures.private_hosts`, whose addresses are not looked at.
+            No host of the internet belongs here: who has its name could lead it into the operator's network.
         bases: of the base servers that the service starts.
     """
 
@@ -167,6 +169,7 @@ class Rules:
     environment_hosts: Mapping[str, str] = field(default_factory=dict)
     programs: bool = False
     picture_hosts: frozenset[str] = frozenset()
+    private_picture_hosts: frozenset[str] = frozenset()
     bases: BaseLimits = field(default_factory=BaseLimits)
 
     def check(self, config: JobConfig) -> None:
@@ -176,13 +179,7 @@ class Rules:
             ConfigError: a value is over its cap; the message names key, value and cap. Or the environment starts
                 programs, or pictures are fetched from a host, which the operator has not allowed.
         """
-        for host in (*config.pictures.hosts, *config.pictures.private_hosts):
-            # The server would fetch from inside of the operator's network.
-            if host not in self.picture_hosts:
-                known = ", ".join(sorted(self.picture_hosts)) or "none"
-                raise ConfigError(
-                    f"pictures.hosts names {host!r}; the operator of this service allows {known} (picture_hosts)"
-                )
+        self._check_picture_hosts(config)
         name = config.environment.name or ""
         if name.partition("/")[0] in STARTS_PROGRAMS and not self.programs:
             raise ConfigError(
@@ -198,6 +195,24 @@ class Rules:
                     f"{'.'.join(path)} is {_text(value)}, and this service allows at most {_text(most)}; lower it, or "
                     "ask its operator for more"
                 )
+
+    def _check_picture_hosts(self, config: JobConfig) -> None:
+        """Refuse hosts from which the server would fetch pictures, from inside of the operator's network.
+
+        Raises:
+            ConfigError: the operator has not allowed one.
+        """
+        for key, named, allowed in (
+            ("hosts", config.pictures.hosts, self.picture_hosts),
+            ("private_hosts", config.pictures.private_hosts, self.private_picture_hosts),
+        ):
+            for host in named:
+                if host not in allowed:
+                    known = ", ".join(sorted(allowed)) or "none"
+                    rule = "picture_hosts" if key == "hosts" else "private_picture_hosts"
+                    raise ConfigError(
+                        f"pictures.{key} names {host!r}; the operator of this service allows {known} ({rule})"
+                    )
 
     def time_limit(self, asked: float | None) -> float | None:
         """Return the time limit of a job: what was requested, else the operator's cap.
@@ -277,9 +292,10 @@ class Rules:
 
 
 def load_rules(path: Path) -> Rules:
-    """Read the operator's TOML file with `hub_models`, `picture_hosts`, `[models]` and `[caps]`.
+    """Read the operator's TOML file.
 
-    Keys that it leaves out keep their defaults.
+    Its keys are `hub_models`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`, `[environment]` and
+    `[bases]`; those that it leaves out keep their defaults.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, or a value out of range.
@@ -290,8 +306,9 @@ def load_rules(path: Path) -> Rules:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    known = ("hub_models", "models", "caps", "environment", "bases", "picture_hosts", "private_picture_hosts")
     for key in data:
-        _require_known(path, key, ("hub_models", "models", "caps", "environment", "bases", "picture_hosts"))
+        _require_known(path, key, known)
     hub = data.get("hub_models", True)
     models, given = data.get("models", {}), data.get("caps", {})
     if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
@@ -306,7 +323,8 @@ def load_rules(path: Path) -> Rules:
         hub_models=hub,
         environment_hosts=_hosts(path, data.get("environment", {})),
         programs=_programs(path, data.get("environment", {})),
-        picture_hosts=_picture_hosts(path, data.get("picture_hosts", [])),
+        picture_hosts=_picture_hosts(path, "picture_hosts", data),
+        private_picture_hosts=_picture_hosts(path, "private_picture_hosts", data),
         bases=_bases(path, data.get("bases", {})),
     )
 
@@ -366,18 +384,20 @@ def _hosts(path: Path, table: Any) -> dict[str, str]:
     return {host.lower(): variable for host, variable in hosts.items()}
 
 
-def _picture_hosts(path: Path, hosts: Any) -> frozenset[str]:
-    """Return the hosts from which jobs may fetch pictures, from `picture_hosts`.
+def _picture_hosts(path: Path, key: str, data: Mapping[str, Any]) -> frozenset[str]:
+    """Return the hosts from which jobs may fetch pictures.
 
     Args:
         path: of the file, for the error.
-        hosts: from the file.
+        key: of the hosts.
+        data: of the file.
 
     Raises:
-        ConfigError: it is no list of texts.
+        ConfigError: they are no list of texts.
     """
+    hosts = data.get(key, [])
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise ConfigError(f"{path}: picture_hosts is a list of hosts, such as ['images.example.com']")
+        raise ConfigError(f"{path}: {key} is a list of hosts, such as ['images.example.com']")
     return frozenset(host.lower() for host in hosts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import cast
@@ -60,12 +61,12 @@ class ExternalEngine:
             finally:
                 self._waiting -= 1
             self._check_open()
-            reply, before = Reply(request, policy.version, policy.bounds), policy.updates
+            reply, before = Reply(request, policy.version, policy.bounds), len(policy.sent)
             chunks = cast("AsyncGenerator[Chunk, None]", policy.api.generate(request))
             async with aclosing(chunks):
                 try:
                     async for chunk in chunks:
-                        for piece in reply.take(chunk, policy.updates != before):
+                        for piece in reply.take(chunk, policy.sent[before:]):
                             self._sampled_tokens += len(piece.ids)
                             yield piece
                 except EngineFailure:
@@ -83,13 +84,17 @@ class ExternalEngine:
         Raises:
             InvalidRequest: an id that the model does not have, too many of them, or media.
             ModelError: the engine has no such policy.
+            EngineFailure: the server has no answer, or one that can't be.
         """
         served = self._policy(policy)
         _check_prompt(prompt, served)
         await self._check_servers()
         async with served.turn(self._running):
             self._check_open()
-            return await served.api.score(prompt.ids.tolist())
+            found = await served.api.score(prompt.ids.tolist())
+        if wrong := [logprob for logprob in found if not math.isfinite(logprob) or logprob > 0]:
+            raise EngineFailure(f"the engine says that the logprob of a token of the prompt is {wrong[0]}")
+        return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Write new weights into a file, pause the server and let it read them; see `Engine.sync_weights`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from palestra.engine.base import EngineRequest
@@ -53,12 +53,12 @@ class Reply:
         self._last: int | None = None  # token
         self._finished = False
 
-    def take(self, chunk: Chunk, updated: bool) -> Iterator[SampledTokens]:
+    def take(self, chunk: Chunk, sent: Sequence[PolicyVersion]) -> Iterator[SampledTokens]:
         """Yield what of the reply is certain with one more chunk.
 
         Args:
             chunk: as the server has sent it.
-            updated: whether new weights were sent to the server since the request was.
+            sent: versions of the weights that were sent to the server since the request was.
 
         Raises:
             EngineFailure: the server has sent what it was not asked for; nothing of the reply may be used.
@@ -70,10 +70,10 @@ class Reply:
         if chunk.finish is not None:
             self._check_end(chunk.finish)
             self._finished = True
-            if updated and chunk.versions is None:
+            if sent and chunk.versions is None:
                 raise EngineFailure("new weights came within a reply, and the engine does not say where")
-            yield from self._split(chunk.versions)
-        elif not updated:
+            yield from self._split(chunk.versions, sent)
+        elif not sent:
             yield from self._pass_on((VersionSpan(self._began, self._count - self._passed),))
 
     def check_finished(self) -> None:
@@ -90,12 +90,16 @@ class Reply:
         if self._count + len(chunk.ids) > self._most:
             raise EngineFailure(f"the engine sampled more than the {self._most} tokens that it was asked for")
         for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
-            if not 0 <= token < self._vocab:
+            # JSON has 1.5 and true where an id is expected, and an array would make 1 of either.
+            if type(token) is not int or not 0 <= token < self._vocab:
                 raise EngineFailure(
                     f"the engine sampled token {token}, and the policy's model has {self._vocab}; is it another model?"
                 )
             if not math.isfinite(logprob) or logprob > 0:
                 raise EngineFailure(f"the engine says that the logprob of token {token} is {logprob}")
+        for token, logprob in (pair for each in chunk.top for pair in each):
+            if not 0 <= token < self._vocab or math.isnan(logprob) or logprob > 0:
+                raise EngineFailure(f"the engine says that the logprob of the probable token {token} is {logprob}")
 
     def _check_end(self, finish: str) -> None:
         """Refuse an end that the request does not explain: the reply was aborted, say, or cut."""
@@ -106,7 +110,7 @@ class Reply:
         ended = f"the engine ended a reply after {self._count} of at most {self._most} tokens"
         raise EngineFailure(f"{ended} for the reason {finish!r}")
 
-    def _split(self, said: tuple[VersionSpan, ...] | None) -> Iterator[SampledTokens]:
+    def _split(self, said: tuple[VersionSpan, ...] | None, sent: Sequence[PolicyVersion]) -> Iterator[SampledTokens]:
         """Yield the tokens that were kept, by the versions that the server has named."""
         spans = (VersionSpan(self._began, self._count),) if said is None else said
         if sum(span.tokens for span in spans) != self._count:
@@ -115,6 +119,9 @@ class Reply:
             raise EngineFailure(
                 f"the engine says that version {spans[0].version} has sampled what was sampled from {self._began}"
             )
+        for span in spans:
+            if span.version != self._began and span.version not in sent:
+                raise EngineFailure(f"the engine names the version {span.version}, which it did not have meanwhile")
         (first, *others), passed = spans, self._passed
         yield from self._pass_on((VersionSpan(first.version, first.tokens - passed), *others))
 

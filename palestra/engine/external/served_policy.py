@@ -34,7 +34,7 @@ class ServedPolicy:
         kv_bytes: its memory for keys and values; 0: unknown.
         most_calls: requests that are sent at the same time; more wait here.
         version: of the weights that the server has.
-        updates: how many updates have begun.
+        sent: versions of the weights that were sent to the server, since the first update began.
         running: requests that were sent and are not over.
         counters: what the server has said of itself at last.
     """
@@ -48,7 +48,7 @@ class ServedPolicy:
     kv_bytes: int
     most_calls: int
     version: PolicyVersion
-    updates: int = 0
+    sent: list[PolicyVersion] = field(default_factory=list)
     running: int = 0
     counters: Counters = field(default_factory=Counters)
 
@@ -117,7 +117,7 @@ class ServedPolicy:
             try:
                 if finish and not paused:
                     await self._idle.wait()
-                self.updates += 1
+                self.sent.append(version)
                 if not paused:
                     await self.api.pause()
                 await self.api.load_weights(path, version)

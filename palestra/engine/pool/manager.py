@@ -337,11 +337,13 @@ class InferenceManager:
         self._check_open()
 
     async def _reached(self, added: Sequence[InferenceWorker], leaving: Sequence[asyncio.Task[None]]) -> None:
-        """Return when the workers that were added serve, and those that leave are gone."""
+        """Return when the workers that were added serve, or were taken away again, and those that leave are gone."""
         if leaving:
             await asyncio.wait(leaving)
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or all(worker.is_ready for worker in added))
+            await self._changed.wait_for(
+                lambda: self._closed or all(worker.is_ready or worker.is_draining for worker in added)
+            )
 
     def _added_worker(self) -> InferenceWorker:
         worker = InferenceWorker(self._numbers, self._options.prefix_tokens, self._options.stuck_seconds)

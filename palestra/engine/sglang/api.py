@@ -75,7 +75,7 @@ class SglangApi:
             if [each[1] for each in said] != list(ids):
                 raise EngineFailure("the engine scored other tokens than those that it was asked for")
             return [float(each[0]) for each in said[1:]]
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineFailure(f"the engine's scores can't be read: {type(error).__name__}: {error}") from error
 
     async def pause(self) -> None:
@@ -148,5 +148,5 @@ def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
             ),
             count,
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error

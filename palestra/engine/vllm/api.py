@@ -108,7 +108,7 @@ class VllmApi:
             raise EngineFailure(f"the engine scored {len(said)} of {len(ids)} tokens")
         try:
             return [float(each[str(token)]["logprob"]) for token, each in zip(ids[1:], said[1:], strict=True)]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise EngineFailure("the engine scored other tokens than those that it was asked for") from error
 
     async def pause(self) -> None:
@@ -191,7 +191,7 @@ def _chunk(choice: Mapping[str, Any], top: int) -> Chunk:
             finish=finish,
             versions=None if spans is None or finish is None else _spans(spans),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error
 
 

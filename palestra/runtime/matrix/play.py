@@ -245,6 +245,7 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
             policy_set = PolicySet(runtimes=parts.policies.runtimes, roles=cast)
             context = SessionContext(store=store, policies=policy_set, seed=config.seed)
             stack.callback(context.pool.close)
+            stack.callback(context.picture_pool.close)
             spec = RolloutSpec(environment=plan.make, agents={"": plan.agent}, temperature=0.0 if plan.greedy else None)
             runner = Runner(Sessions(context, len(seats) + 1), spec)
             await parts.engine.resume()

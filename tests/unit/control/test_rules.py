@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -155,6 +156,24 @@ def test_an_operator_changes_caps_and_names_models(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("key", "host", "refused"),
+    [
+        ("hosts", "images.example.com", None),
+        ("private_hosts", "10.0.0.7:8080", None),
+        ("hosts", "10.0.0.7:8080", r"allows images\.example\.com \(picture_hosts\)"),
+        # Whose name leads where its owner wants is not exempt from the look at its addresses.
+        ("private_hosts", "images.example.com", r"allows 10\.0\.0\.7:8080 \(private_picture_hosts\)"),
+    ],
+)
+def test_pictures_are_fetched_from_the_operators_hosts(tmp_path, key, host, refused):
+    path = tmp_path / "rules.toml"
+    path.write_text('picture_hosts = ["Images.example.com"]\nprivate_picture_hosts = ["10.0.0.7:8080"]\n')
+    config = parse_config({"pictures": {key: [host]}})
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        load_rules(path).check(config)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("caps", "not valid TOML"),
@@ -169,6 +188,8 @@ def test_an_operator_changes_caps_and_names_models(tmp_path):
         ("hub_models = 1", "true or false"),
         ("[environment]\nallowed_host = 1", "did you mean 'allowed_hosts'"),
         ("[environment]\nprograms = 1", "environment.programs is true or false"),
+        ("picture_hosts = 1", "picture_hosts is a list of hosts"),
+        ('private_picture_hosts = "a"', "private_picture_hosts is a list of hosts"),
         ('[environment.allowed_hosts]\n"nim.example" = "KEY"', "no host with a port"),
         ('[environment.allowed_hosts]\n"http://nim.example:1" = "KEY"', "no host with a port"),
         ('[environment.allowed_hosts]\n"nim.example:1" = 3', "no name of a variable"),

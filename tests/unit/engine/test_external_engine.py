@@ -279,6 +279,10 @@ def change(**values):
     return lambda number, event: {"choices": [event["choices"][0] | values]} if number == 2 else event
 
 
+def _logprobs(token):
+    return {"content": [{"token_id": token, "logprob": -1.0, "top_logprobs": []}]}
+
+
 def logprob(value, token=102):
     return change(logprobs={"content": [{"token_id": token, "logprob": value, "top_logprobs": []}]})
 
@@ -317,6 +321,11 @@ def spans(*found):
         (spans(("0.0", 0, 3), ("0.1", 4, 6)), "overlap or leave gaps"),
         (spans(("0.1", 0, 6)), r"version 0\.1 has sampled what was sampled from 0\.0"),
         (spans(("default", 0, 6)), "can't be read"),
+        (spans(("0.0", 0, 5), ("0.9", 5, 6)), r"version 0\.9, which it did not have"),
+        (change(token_ids=[1.5], logprobs=_logprobs(1.5)), r"sampled token 1\.5"),
+        (change(token_ids=[True], logprobs=_logprobs(True)), "sampled token True"),
+        (change(logprobs=[1]), "can't be read"),
+        (logprob(-(10**400)), "can't be read"),
     ],
 )
 async def test_a_reply_that_can_not_be_true_fails(vllm, tmp_path, lie, said):
@@ -325,6 +334,26 @@ async def test_a_reply_that_can_not_be_true_fails(vllm, tmp_path, lie, said):
         with pytest.raises(EngineFailure, match=said):
             await pieces_of(engine)
         assert engine.load().running == 0
+
+
+@pytest.mark.parametrize("pair", [(259, -1.0), (7, float("nan")), (7, 0.5), (10**30, -1.0)])
+async def test_probable_tokens_that_can_not_be_fail(vllm, tmp_path, pair):
+    async with on_server(vllm, tmp_path) as engine:
+        top = [{"token_id": pair[0], "logprob": pair[1]}]
+        content = [{"token_id": 102, "logprob": -1.0, "top_logprobs": top}]
+        vllm.lie = change(logprobs={"content": content})
+        with pytest.raises(EngineFailure, match="probable token"):
+            await pieces_of(engine, top_logprobs=1)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("-inf"), 0.5, "x"])
+async def test_scores_that_can_not_be_fail(vllm, tmp_path, score):
+    async with on_server(vllm, tmp_path) as engine:
+        await pieces_of(engine)
+        said = [None, *({str(token): {"logprob": score}} for token in PROMPT[1:].tolist())]
+        vllm.answers["/inference/v1/generate"] = (200, {"prompt_logprobs": said, "choices": []})
+        with pytest.raises(EngineFailure):
+            await engine.score("policy", TokenSequence(PROMPT))
 
 
 async def test_a_stream_that_is_cut_fails(server, tmp_path):

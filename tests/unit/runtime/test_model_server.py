@@ -5,6 +5,7 @@ import errno
 import sqlite3
 import threading
 
+import httpx2
 import pytest
 
 from palestra.control.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
@@ -175,3 +176,18 @@ async def test_a_disk_that_is_full_at_the_start_loses_the_job(server, tmp_path, 
     monkeypatch.setattr(model_server.JobThread, "start", full)
     with pytest.raises(ServerFailed, match="No space left"):
         await server.start(GAMES, str(tmp_path), "127.0.0.1")
+
+
+@pytest.mark.slow
+async def test_a_tenants_key_does_not_raise_the_number_of_workers_that_the_service_has_allowed(server, tmp_path):
+    config = {"kind": "inference", "engine": {"kind": "fake", "replicas": 2}}
+    url = await server.start(config, str(tmp_path), "127.0.0.1")
+    headers = {"authorization": f"Bearer {(tmp_path / 'run' / 'api_key').read_text().strip()}"}
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
+        refused = await http.post("/engine/replicas", json={"replicas": 3})
+        assert refused.status_code == 422
+        assert "this job was admitted with 2" in refused.json()["error"]["message"]
+        for replicas in (1, 2):
+            assert (await http.post("/engine/replicas", json={"replicas": replicas})).json() == {"replicas": replicas}
+    await server.stop()
+    await server.ended()

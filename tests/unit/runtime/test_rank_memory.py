@@ -16,7 +16,8 @@ GIB = 2**30
 def test_what_is_missing_is_said(monkeypatch):
     parameters = model_facts(model_folder("tiny-random")).parameters
     full = parse_config({"model": "tiny-random", "trainer": {"devices": 8}})
-    needed = parameters * 8 * 4  # eight ranks load float32 weights: more than weights, gradient and moments take
+    # Eight ranks load torch, and float32 weights: more than weights, gradient and moments take.
+    needed = 8 * rank_memory.RANK_BYTES + parameters * 8 * 4
     monkeypatch.setattr(rank_memory, "available_bytes", lambda: needed)
     rank_memory.check_memory(full, {"policy": "tiny-random"})
     monkeypatch.setattr(rank_memory, "GIB", 1)
@@ -25,3 +26,10 @@ def test_what_is_missing_is_said(monkeypatch):
         rank_memory.check_memory(full, {"policy": "tiny-random"})
     adapter = {"policies": {"policy": {"model": "tiny-random", "adapter": {"rank": 4}}}, "trainer": {"devices": 8}}
     rank_memory.check_memory(parse_config(adapter), {"policy": "tiny-random"})  # bfloat16, and no gradient of the base
+
+
+def test_many_ranks_of_a_tiny_model_are_refused_too(monkeypatch):
+    config = parse_config({"model": "tiny-random", "trainer": {"devices": 64}})
+    monkeypatch.setattr(rank_memory, "available_bytes", lambda: 24 * GIB)
+    with pytest.raises(ConfigError, match=r"trainer\.devices is 64, .* take 25\.\d GiB .* 24\.0 GiB are free"):
+        rank_memory.check_memory(config, {"policy": "tiny-random"})

@@ -266,6 +266,20 @@ async def test_a_pool_grows_and_shrinks_without_losing_a_reply():
         assert await asyncio.gather(*calls) == [await expected(seed) for seed in range(24)]
 
 
+async def test_a_change_of_the_number_that_another_takes_back_returns_too():
+    class OneByOne(Glasshouse):
+        async def start(self, number):
+            await asyncio.sleep(0.01 * number)
+            return await super().start(number)
+
+    async with pool_of(OneByOne()) as pool:
+        more = asyncio.ensure_future(pool.resize(4))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(pool.resize(1), 10)
+        await asyncio.wait_for(more, 10)
+        assert len(pool.load().workers) == 1
+
+
 async def test_closing_fails_the_calls_that_are_open_and_ends_all_workers():
     house = Glasshouse()
     async with pool_of(house) as pool:
