@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -21,47 +21,47 @@ def conversation(trajectory: Trajectory, show: Show) -> Group:
         trajectory: of the episode.
         show: returns what is shown of a picture.
     """
-    blocks: list[RenderableType] = []
-    text = _begun(blocks)
+    return Group(*_blocks(trajectory, show))
+
+
+def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
+    """Yield the conversation; each block begins a line of its own."""
     before: Chat | None = None
     for chat in trajectory.chats:
         title = f"── call {chat.index}, {chat.agent}, step {chat.time_step}"
         if before is not None and chat.parent is not before:
             title += " (from the beginning)" if chat.parent is None else f" (goes on from call {chat.parent.index})"
-        text.append(f"{title} ──\n", style="dim")
+        yield Text(f"{title} ──", style="dim")
         for message in chat.new_messages:
-            _append(text, message)
-            for part in message.content:
-                if isinstance(part, ImagePart):
-                    text.right_crop(1)  # its newline: the group begins a new line with each block
-                    blocks.append(show(part.digest))
-                    text = _begun(blocks)
+            yield from _message(message, show)
         if not chat.new_messages:
-            text.append("(a prompt of token ids or raw text)\n", style="dim")
-        _append(text, chat.reply, "cut at its limit" if chat.finish_reason == "length" else "")
+            yield Text("(a prompt of token ids or raw text)", style="dim")
+        yield from _message(chat.reply, show, "cut at its limit" if chat.finish_reason == "length" else "")
         before = chat
     if not trajectory.chats:
-        text.append("no calls\n", style="dim")
+        yield Text("no calls", style="dim")
     rewards = trajectory.episode.rewards
-    text.append("no reward" if rewards is None else f"reward {trajectory.episode.reward:g}", style="bold")
+    yield Text("no reward" if rewards is None else f"reward {trajectory.episode.reward:g}", style="bold")
     for name, value in sorted((trajectory.episode.named_rewards or {}).items()):
-        text.append(f"\n{name}: {'not scored' if value is None else f'{value:g}'}")
-    return Group(*blocks)
+        yield Text(f"{name}: {'not scored' if value is None else f'{value:g}'}", style="bold")
 
 
-def _begun(blocks: list[RenderableType]) -> Text:
-    """Return a new text at the end of the blocks."""
-    text = Text()
-    blocks.append(text)
-    return text
-
-
-def _append(text: Text, message: ChatMessage, note: str = "") -> None:
+def _message(message: ChatMessage, show: Show, note: str = "") -> Iterator[RenderableType]:
+    """Yield the role of a message, then its texts and pictures in the order in which the model reads them."""
     name = f" {message.name}" if message.name else ""
-    text.append(f"[{message.role}{name}]{f' ({note})' if note else ''}\n", style="bold cyan")
+    yield Text(f"[{message.role}{name}]{f' ({note})' if note else ''}", style="bold cyan")
     if message.reasoning_content:
-        text.append(f"(thought) {message.reasoning_content}\n", style="dim")
-    if message.text:
-        text.append(f"{message.text}\n")
+        yield Text(f"(thought) {message.reasoning_content}", style="dim")
+    text = ""
+    for part in message.content:
+        if not isinstance(part, ImagePart):
+            text += part.text
+            continue
+        if text:
+            yield Text(text)
+        yield show(part.digest)
+        text = ""
+    if text:
+        yield Text(text)
     for call in message.tool_calls:
-        text.append(f"→ {call.function.name}({call.function.arguments})\n", style="yellow")
+        yield Text(f"→ {call.function.name}({call.function.arguments})", style="yellow")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from palestra.config.section import Positive, Seconds, Section
 
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
     from palestra.config.policy import PolicyConfig
 
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
-Url = Annotated[str, Field(pattern=r"^https?://[^\s/?#]+$")]
+
+
+def _without_path(url: Any) -> Any:
+    """Refuse the address of a route, such as OpenAI's clients take, with the one that is needed."""
+    if isinstance(url, str) and (found := re.match(r"(https?://[^\s/?#]+)[/?#]", url)):
+        raise ValueError(f"give the server's address alone, without a path: {found[1]}")
+    return url
+
+
+Url = Annotated[str, BeforeValidator(_without_path), Field(pattern=r"^https?://[^\s/?#]+$")]
 # Keys of a server that the job starts, which would have no effect on one that runs already.
 _OF_STARTED = ("cache_gib", "threads", "compile", "prefill_tokens", "tensor_parallel", "startup_seconds")
 

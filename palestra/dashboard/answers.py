@@ -272,18 +272,24 @@ class ToolUse(Answer):
     arguments: str
 
 
+class PartAnswer(Answer):
+    """A text of a message up to its next image, or an image."""
+
+    text: str = ""
+    cut: int = Field(0, description="Characters of the text that are left out here.")
+    image: str | None = Field(None, description="Digest of the image; none for a text.")
+
+
 class MessageAnswer(Answer):
     """A message of a conversation."""
 
     role: str
     name: str | None = None
-    text: str = ""
-    cut: int = Field(0, description="Characters of the text that are left out here.")
+    content: list[PartAnswer] = Field([], description="Texts and images in the order in which the model reads them.")
     reasoning: str | None = None
     tool_calls: list[ToolUse] = []
     tool_calls_cut: int = Field(0, description="Tool calls that are left out here.")
     tool_call_id: str | None = None
-    images: list[str] = Field([], description="Digests of its images.")
 
 
 class ForkAnswer(Answer):

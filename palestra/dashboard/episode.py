@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from palestra.dashboard.answers import (
     EpisodeAnswer,
     ForkAnswer,
     MessageAnswer,
+    PartAnswer,
     RowAnswer,
     TokensAnswer,
     ToolUse,
@@ -38,7 +40,7 @@ from palestra.store.trained_tokens import TrainedCall, read_trained
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.calls import Chat, SamplingParams
 from palestra.types.forks import MEANINGS
-from palestra.types.messages import ChatMessage, ImagePart
+from palestra.types.messages import ChatMessage, ImagePart, TextPart
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
 MOST_TOKENS = 5_000  # tokens of one answer
@@ -218,12 +220,10 @@ def _further(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _message(message: ChatMessage) -> MessageAnswer:
-    text = message.text
     return MessageAnswer(
         role=message.role,
         name=message.name,
-        text=text[:MOST_TEXT],
-        cut=max(len(text) - MOST_TEXT, 0),
+        content=_content(message),
         reasoning=None if message.reasoning_content is None else message.reasoning_content[:MOST_TEXT],
         tool_calls=[
             ToolUse(id=call.id, name=call.function.name, arguments=call.function.arguments[:MOST_TEXT])
@@ -231,8 +231,23 @@ def _message(message: ChatMessage) -> MessageAnswer:
         ],
         tool_calls_cut=max(len(message.tool_calls) - MOST_TOOL_CALLS, 0),
         tool_call_id=message.tool_call_id,
-        images=[part.digest for part in message.content if isinstance(part, ImagePart)],
     )
+
+
+def _content(message: ChatMessage) -> list[PartAnswer]:
+    """Return the texts and images of a message in order; all texts together have at most `MOST_TEXT` characters."""
+    found: list[PartAnswer] = []
+    room = MOST_TEXT
+    for of_images, parts in groupby(message.content, lambda part: isinstance(part, ImagePart)):
+        if of_images:
+            found += [PartAnswer(image=part.digest) for part in parts if isinstance(part, ImagePart)]
+            continue
+        # Neighbouring texts are one part, so that a message of very many short texts does not stop a browser.
+        text = "".join(part.text for part in parts if isinstance(part, TextPart))
+        if text:
+            found.append(PartAnswer(text=text[:room], cut=max(len(text) - room, 0)))
+            room = max(room - len(text), 0)
+    return found
 
 
 def _row(number: int, row: TokenRow, fates: TokenFates) -> RowAnswer:

@@ -15,6 +15,7 @@ from palestra.types.progress import Counts, Part, duration
 
 STORE_SECONDS = 30.0  # limit for the answer of the store
 LOOKS = 20  # at the job, in the time after which it fails; at least one each second
+NO_WORKER = "collectors: no worker plays; start one (palestra worker), or wait for one with watchdog.idle = 'wait'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +116,7 @@ class Watchdog:
                     continue
                 raise JobStuck(
                     f"no token was accepted and no step was finished for {duration(now - since)}; stuck: "
-                    f"{why or 'nobody: no worker plays'} (watchdog.seconds = {self._config.seconds:g})"
+                    f"{why or NO_WORKER} (watchdog.seconds = {self._config.seconds:g})"
                 )
 
     def _done(self) -> tuple[int, int]:

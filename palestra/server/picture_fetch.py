@@ -103,7 +103,10 @@ class PictureFetcher:
         known = {f"{name}:{port}"} | ({name} if port == _PORTS[url.scheme] else set())
         private = not known.isdisjoint(self._config.private_hosts)
         if not private and known.isdisjoint(self._config.hosts):
-            raise InvalidPicture(f"its URL is of the host {name}:{port}, from which this job fetches nothing")
+            raise InvalidPicture(
+                f"its URL is of the host {name}:{port}, from which this job fetches nothing; send the bytes as a data "
+                "URL, or name the host in pictures.hosts of the job"
+            )
         addresses = await self._resolve(host, port)
         if not addresses or not (private or all(map(is_public, addresses))):
             raise InvalidPicture(f"its URL is of the host {name}, which has no address or a private one")

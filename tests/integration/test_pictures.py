@@ -227,7 +227,7 @@ BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "svg": (shown(url_of(b"<svg/>", "image/svg+xml")), 422, ("no type that is taken",)),
     "mislabelled": (shown(url_of(PNG, "image/jpeg")), 422, ("sent as image/jpeg and is image/png",)),
     "of a type that is none": (shown(url_of(PNG, "text/html")), 422, ("'text/html' are not taken",)),
-    "url": (shown("https://example.com/a.png"), 422, ("example.com:443", "fetches nothing")),
+    "url": (shown("https://example.com/a.png"), 422, ("example.com:443", "fetches nothing", "pictures.hosts")),
     "file": (shown("file:///etc/passwd"), 422, ("a picture is a data URL",)),
     "detail": (shown(url_of(PNG), detail="most"), 422, ("detail",)),
     "no url": ({"type": "image_url"}, 422, ("image_url",)),

@@ -182,7 +182,7 @@ async def test_that_nobody_plays_is_a_failure_only_where_the_job_says_so(tmp_pat
     async with watched(tmp_path, monkeypatch, **changes) as (job, running, clock):
         await until(lambda: job.progress.state is JobState.RUNNING)
         if idle == "fail":
-            assert "no worker plays" in await reason(job, running, clock)
+            assert "no worker plays; start one (palestra worker)" in await reason(job, running, clock)
             return
         for _ in range(3):
             clock.advance(3)

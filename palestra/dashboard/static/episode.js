@@ -122,10 +122,9 @@ function picturePart(run, digest) {
 function messagePart(run, message, note, fork) {
   const body = [];
   if (message.reasoning) body.push(h("details", { class: "thought", open: message.reasoning.length < 400 }, h("summary", {}, "thought"), longText(message.reasoning, 0)));
-  if (message.text !== "") body.push(longText(message.text, message.cut));
+  for (const part of message.content) body.push(part.image === null ? longText(part.text, part.cut) : picturePart(run, part.image));
   for (const call of message.tool_calls) body.push(h("pre", { class: "toolcall" }, h("b", {}, `→ ${visible(call.name)}`), `(${visible(call.arguments)})`));
   if (message.tool_calls_cut > 0) body.push(h("p", { class: "note" }, `${whole(message.tool_calls_cut)} further tool calls are not sent to the page; palestra episodes RUN ID --text prints them.`));
-  for (const digest of message.images) body.push(picturePart(run, digest));
   if (body.length === 0) body.push(h("p", { class: "muted" }, "(empty)"));
   return h("div", { class: `message ${message.role}` }, h("p", { class: "role" }, message.role, message.name ? ` ${visible(message.name)}` : "", note ? badge(note, "warn") : null, fork), body);
 }

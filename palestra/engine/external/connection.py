@@ -14,6 +14,7 @@ from palestra.errors import EngineFailure, InvalidRequest
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
+_OTHER_KEY = (401, 403)  # statuses that say that the key is missing or another one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +131,10 @@ class EngineConnection:
         return answer
 
     def _failure(self, path: str, error: Exception) -> EngineFailure:
-        return EngineFailure(f"{self._address}{path}: {type(error).__name__}: {error}".rstrip(": "))
+        where = f"{self._address}{path}: {type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) and self._address.socket is None:
+            where += "; no server listens at engine.url: start the engine's server, or correct the address"
+        return EngineFailure(where)
 
     def _check(self, path: str, answer: httpx2.Response) -> None:
         """Raise the error of an answer, if it is one."""
@@ -139,6 +143,8 @@ class EngineConnection:
         said = _message(answer)
         if answer.status_code in _REFUSED:
             raise InvalidRequest(f"the engine refuses this request: {said}")
+        if answer.status_code in _OTHER_KEY:
+            said += "; engine.key_variable has to name the variable with the key that the engine's server was given"
         raise EngineFailure(f"{self._address}{path} answered {answer.status_code}: {said}")
 
     def _event(self, path: str, data: str) -> Any:

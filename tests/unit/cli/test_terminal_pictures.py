@@ -76,3 +76,11 @@ def test_a_conversation_has_its_pictures_where_they_were_said(tmp_path):
     lines = shown.splitlines()
     assert lines[1:4] == ["[user]", "look", "<abab>"]
     assert lines[4] == "[assistant]"
+
+
+def test_pictures_stand_between_the_texts_beside_them():
+    first, second = ImagePart(digest="ab" * 32), ImagePart(digest="cd" * 32)
+    content = (TextPart(text="first:"), first, second, TextPart(text="and "), TextPart(text="then?"))
+    chat = make_chat(0, new_messages=(ChatMessage(role="user", content=content),))
+    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest: f"<{digest[:4]}>"), False)
+    assert shown.splitlines()[1:7] == ["[user]", "first:", "<abab>", "<cdcd>", "and then?", "[assistant]"]

@@ -29,6 +29,7 @@ def test_a_server_is_started_or_found():
         (FOUND | {"compile": False}, "compile is of a server that the job starts"),
         ({"kind": "sglang"}, "engine.url"),
         (SGLANG | {"url": "127.0.0.1:30000"}, "engine.url"),
+        (SGLANG | {"url": "http://127.0.0.1:30000/v1"}, "address alone, without a path: http://127.0.0.1:30000"),
         (SGLANG | {"seeds": True}, "seeds"),
         (STARTED | {"cache_gib": 1.5}, "cache_gib"),
         ({"kind": "tgi"}, "known kinds: 'embedded', 'vllm', 'sglang', 'fake'"),

@@ -26,6 +26,7 @@ from palestra.store.calls import read_trajectory
 from palestra.store.search import EpisodeFilter
 from palestra.store.trained_tokens import TrainedCall
 from palestra.types.forks import MEANINGS, ForkReason
+from palestra.types.messages import ChatMessage, ImagePart, TextPart
 from palestra.types.records import Task
 from palestra.types.states import GroupState
 from unit.building import FakeClock, make_train_batch, open_store
@@ -265,7 +266,28 @@ async def test_the_tree_of_calls_has_forks_with_their_reason(tmp_path):
     assert [call.after for call in forked] == [None, None]
     assert forked[1].fork is not None
     assert forked[1].fork.text == MEANINGS[ForkReason.EDITED_MESSAGE]
-    assert forked[1].reply.text == "<b>B&C</b>"
+    assert [part.text for part in forked[1].reply.content] == ["<b>B&C</b>"]
+
+
+async def test_texts_and_images_of_a_message_are_in_order_and_its_texts_bounded_together(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.dashboard.episode.MOST_TEXT", 10)
+    first, second = ImagePart(digest="ab" * 32), ImagePart(digest="cd" * 32)
+    texts = [TextPart(text=text) for text in ("seen", "😀", "then", "at last")]
+    content = (first, texts[0], texts[1], second, second, texts[2], first, texts[3])
+    run = await record(tmp_path)
+    with sqlite3.connect(tmp_path / "run.db") as store:
+        stored = json.dumps([ChatMessage(role="user", content=content).model_dump(mode="json")])
+        store.execute("UPDATE chats SET messages = ? WHERE episode_id = 'train-000000-00' AND idx = 0", (stored,))
+    (message,) = episode_answer(run, read_reading(run, "train-000000-00")).calls[0].messages
+    assert [part.image or (part.text, part.cut) for part in message.content] == [
+        first.digest,
+        ("seen😀", 0),
+        second.digest,
+        second.digest,
+        ("then", 0),
+        first.digest,
+        ("a", 6),
+    ]
 
 
 async def test_a_group_stands_side_by_side_with_advantages_that_add_up_to_nothing(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from palestra.engine.base import Engine
 from palestra.engine.external import engine as module
+from palestra.engine.external.connection import Address, EngineConnection
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
@@ -389,8 +391,18 @@ async def test_a_stream_that_begins_with_a_refusal_is_one(vllm, tmp_path):
 
 async def test_a_wrong_key_is_said(vllm, tmp_path):
     async with on_server(vllm, tmp_path, key="another") as engine:
-        with pytest.raises(EngineFailure, match="answered 401: Unauthorized"):
+        with pytest.raises(EngineFailure, match=r"answered 401: Unauthorized; engine\.key_variable has to name"):
             await pieces_of(engine)
+
+
+async def test_an_address_without_a_server_is_said_with_its_key_of_the_configuration():
+    with socket.socket() as bound:  # bound and not listening, so that connections are refused
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        connection = EngineConnection(Address(url=f"http://127.0.0.1:{port}"))
+        with pytest.raises(EngineFailure, match=rf":{port}/version: ConnectError.*no server listens at engine\.url"):
+            await connection.get("/version", 5.0)
+        await connection.close()
 
 
 @pytest.mark.parametrize(

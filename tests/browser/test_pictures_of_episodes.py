@@ -1,0 +1,96 @@
+"""Pictures of an episode on the page, in a real browser: their pixels, between the texts that they were sent with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser.test_page import visit
+
+pytestmark = pytest.mark.browser
+
+# One episode is enough to look at; the model is random, so that its replies mean nothing.
+SEEING = """
+import numpy as np
+import palestra
+
+
+class Colors(palestra.Environment):
+    max_steps = 2
+
+    def reset(self, task):
+        self.turn = 0
+        return ["first", square(255, 0, 0, 30), "then", square(0, 0, 255, 50), "last"], {{}}
+
+    def step(self, action):
+        self.turn += 1
+        return square(0, 255, 0, 20), float(len(action)), self.turn == 2, False, {{}}
+
+
+def square(red, green, blue, side):
+    return np.full((side, side, 3), (red, green, blue), np.uint8)
+
+
+config = palestra.JobConfig(
+    name="seeing",
+    run_dir={folder!r},
+    model="tiny-random-vision",
+    steps=1,
+    engine={{"threads": 1}},
+    trainer={{"threads": 1}},
+    policies={{"policy": {{"max_context": 1024, "sampling": {{"max_tokens": 4}}}}}},
+    rollout={{"group_size": 2, "groups_per_step": 1}},
+    evaluation={{"every_steps": 0}},
+)
+palestra.train(environment=Colors, tasks=[{{"n": 0}}], config=config)
+"""
+# What a message of the page shows, from top to bottom: texts, and width, height and the first pixel of pictures.
+SHOWN = """message => [...message.querySelectorAll(':scope > pre, :scope > figure.picture img')].map(part => {
+    if (part.tagName === 'PRE') return part.textContent;
+    const drawn = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d');
+    drawn.drawImage(part, 0, 0);
+    return [part.naturalWidth, part.naturalHeight, ...drawn.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+})"""
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> Path:
+    """A run whose environment shows pictures."""
+    folder = tmp_path_factory.mktemp("seeing") / "seeing"
+    subprocess.run([sys.executable, "-c", SEEING.format(folder=str(folder))], capture_output=True, check=True)
+    return folder
+
+
+def test_pictures_are_drawn_between_the_texts_beside_which_they_were_sent(seeing, dashboard, open_page):
+    link, _ = dashboard(seeing)
+    page = open_page(link, height=2000)
+    visit(page, "#/run/seeing/episode/train-000000-00")
+    page.wait_for_function(
+        "() => { const all = [...document.querySelectorAll('img.picture')];"
+        " return all.length === 3 && all.every(one => one.naturalWidth > 0) }"
+    )
+    first, second = page.locator(".message.user").all()
+    assert first.evaluate(SHOWN) == ["first", [30, 30, 255, 0, 0], "then", [50, 50, 0, 0, 255], "last"]
+    assert second.evaluate(SHOWN) == [[20, 20, 0, 255, 0]]
+    page.wait_for_selector("figure.picture figcaption:has-text('50 × 50 pixels')")
+
+
+def test_a_picture_whose_file_is_gone_is_named_and_the_rest_is_shown(seeing, dashboard, open_page):
+    (red,) = (path for path in (seeing / "pictures").glob("??/*") if png_width(path) == 30)
+    kept = red.read_bytes()
+    red.unlink()
+    try:
+        link, _ = dashboard(seeing)
+        page = open_page(link, height=2000)
+        visit(page, "#/run/seeing/episode/train-000000-00")
+        page.wait_for_selector(f"figcaption:has-text('{red.name[:12]}…: ')")
+        page.wait_for_function("() => document.querySelectorAll('img.picture').length === 2")
+    finally:
+        red.write_bytes(kept)
+
+
+def png_width(path: Path) -> int:
+    """Return the width of a PNG, as its header says."""
+    return int.from_bytes(path.read_bytes()[16:20], "big")
