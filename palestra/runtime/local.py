@@ -23,6 +23,7 @@ from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.rollout import RolloutSpec
 from palestra.runtime.engine_pool import pooled_parts
+from palestra.runtime.environments import environment_of
 from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.housekeeping import looked_after
@@ -90,6 +91,8 @@ async def local_job(
     tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long
     trains = config.kind == "training" and scored is None
     algorithms = algorithms_of(config, play, own_code) if trains else {}
+    if trains and play is None:
+        environment_of(config)  # one that does not exist is refused before the model is loaded
     if trains and not known:
         check_played_roles(config, play)
     trackers = config.tracking if trains else []

@@ -203,6 +203,13 @@ def test_a_missing_tasks_file_is_found_before_the_model_is_loaded(job_file, monk
     refused(palestra("run", job_file), "tasks.jsonl", "No such file")
 
 
+def test_a_misspelled_environment_is_found_before_the_model_is_loaded(job_file, monkeypatch):
+    monkeypatch.setattr(local, "build_parts", lambda *_: pytest.fail("the model is loaded"))
+    settings = ('tasks={"train": null, "validation": null}', 'environment.name="frozen_lake"')
+    words = [word for setting in settings for word in ("--set", setting)]
+    refused(palestra("run", job_file, *words), "frozen_lake", "frozen-lake")
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
