@@ -30,6 +30,7 @@ from palestra.envs.browser.miniwob import miniwob_tasks, page_server
 from palestra.errors import EnvironmentFailed
 
 MAX_ATTEMPTS = 20
+CLEAN_SECONDS = 30.0  # until processes that were killed, and their profiles, have to be gone
 
 
 async def play(environment: MiniWoB, task: dict[str, Any]) -> float:
@@ -101,7 +102,9 @@ async def soak(episodes: int, kills: int, together: int) -> dict[str, Any]:
     """Return what happened in both runs, and what is left."""
     tasks, before = miniwob_tasks(None, "train", episodes, 0), left()["profiles"]
     peace, war = await played(tasks, together, 0), await played(tasks, together, kills)
-    await asyncio.sleep(3)
+    until = time.monotonic() + CLEAN_SECONDS
+    while time.monotonic() < until and any({**left(), "profiles": left()["profiles"] - before}.values()):
+        await asyncio.sleep(0.5)
     right, found = peace.pop("rewards"), war.pop("rewards")
     return {
         "episodes": len(found),

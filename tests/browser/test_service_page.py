@@ -103,7 +103,10 @@ def end(admin: Api, *jobs: str) -> None:
 
 
 def facts_of(page: Any) -> dict[str, str]:
-    names, values = page.locator(".facts dt").all_inner_texts(), page.locator(".facts dd").all_inner_texts()
+    """Read at one moment, because the page changes while it is read."""
+    script = "at => at.flatMap(one => [...one.querySelectorAll('dt, dd')]).map(one => [one.tagName, one.innerText])"
+    read = page.locator(".facts").evaluate_all(script)
+    names, values = ([text for tag, text in read if tag == wanted] for wanted in ("DT", "DD"))
     return dict(zip(names, values, strict=True))
 
 

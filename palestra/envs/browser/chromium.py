@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.threads import in_thread
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright
@@ -86,6 +89,7 @@ class SharedBrowser:
         self._driver: Playwright | None = None
         self._browser: Browser | None = None
         self._refuses: socket.socket | None = None
+        self._profile: Path | None = None  # of the running browser, where it is known
 
     @property
     def alive(self) -> bool:
@@ -152,9 +156,10 @@ class SharedBrowser:
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._driver = await async_playwright().start()
+                arguments = self._arguments()
                 self._browser = await self._driver.chromium.launch(
                     executable_path=path,
-                    args=self._arguments(),
+                    args=arguments,
                     chromium_sandbox=os.geteuid() != 0,  # as root, Chromium can't use its own sandbox
                     handle_sigint=False,
                     handle_sigterm=False,
@@ -164,6 +169,7 @@ class SharedBrowser:
             await self._stop()
             raise EnvironmentFailed(f"Chromium ({path}) does not start: {first_line(error)}") from error
         self.starts, self._broken = self.starts + 1, False
+        self._profile = await in_thread(lambda: _profile_of(arguments[0]))
         return self._browser
 
     def _arguments(self) -> list[str]:
@@ -197,6 +203,36 @@ class SharedBrowser:
         if self._refuses is not None:
             self._refuses.close()
             self._refuses = None
+        profile, self._profile = self._profile, None
+        if profile is not None:  # a driver that is ended early, or dies, does not remove it
+            await _remove(profile)
+
+
+def _profile_of(argument: str) -> Path | None:
+    """Return the profile of the browser that was started with an argument that no other has; None: it is not found."""
+    option = b"--user-data-dir="
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # the process has ended
+            continue
+        if argument.encode() in words:
+            for word in words:
+                if word.startswith(option):
+                    return Path(os.fsdecode(word.removeprefix(option)))
+    return None
+
+
+async def _remove(profile: Path) -> None:
+    """Remove the profile of a browser that has ended; its last processes may write into it for a moment."""
+
+    def remove() -> bool:
+        shutil.rmtree(profile, ignore_errors=True)
+        return not profile.exists()
+
+    until = time.monotonic() + _CLOSE_SECONDS
+    while not await in_thread(remove) and time.monotonic() < until:
+        await asyncio.sleep(0.05)
 
 
 def first_line(error: BaseException) -> str:
