@@ -41,6 +41,8 @@ def trouble(words: list[str]) -> str | None:
             return None if (ROOT / script).is_file() else f"there is no {script}"
         case ["curl", *arguments]:
             return curl_trouble(arguments)
+        case [first, *_] if re.match(r"[A-Z_]+=", first):  # a variable for the next lines
+            return None
     return f"no test knows the command {words[0]}"
 
 

@@ -226,13 +226,13 @@ def _profile_of(argument: str) -> Path | None:
 async def _remove(profile: Path) -> None:
     """Remove the profile of a browser that has ended; its last processes may write into it for a moment."""
 
-    def remove() -> bool:
-        shutil.rmtree(profile, ignore_errors=True)
-        return not profile.exists()
+    def remove() -> None:
+        until = time.monotonic() + _CLOSE_SECONDS
+        while profile.exists() and time.monotonic() < until:
+            shutil.rmtree(profile, ignore_errors=True)
+            time.sleep(0.05)
 
-    until = time.monotonic() + _CLOSE_SECONDS
-    while not await in_thread(remove) and time.monotonic() < until:
-        await asyncio.sleep(0.05)
+    await in_thread(remove)
 
 
 def first_line(error: BaseException) -> str:

@@ -79,7 +79,7 @@ class StdioTransport(Transport):
             process.stdin.write(orjson.dumps(message) + b"\n")
             await process.stdin.drain()
         except (OSError, RuntimeError) as error:  # a pipe without a reader, or one that is closed
-            raise EnvironmentFailed(f"{self.where} has ended{self._last_words()}") from error
+            raise EnvironmentFailed(await self._how_ended(process)) from error
 
     async def close(self) -> None:
         """Close the server's input, wait a little, then end its process group."""
@@ -123,11 +123,18 @@ class StdioTransport(Transport):
         except ValueError:  # what `readline` raises over its limit
             lost(f"{self.where} has sent a message of more than {self._max_bytes:,} bytes")
         else:
-            code = await process.wait()
-            await asyncio.wait(self._reading[1:], timeout=1.0)  # its last words
-            lost(f"{self.where} has ended with code {code}{self._last_words()}")
+            lost(await self._how_ended(process))
         while await process.stdout.read(65_536):  # so that the server can go on to its end
             pass
+
+    async def _how_ended(self, process: asyncio.subprocess.Process) -> str:
+        """Return in words how a server has ended whose pipe is closed, with the end of what it has said."""
+        ending, code = asyncio.ensure_future(process.wait()), ""
+        await asyncio.wait((ending, *self._reading[1:]), timeout=EXIT_SECONDS, return_when=asyncio.ALL_COMPLETED)
+        if ending.done():
+            code = f" with code {ending.result()}"
+        await cancelled(ending)
+        return f"{self.where} has ended{code}{self._last_words()}"
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Read standard error, so that the server never waits for it, and keep the end."""
