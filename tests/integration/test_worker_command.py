@@ -50,7 +50,7 @@ def test_a_child_that_dies_is_started_again_and_its_episode_is_played(tmp_path, 
         assert job.servers[-1].wait() == 0
         assert worker.wait() == 0, worker.output
         assert "worker process 0 was killed by SIGKILL; started again" in worker.output
-        assert max(row["attempts"] for row in job.query("SELECT attempts FROM episodes")) == 2
+        assert max(row["attempts"] for row in job.query("SELECT attempts FROM episodes")) >= 2
 
 
 def test_children_that_only_die_end_the_command_with_the_reason(tmp_path, fleet):
