@@ -101,20 +101,21 @@ async def test_a_conversation_of_items_goes_on_from_exact_tokens(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "field"),
+    ("more", "field", "status"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
-        ({"include": ["file_search_call.results"]}, "include"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", 400),
+        ({"background": True}, "background", 400),
+        ({"reasoning": {"effort": "low"}}, "reasoning", 400),
+        ({"include": ["file_search_call.results"]}, "include", 400),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0", 422),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", 400),
     ],
 )
-async def test_what_a_response_cant_have_is_refused_and_named(tmp_path, more, field):
+async def test_what_a_response_cant_have_is_refused_and_named(tmp_path, more, field, status):
     async with speaking(tmp_path) as (_, _, ai, _):
-        with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)) as caught:
+        with pytest.raises(openai.APIStatusError) as caught:
             await ai.responses.create(**({"model": "policy", "input": "text"} | more))
+    assert caught.value.status_code == status
     assert str(caught.value.param).startswith(field)
 
 
@@ -214,8 +215,10 @@ async def test_errors_have_anthropics_shape_and_classes(tmp_path):
                 await client.messages.create(**(asks("text", max_tokens=3) | {"model": "gpt-4o"}))
             image: Any = {"type": "image", "source": {"type": "url", "url": "x"}}
             bad = [{"role": "user", "content": [image]}]
-            for more in ({"messages": bad}, {"extra_body": {"container": "a"}}):
-                with pytest.raises((anthropic.BadRequestError, anthropic.UnprocessableEntityError)) as refused:
+            unsupported = {"extra_body": {"container": "a"}}
+            wrong = [({"messages": bad}, anthropic.UnprocessableEntityError), (unsupported, anthropic.BadRequestError)]
+            for more, error in wrong:
+                with pytest.raises(error) as refused:
                     await client.messages.create(**(asks("text", max_tokens=3) | more))
                 assert refused.value.body["type"] == "error"
                 assert refused.value.body["error"]["type"] == "invalid_request_error"
