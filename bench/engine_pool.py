@@ -58,7 +58,7 @@ async def reply(engine: Engine, prompt: np.ndarray, tokens: int) -> int:
 
 
 async def rate(engine: Engine, groups: int, samples: int, prompt_tokens: int, tokens: int) -> float:
-    """Return sampled tokens a second, of groups of equal prompts that all arrive at once."""
+    """Return how many tokens are sampled in a second, where groups of equal prompts arrive at the same time."""
     draw = np.random.default_rng(next(seeds))
     prompts = [draw.integers(300, 40_000, prompt_tokens, np.int32) for _ in range(groups)]
     began = time.perf_counter()

@@ -40,7 +40,7 @@ class TrainerConfig(Section):
     )
     rank_timeout_seconds: Seconds = Field(
         120.0,
-        description="With several devices: how long one of the processes may be silent before all are ended, and the "
+        description="With several devices: seconds that one process may be silent. Then all of them are ended, and the "
         "job goes on from its newest checkpoint.",
     )
     activation_checkpointing: bool = Field(

@@ -20,6 +20,6 @@ class WatchdogConfig(Section):
     )
     idle: Literal["wait", "fail"] = Field(
         "wait",
-        description="How time counts in which the job is in order and nobody plays. `wait`: not at all, so that "
+        description="Whether time in which no worker plays counts, while the job itself is in order. `wait`: it does not, so that "
         "workers may come and go; `fail`: as any other time.",
     )
