@@ -20,6 +20,6 @@ class WatchdogConfig(Section):
     )
     idle: Literal["wait", "fail"] = Field(
         "wait",
-        description="Whether time in which no worker plays counts, while the job itself is in order. `wait`: it does not, so that "
-        "workers may come and go; `fail`: as any other time.",
+        description="Whether time in which no worker plays counts, while the job itself is in order. `wait`: it does "
+        "not, so that workers may come and go; `fail`: as any other time.",
     )
