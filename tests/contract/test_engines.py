@@ -143,12 +143,12 @@ async def test_an_engine_says_what_it_has_to_do_and_what_it_has_done(engine):
     calls = [asyncio.ensure_future(pieces_of(engine, replace(SAMPLING, seed=s))) for s in range(3)]
     async with asyncio.timeout(60):
         while engine.load().waiting < 3:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     await engine.resume()
     sampled = sum(len(piece.ids) for reply in await asyncio.gather(*calls) for piece in reply)
     async with asyncio.timeout(60):
         while engine.load().running:  # a reply is delivered before its place is free
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     load = engine.load()
     assert (load.waiting, load.running, load.sampled_tokens) == (0, 0, sampled)
     assert load.kv_bytes_used <= load.kv_bytes

@@ -25,6 +25,7 @@ from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.errors import NotFound
 from palestra.http import sse
+from palestra.http.open_streams import OpenStreams
 from palestra.runtime.service_page import create_service_app
 from palestra.types.gpus import GpuReading, GpuUse
 from palestra.types.jobs import Resources
@@ -278,12 +279,15 @@ async def test_a_log_is_read_from_near_its_end_and_says_from_where(plane, keys):
 
 
 async def test_a_user_has_so_many_streams_and_others_theirs(plane, keys, monkeypatch):
+    opened = []  # by the application, which is made with its client
     monkeypatch.setattr(jobs_api, "MOST_STREAMS", 3)
+    monkeypatch.setattr(jobs_api, "OpenStreams", lambda *given: opened.append(OpenStreams(*given)) or opened[-1])
     job = await with_run(plane)
     paths = ["/events", f"/jobs/{job}/events", f"/jobs/{job}/logs?follow=true"]
     async with client(plane) as http:
         following = [asyncio.ensure_future(http.get(path, headers=keys["eve"])) for path in paths]
-        await asyncio.sleep(0.3)
+        while opened[0].open.total() < len(paths):
+            await asyncio.sleep(0.01)
         for path in paths:
             answer = await http.get(path, headers=keys["eve"])
             assert (answer.status_code, "3 streams" in answer.json()["error"]["message"]) == (429, True)

@@ -38,7 +38,7 @@ async def until_it_samples(engine) -> None:
     """Return when a token of any call has been sampled, so that calls are in flight."""
     async with asyncio.timeout(60):
         while not engine.load().sampled_tokens:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 async def reply(engine, ids, sampling):

@@ -78,7 +78,7 @@ async def test_a_group_with_one_prompt_computes_it_once(tiny):
     async with serving(tiny) as engine:
         await engine.pause()
         calls = [asyncio.ensure_future(reply(engine, prompt(50), replace(DRAWN, seed=s))) for s in range(8)]
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         await engine.resume()
         found = await asyncio.gather(*calls)
         assert engine.load().prefilled_tokens == 50
@@ -131,7 +131,7 @@ async def test_a_long_prompt_in_pieces_does_not_hold_up_others_and_is_the_same(t
     async with serving(tiny, prefill_chunk=50) as engine:
         talking = asyncio.ensure_future(listen("talking", engine.generate(engine_request(prompt(4), FOREVER))))
         while not heard:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         heard.clear()
         ids, logprobs, _ = await reply(engine, long, DRAWN)
         talking.cancel()
@@ -150,7 +150,7 @@ async def test_calls_wait_until_their_longest_reply_fits_into_memory(tiny):
             load = engine.load()
             most = max(most, load.running)
             assert load.kv_bytes_used <= load.kv_bytes
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         assert most == 2  # 128 tokens each, in steps of 64
         assert all(len(call.result()[0]) == 90 for call in calls)
 
@@ -171,7 +171,7 @@ async def test_the_first_of_a_group_may_leave_while_the_prompt_is_computed(tiny)
     async with serving(tiny, prefill_tokens=10) as engine:
         calls = [asyncio.ensure_future(reply(engine, prompt(500), replace(DRAWN, seed=s))) for s in range(3)]
         while engine.load().prefilled_tokens < 50:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         calls[0].cancel()
         found = await asyncio.gather(*calls[1:])
         assert engine.load().prefilled_tokens == 500  # what was computed for the first one is used

@@ -157,7 +157,7 @@ async def test_a_prompt_that_is_read_under_two_versions_keeps_the_keys_of_both(t
         sampling = SamplingParams(temperature=1.0, max_tokens=3, seed=3)
         running = asyncio.ensure_future(sampled_under(engine, ids, sampling, {}))
         while engine.load().prefilled_tokens < 50:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(weights[1]))
         begun = engine.load().prefilled_tokens
         sampled = await running

@@ -97,9 +97,9 @@ async def test_replies_can_be_finished_before_new_weights_count(tiny):
     async with serving(tiny, in_flight_updates="finish") as engine:
         running = asyncio.ensure_future(reply(engine, prompt(4), slow))
         while not engine.load().sampled_tokens:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         update = asyncio.ensure_future(engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(weights)))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         later = asyncio.ensure_future(reply(engine, prompt(4), DRAWN))
         await update
         assert running.done() or len((await running)[0]) == 300
@@ -113,7 +113,7 @@ async def test_what_was_computed_under_two_versions_is_not_used_again(tiny):
     async with serving(tiny) as engine:
         running = asyncio.ensure_future(reply(engine, prompt(40), slow))
         while not engine.load().sampled_tokens:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(weights))
         ids, _, versions = await running
         assert {v.n for v in versions} == {0, 1}
@@ -127,7 +127,7 @@ async def test_a_prompt_that_was_begun_with_replaced_weights_is_not_shared_with_
     async with serving(tiny, prefill_tokens=10) as engine:
         early = asyncio.ensure_future(reply(engine, prompt(500), DRAWN))
         while engine.load().prefilled_tokens < 50:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(weights))
         ids, logprobs, _ = await reply(engine, prompt(500), replace(DRAWN, seed=6))
         await early

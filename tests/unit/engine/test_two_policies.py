@@ -89,7 +89,7 @@ async def test_new_weights_of_one_policy_change_no_bit_of_the_other(updates):
     async with engine_of(models, in_flight_updates=updates) as engine:
         playing = asyncio.ensure_future(replies(engine, "a", "b"))
         while engine.load().sampled_tokens < 50:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await engine.sync_weights("b", NEW, weights_of(later))
         assert (engine.version("a"), engine.version("b")) == (OLD, NEW)
         during = await playing
