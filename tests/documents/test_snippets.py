@@ -48,6 +48,7 @@ def executed(text: str, folder: Path, *options: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @named(BY_LANGUAGE["python"])
 def test_a_script(block, tmp_path):
     executed(block.text, tmp_path)

@@ -79,6 +79,7 @@ def learned(checkpoint) -> list[list[int]]:
     return said(checkpoint)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_an_adapter_that_has_learned(run, checkpoint, learned):
     files = {path.name for path in checkpoint.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "checkpoint.json"} <= files

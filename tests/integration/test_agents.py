@@ -226,6 +226,7 @@ def reasons(chats: tuple[Chat, ...]) -> list[str | None]:
     return [None if chat.fork is None else chat.fork.reason.value for chat in chats]
 
 
+@pytest.mark.slow
 async def test_an_agent_that_edits_and_summarises_forks_where_it_does(tmp_path):
     chats, shown = await played(tmp_path, editor, counter)
     assert reasons(chats) == [None, None, "edited_message", "edited_message"]
@@ -278,6 +279,7 @@ async def test_stripped_white_space_can_be_kept_and_the_conversation_stays_one_r
     assert "\n answer 1 \n\n<|im_end|>" in text_of(chats[-1].prompt_ids)
 
 
+@pytest.mark.slow
 async def test_a_real_model_whose_replies_are_stripped_can_stay_one_row(tmp_path):
     settings: Any = {
         "policies": {"policy": {"model": "tiny-random", "max_context": 2048, "sampling": {"max_tokens": 12}}},

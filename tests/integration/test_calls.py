@@ -72,6 +72,7 @@ async def test_a_reply_that_has_arrived_is_not_given_to_a_later_equal_call(job, 
     assert len(recorded(job, episode)) == 2
 
 
+@pytest.mark.slow
 async def test_too_many_calls_are_429_with_retry_after_and_the_openai_client_gets_through(plane, episode):
     refused_before = plane.status()["calls"].get("calls_refused", 0)
     async with client_of(episode, max_retries=0) as impatient, client_of(episode, max_retries=10) as patient:

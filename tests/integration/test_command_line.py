@@ -302,6 +302,7 @@ def list_of(job: Job) -> list[EpisodeSummary]:
         return list_episodes(connection, None, None, 40)
 
 
+@pytest.mark.slow
 def test_an_episode_is_shown_with_its_prompt_folded_in_full_or_as_text(copied):
     folded = palestra("episodes", copied.run_dir, "train-000005-01").stdout
     full = palestra("episodes", copied.run_dir, "train-000005-01", "--unfold").stdout

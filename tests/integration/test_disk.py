@@ -135,9 +135,8 @@ def completed(path: Path) -> set[str]:
         return {name for (name,) in db.execute("SELECT episode_id FROM episodes WHERE state = 'completed'")}
 
 
-@pytest.mark.parametrize(
-    "how", ["replaced", *(pytest.param(how, marks=pytest.mark.slow) for how in ("moved", "deleted", "log deleted"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["replaced", "moved", "deleted", "log deleted"])
 def test_a_store_that_is_gone_while_it_is_used_acknowledges_nothing_more(tmp_path, how):
     with Job(tmp_path, PATIENT | {"steps": 500, "evaluation": {"every_steps": 0}}) as job:
         server = job.start()

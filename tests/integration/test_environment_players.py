@@ -76,7 +76,7 @@ async def play(folder, spec, *, outside: bool, **more) -> list[dict]:
             id="named",
             marks=pytest.mark.slow,
         ),
-        pytest.param(RolloutSpec(environment=Pair), TWO, id="two policies"),
+        pytest.param(RolloutSpec(environment=Pair), TWO, id="two policies", marks=pytest.mark.slow),
         pytest.param(RolloutSpec(environment=Echo, agents={"": Thinks()}), {}, id="agent", marks=pytest.mark.slow),
         pytest.param(DRAWS, {}, id="draws", marks=pytest.mark.slow),
         pytest.param(RolloutSpec(environment=CalculatorEnvironment), {}, id="tools", marks=pytest.mark.slow),

@@ -43,6 +43,7 @@ def test_that_nothing_is_played_at_the_same_time_is_refused(folder, number):
     refused(palestra("eval", "tiny-random", names, *options), "--concurrency")
 
 
+@pytest.mark.slow
 def test_every_task_is_scored_once_and_greedily(folder):
     names = tasks(folder, *[f"question {n}" for n in range(7)])
     kept = folder / "kept"

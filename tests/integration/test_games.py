@@ -29,6 +29,7 @@ def config(folder, **changes) -> JobConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kuhn-poker"])
 def test_an_untrained_model_makes_nothing_but_legal_moves(name, tmp_path):
     result = palestra.train(config=config(tmp_path), environment=name)

@@ -83,7 +83,8 @@ def others_are_answered(job: Job) -> Iterator[list[float]]:
             probing.result()
 
 
-@pytest.mark.parametrize("kind", ["fake", pytest.param("served", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fake", "served"])
 def test_a_bomb_is_a_400_by_its_bound_and_others_do_not_notice(tmp_path, kind):
     with running(tmp_path, kind) as (job, key):
         assert children(job) == [], "no process for grammars before there is one"

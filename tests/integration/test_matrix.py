@@ -100,6 +100,7 @@ def test_every_pair_plays_in_both_seatings_and_the_same_again(run_dir, other_mod
     assert len(lines) == 5
 
 
+@pytest.mark.slow
 def test_greedy_games_of_one_task_are_all_the_same(run_dir):
     found = palestra.play_matrix(run_dir, Duel, tasks=TASKS[:1], games=4, greedy=True)
     assert set(found.players) == {"white@2", "white@3"}

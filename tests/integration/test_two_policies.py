@@ -103,6 +103,7 @@ def _bits(tensor: Any) -> Any:
     return {2: torch.int16, 4: torch.int32}[tensor.element_size()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [None, pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.model)])
 async def test_one_learns_and_the_other_stays_as_it_is_bit_by_bit(tmp_path, other_model, model):
     settings = config(tmp_path / "run", {"black": {"model": model or other_model, "frozen": True}}, ROLES)

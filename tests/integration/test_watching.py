@@ -93,6 +93,7 @@ def test_events_can_be_replayed_from_any_of_them(plane):
         assert json.loads(event["data"]).keys() >= {"at", "kind"}
 
 
+@pytest.mark.slow
 def test_events_are_followed_as_they_happen(plane):
     lease_runs_out(plane)
     before = events(plane)

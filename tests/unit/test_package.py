@@ -114,6 +114,7 @@ def blocking_calls(tree: ast.AST) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_property_waits_for_anything():
     assert blocking_calls(ast.parse("class J:\n @property\n def url(self):\n  return self.wait_for_server().url"))
     found = {path: blocking_calls(ast.parse(path.read_text())) for path in Path(palestra.__file__).parent.rglob("*.py")}

@@ -59,6 +59,7 @@ def test_a_password_stands_in_no_error(monkeypatch):
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.slow
 def test_a_second_scheduler_is_refused_and_told_by_whom(url, quick_lock):
     with subprocess.Popen([sys.executable, "-c", HOLD, url], stdout=subprocess.PIPE, text=True) as other:
         try:

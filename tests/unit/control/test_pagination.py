@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ async def read_while_others_write(url, before, limit, between, user):
                 await store.request_cancel(None, jobs[0].job_id, "")  # what changes keeps its place
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     before=st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(USERS)), min_size=1, max_size=12),

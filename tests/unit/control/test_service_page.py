@@ -79,6 +79,7 @@ def run_paths(plane, job_id: str) -> list[str]:
     return [*filled, f"/dashboard/api/events?follow=false&after={job_id}:0"]
 
 
+@pytest.mark.slow
 async def test_the_runs_of_jobs_are_read_by_those_who_may_read_the_jobs(plane, keys):
     open_, private = await with_run(plane), await with_run(plane, private=True)
     async with client(plane) as http:
@@ -299,6 +300,7 @@ async def test_a_user_has_so_many_streams_and_others_theirs(plane, keys, monkeyp
         await asyncio.gather(*following, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 async def test_a_damaged_run_holds_up_no_one(plane, keys, monkeypatch):
     monkeypatch.setattr(streams, "READ_SECONDS", 0.5)

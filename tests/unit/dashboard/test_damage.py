@@ -209,6 +209,7 @@ async def test_a_view_without_an_end_takes_its_time_and_no_more(pair, monkeypatc
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 async def test_a_read_that_never_ends_keeps_the_slots_of_its_run_only(pair, monkeypatch):
     good, bad = pair
     monkeypatch.setattr(reader_module, "READ_SECONDS", 0.3)

@@ -252,6 +252,7 @@ async def test_a_server_has_so_many_streams_and_no_more(runs):
     await asyncio.gather(*opened)
 
 
+@pytest.mark.slow
 async def test_a_search_waits_as_long_as_the_one_before_took(runs):
     reader, times = Reader(runs, asyncio.Event()), list[float]()
 

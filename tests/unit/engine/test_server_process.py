@@ -85,6 +85,7 @@ def test_a_server_that_ends_says_why(tmp_path):
     process.stop()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path):
     process, address = process_of("import time\nprint('loading', flush=True)\ntime.sleep(600)", tmp_path)
     with pytest.raises(EngineFailure, match=r"not ready after 1 s \(engine.startup_seconds\)"):

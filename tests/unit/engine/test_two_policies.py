@@ -79,7 +79,8 @@ async def test_two_policies_answer_as_each_would_alone():
     assert together["a"] != together["b"]
 
 
-@pytest.mark.parametrize("updates", ["continue", pytest.param("finish", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", ["continue", "finish"])
 async def test_new_weights_of_one_policy_change_no_bit_of_the_other(updates):
     dtype = await deterministic_dtype()
     models = {"a": scaled(dtype, 1.0), "b": scaled(dtype, 1.5)}

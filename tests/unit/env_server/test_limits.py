@@ -68,6 +68,7 @@ def shown(first: int, last: int) -> str:
     return json.dumps({"ack": 1, "messages": messages})
 
 
+@pytest.mark.slow
 async def test_a_server_that_shows_without_an_end_fails_the_episode():
     app, listener = FastAPI(), listen("127.0.0.1", 0)
     gone = asyncio.Event()

@@ -32,7 +32,13 @@ def test_what_ships_keeps_to_what_environments_have_to_do(name):
     check_environment(entry.make, [*entry.generate("train", 2, 1), *entry.generate("validation", 1, 1)])
 
 
-@pytest.mark.parametrize("name", [*NAMES, *WITH_PROGRAMS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "countdown" else [])  # looks for what can be reached
+        for name in (*NAMES, *WITH_PROGRAMS)
+    ],
+)
 def test_tasks_are_json_distinct_the_same_for_the_same_seed_and_of_one_split(name):
     generate = catalog_entry(name).generate
     count = 12 if name == "countdown" else 150
@@ -48,6 +54,7 @@ def test_tasks_are_json_distinct_the_same_for_the_same_seed_and_of_one_split(nam
     assert json.loads(json.dumps([*train, *validation])) == [*train, *validation]
 
 
+@pytest.mark.slow
 def test_tasks_do_not_depend_on_the_process():
     names = ("calculator", "gomoku")
     code = f"from palestra.envs import CATALOG; print([CATALOG[n].generate('train', 3, 9) for n in {names}])"

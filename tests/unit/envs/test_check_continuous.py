@@ -24,7 +24,8 @@ class World(Harvest):
         super().__init__(**LONG | changes)
 
 
-@pytest.mark.parametrize("agents", [2, *(pytest.param(agents, marks=pytest.mark.slow) for agents in (1, 7))])
+@pytest.mark.slow
+@pytest.mark.parametrize("agents", [1, 2, 7])
 @pytest.mark.parametrize("barriers", [False, True])
 def test_a_world_that_has_no_mistake_passes_in_no_time(agents, barriers):
     begun = time.perf_counter()

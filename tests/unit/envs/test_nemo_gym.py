@@ -119,6 +119,7 @@ async def test_calls_in_a_session_then_the_verifiers_reward():
     assert said.output_text == "two5"
 
 
+@pytest.mark.slow
 async def test_errors_of_tools_are_what_the_agent_reads():
     async with counter() as (server, url):
         seen = await played(

@@ -301,6 +301,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr("palestra.threads.in_thread", here)
 
 
+@pytest.mark.slow
 @given(order=st.permutations(range(5)), count=st.integers(1, 5))
 @hypothesis_settings(max_examples=40, deadline=None)
 def test_together_the_results_are_in_the_order_of_the_calls(order, count):
@@ -322,6 +323,7 @@ def test_together_the_results_are_in_the_order_of_the_calls(order, count):
     asyncio.run(episode())
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @hypothesis_settings(max_examples=80, deadline=None)
 def test_one_by_one_each_result_is_told_once_and_each_call_answered_at_once(data):

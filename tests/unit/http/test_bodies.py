@@ -43,6 +43,7 @@ def test_what_stands_in_a_text_does_not_count(text):
     assert parsed({text: text}) == {text: text}
 
 
+@pytest.mark.slow
 def test_too_many_keys_are_found_before_they_are_parsed():
     """A body that ends too early is refused for its keys: its end was not looked at."""
     body = json.dumps({"value": {f"key{number:07}": 1 for number in range(200_000)}}).encode()

@@ -150,6 +150,7 @@ async def test_headers_that_come_byte_by_byte_have_the_same_deadline():
         assert server.connections.counts["headers_late"] == 1
 
 
+@pytest.mark.slow
 async def test_what_follows_a_refusal_has_a_deadline():
     """The rest of a body that nobody reads is thrown away, but not for ever."""
     async with running(header_seconds=0.3) as server:
@@ -164,6 +165,7 @@ async def test_what_follows_a_refusal_has_a_deadline():
         await until(lambda: len(server.connections) == 0)
 
 
+@pytest.mark.slow
 async def test_an_idle_connection_is_closed_after_a_while():
     async with running(idle_seconds=0.2) as server:
         reader, writer = await server.open()

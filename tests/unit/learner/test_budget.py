@@ -79,6 +79,7 @@ async def test_a_run_that_crashed_anywhere_ends_with_the_same_step_and_weights(t
     assert crashes > 5
 
 
+@pytest.mark.slow
 async def test_a_validation_is_made_whenever_so_many_tokens_more_were_sampled(tmp_path, sampled):
     every = int(1.5 * sampled[1])
     evaluation = {"every_steps": 1, "every_tokens": every}

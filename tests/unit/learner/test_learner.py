@@ -41,6 +41,7 @@ def rows(folder) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the_table_is_written(tmp_path):
     """Of the metrics of losses, those of the losses that an algorithm names."""
     named = set()

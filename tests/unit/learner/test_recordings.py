@@ -76,6 +76,7 @@ async def test_the_good_episodes_of_a_run_are_trained_token_by_token_as_they_wer
     assert "validation/reward_mean" in rows[-1]  # validation is played by the agents, with the trained policy
 
 
+@pytest.mark.slow
 async def test_all_episodes_are_taken_before_one_is_taken_again(tmp_path, source):
     settings = config(algorithm={"name": "sft", "from_run": str(source)}, steps=8)
     await ScriptedJob(tmp_path / "job", settings).run()

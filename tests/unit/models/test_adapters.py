@@ -133,6 +133,7 @@ def storages(model) -> dict[str, int]:
     return {name: p.data_ptr() for name, p in model.named_parameters() if ".lora_" not in name}
 
 
+@pytest.mark.slow
 def test_the_base_is_in_memory_once_and_freed_with_its_last_user(ids):
     models = LoadedModels()
     users = [adapted(models=models), adapted(SOME, models=models), models.frozen(TINY, torch.float32, CPU)[0]]

@@ -69,9 +69,10 @@ def test_a_process_over_its_memory_is_ended_with_its_children_and_the_reason(sta
     assert descendants(process.pid) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [(RESERVED,), *(pytest.param((code,), marks=pytest.mark.slow) for code in (EAT.format(20), FORKED.format(40)))],
+    [(RESERVED,), (EAT.format(20),), (FORKED.format(40),)],
 )
 def test_one_below_it_goes_on_whatever_it_has_reserved_or_shares(start, tmp_path, words):
     process = start(*words)

@@ -50,6 +50,7 @@ async def test_a_folder_that_can_not_be_written_is_an_error_in_words(server, tmp
         await server.start(GAMES, str(tmp_path / "file" / "job"), "127.0.0.1")
 
 
+@pytest.mark.slow
 async def test_how_a_server_ended_is_left_in_the_folder_until_it_is_started_again(server, tmp_path):
     write_ended(tmp_path, Ended(ending=Ending.STOPPED))
     await server.start(GAMES, str(tmp_path), "127.0.0.1")
@@ -68,6 +69,7 @@ async def test_a_model_is_served_until_it_is_stopped_and_that_is_no_completion(s
     assert "served 0 calls" in log
 
 
+@pytest.mark.slow
 async def test_a_server_answers_with_the_estimate_of_its_learner(server, tmp_path):
     assert await server.ping() is None
     steps = 1000
@@ -107,6 +109,7 @@ async def test_a_model_that_is_no_folder_is_not_looked_for_in_one(server, tmp_pa
         await server.start(config, str(tmp_path / "job"), "127.0.0.1")
 
 
+@pytest.mark.slow
 async def test_a_job_answers_while_the_hashes_of_its_checkpoint_are_looked_at(server, tmp_path, monkeypatch):
     """A scheduler that stops it would else take it for stuck, and kill it."""
     looking, go = threading.Event(), threading.Event()

@@ -96,6 +96,7 @@ def test_without_news_the_pauses_grow():
     assert at[-1] - at[-2] == 600
 
 
+@pytest.mark.slow
 async def test_a_pipe_gets_plain_lines_that_say_that_workers_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(PlainLines, "PLAIN_SECONDS", 0.1)
     (tmp_path / "tasks.jsonl").write_text('{"a": 1}\n{"a": 2}\n')

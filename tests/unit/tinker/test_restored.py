@@ -20,8 +20,9 @@ def go_on(model: Model) -> np.ndarray:
     return model.logprobs()
 
 
-@pytest.mark.parametrize("every", [2, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 100))])
-@pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2, 100])
+@pytest.mark.parametrize("gradient", [True, False])
 def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gradient):
     limits = Limits(checkpoint_steps=every, **QUICK)
     with running(tmp_path / "whole", limits) as server:

@@ -158,6 +158,7 @@ def test_the_same_request_is_answered_once(ada):
     assert ada.result(answers[0]["request_id"]) == ada.result(answers[0]["request_id"])
 
 
+@pytest.mark.slow
 def test_more_adapters_than_the_engine_keeps_come_back(server, ada):
     model = ada.model()
     paths = []

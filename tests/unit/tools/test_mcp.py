@@ -117,6 +117,7 @@ async def test_a_server_gets_no_variable_that_was_not_given_to_it(monkeypatch):
     await manager.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "kind", "words"),
     [
@@ -227,6 +228,7 @@ def environment(*tools, **settings) -> ToolEnvironment:
     return ToolEnvironment(tools, lambda task, answer: float(answer == "5"), max_steps=3, **settings)
 
 
+@pytest.mark.slow
 def test_an_environment_with_a_server_of_tools_keeps_to_what_environments_have_to_do():
     check_environment(lambda: environment(server(tools=["add", "fail"])), [{"prompt": "2 + 3?"}])
 

@@ -75,6 +75,7 @@ async def test_a_small_tenant_waits_for_one_piece_of_a_large_one():
         assert passes.count(["a"]) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "loss"), [("a", LOSSES["a"]), ("b", LOSSES["b"]), ("c", VALUE), ("c", LossSpec.of(GSPOLoss()))], ids=str
 )

@@ -49,6 +49,7 @@ def places(text: str) -> dict[str, str]:
     return {name: at for name, at in re.findall(r"^\w+ (\w+).* at (\d+ \d+)$", text, re.MULTILINE)}
 
 
+@pytest.mark.slow
 async def test_a_window_is_filled_in_by_mouse_and_keyboard(desktop):
     text, _ = await desktop.reset(TASK)
     assert [line.partition(" at ")[0] for line in text.splitlines()] == [

@@ -130,6 +130,7 @@ async def test_a_program_that_waits_for_keys_gets_them():
         await environment.close()
 
 
+@pytest.mark.slow
 async def test_a_hundred_megabytes_of_output_are_a_few_kilobytes_of_text(terminal):
     await terminal.reset(TASK)
     text = await output(terminal, "head -c 100000000 /dev/zero | tr '\\0' x; echo the end")
@@ -169,6 +170,7 @@ HARMFUL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fix", "git"])
 @pytest.mark.parametrize("harm", HARMFUL)
 async def test_files_that_can_not_be_copied_for_the_check_solve_nothing(terminal, kind, harm):

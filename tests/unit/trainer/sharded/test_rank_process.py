@@ -49,6 +49,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_when_the_job_is_killed(tmp_path):
     environment = {**os.environ, FOLDER: str(tmp_path)}
     job = subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, env=environment)
