@@ -249,9 +249,9 @@ async def _parts(
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
-    if isinstance(config.engine, PooledEngineConfig) and config.engine.replicas > 1:
-        return await pooled_parts(config, config.engine, weights), None
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
+    if isinstance(config.engine, PooledEngineConfig) and config.engine.replicas > 1:
+        return await pooled_parts(config, config.engine, weights, pictures), None
     built = await in_thread(lambda: build_parts(config, weights, pictures))  # in a thread of its own, not of a pool
     return built, None
 
