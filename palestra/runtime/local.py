@@ -186,7 +186,7 @@ async def local_job(
                 work = await learner(algorithms)
             async with (
                 served(create_job_app(plane, most_replicas), listener, plane.stop, plane.connections),
-                looked_after(store, progress, plane.sessions.seats),
+                looked_after(store, progress, plane.sessions.seats, config.rollout.max_episode_seconds),
                 tracking(folder.path, trackers),
             ):
                 start.succeeded = True
