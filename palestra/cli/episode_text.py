@@ -11,7 +11,7 @@ from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, ImagePart
 from palestra.types.records import Trajectory
 
-Show = Callable[[str], RenderableType]  # of a picture's digest
+Show = Callable[[str, str], RenderableType]  # of a picture's digest, and the policy whose model got it
 
 
 def conversation(trajectory: Trajectory, show: Show) -> Group:
@@ -33,10 +33,10 @@ def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
             title += " (from the beginning)" if chat.parent is None else f" (goes on from call {chat.parent.index})"
         yield Text(f"{title} ──", style="dim")
         for message in chat.new_messages:
-            yield from _message(message, show)
+            yield from _message(message, chat.policy, show)
         if not chat.new_messages:
             yield Text("(a prompt of token ids or raw text)", style="dim")
-        yield from _message(chat.reply, show, "cut at its limit" if chat.finish_reason == "length" else "")
+        yield from _message(chat.reply, chat.policy, show, "cut at its limit" if chat.finish_reason == "length" else "")
         before = chat
     if not trajectory.chats:
         yield Text("no calls", style="dim")
@@ -46,7 +46,7 @@ def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
         yield Text(f"{name}: {'not scored' if value is None else f'{value:g}'}", style="bold")
 
 
-def _message(message: ChatMessage, show: Show, note: str = "") -> Iterator[RenderableType]:
+def _message(message: ChatMessage, policy: str, show: Show, note: str = "") -> Iterator[RenderableType]:
     """Yield the role of a message, then its texts and pictures in the order in which the model reads them."""
     name = f" {message.name}" if message.name else ""
     yield Text(f"[{message.role}{name}]{f' ({note})' if note else ''}", style="bold cyan")
@@ -59,7 +59,7 @@ def _message(message: ChatMessage, show: Show, note: str = "") -> Iterator[Rende
             continue
         if text:
             yield Text(text)
-        yield show(part.digest)
+        yield show(part.digest, policy)
         text = ""
     if text:
         yield Text(text)

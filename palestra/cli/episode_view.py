@@ -22,7 +22,9 @@ from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
 from palestra.config import JobConfig
 from palestra.dashboard.token_text import token_text
 from palestra.pictures.blobs import FOLDER, Blobs
+from palestra.renderers.seen_pictures import layout_fact, read_layout
 from palestra.store.browsing import EpisodeView, browse, episode_events, newest_rows, read_episode, trained_steps
+from palestra.store.run_log import read_fact
 from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenRow, TokenTrie, rows_of
@@ -59,7 +61,14 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         view = read_episode(connection, arguments.episode)
         if arguments.text:
             pictures, protocol = Blobs(folder / FOLDER), protocol_of(os.environ)
-            console.print(conversation(view.trajectory, lambda digest: TerminalPicture(pictures, digest, protocol)))
+            noted = {chat.policy: read_fact(connection, layout_fact(chat.policy)) for chat in view.trajectory.chats}
+            layouts = {policy: None if fact is None else read_layout(fact) for policy, fact in noted.items()}
+            console.print(
+                conversation(
+                    view.trajectory,
+                    lambda digest, policy: TerminalPicture(pictures, digest, protocol, layouts[policy]),
+                )
+            )
         else:
             _show(console, view, connection, config, arguments.unfold)
 

@@ -18,6 +18,8 @@ from palestra.pictures.blobs import Blobs
 from palestra.pictures.decoding import decode
 from palestra.pictures.encoding import encode
 from palestra.pictures.limits import OF_A_RUN
+from palestra.renderers.picture_layout import TiledLayout
+from palestra.renderers.seen_pictures import apart, in_words
 
 Protocol = Literal["kitty", "iterm"]
 _CHUNK = 4096  # characters of base64 in one of kitty's commands
@@ -44,12 +46,14 @@ def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
 class TerminalPicture:
     """A picture of a run as a line with a link to its file, and below it, where the terminal can, the picture.
 
-    The picture has exactly the pixels that the model's processor gets: it is decoded, and sent again as PNG.
+    The picture has exactly the pixels that the model got: its tiles with gaps between them, where the run has noted how
+    the policy's model cuts pictures; else the decoded picture.
     """
 
     pictures: Blobs
     digest: str
     protocol: Protocol | None
+    layout: TiledLayout | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the line, and the picture as a control segment, which no file or pipe gets."""
@@ -63,9 +67,12 @@ class TerminalPicture:
             return
         path = self.pictures.path(self.digest).absolute()
         link = Style(link=path.as_uri(), underline=True)
-        yield Text(f"[picture {image.width} × {image.height}: {path}]", style=link)
+        shown, cut = image, ""
+        if self.layout is not None:
+            shown, cut = apart(self.layout.seen(image), self.layout.tile), f", {in_words(self.layout, *image.size)}"
+        yield Text(f"[picture {image.width} × {image.height}{cut}: {path}]", style=link)
         if self.protocol is not None and console.is_terminal:
-            commands = "".join(_commands(self.protocol, encode(image)))
+            commands = "".join(_commands(self.protocol, encode(shown)))
             yield Segment(f"{commands}\n", None, Control((ControlType.CARRIAGE_RETURN,)).segment.control)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -46,6 +48,7 @@ from palestra.types.wire import ClaimAnswer, RolloutFacts
 
 log = logging.getLogger("palestra.client")
 T = TypeVar("T")
+UPLOADED_SECONDS = 1800.0  # after which a picture is uploaded again: a job removes those that it has not used for long
 MOST_UPLOADED = 65_536  # digests that a client remembers; a picture that is forgotten is uploaded again
 # Returns the present URL and key of a data plane. May block; raises JobOver if the job is over.
 Find = Callable[[], tuple[str, str]]
@@ -82,7 +85,7 @@ class AsyncClient:
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.AsyncClient(limits=LIMITS)
         self._find, self._finding = find, asyncio.Lock()
-        self._uploaded: dict[str, None] = {}  # digests of pictures that the server has, oldest first
+        self._uploaded: dict[str, float] = {}  # when each picture was uploaded, in monotonic seconds; oldest first
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,9 +183,11 @@ class AsyncClient:
             PayloadTooLarge: it is too large, or the run's pictures have no room for it.
         """
         name = digest_of(data) if digest is None else digest
-        if name not in self._uploaded:
+        now = time.monotonic()
+        if now - self._uploaded.get(name, -math.inf) > UPLOADED_SECONDS:
             await self._send(upload_call(data, name, None if episode is None else episode.api_key))
-            self._uploaded[name] = None
+            self._uploaded.pop(name, None)
+            self._uploaded[name] = now
             if len(self._uploaded) > MOST_UPLOADED:
                 self._uploaded.pop(next(iter(self._uploaded)))
         return name

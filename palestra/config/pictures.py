@@ -19,6 +19,11 @@ class PicturesConfig(Section):
         4096 * 2304, description="Width times height of a picture; it is read from the file before it is decoded."
     )
     max_in_call: Positive = Field(100, description="Most pictures in the messages of one call.")
+    max_bytes_in_episode: Positive = Field(
+        2**30,
+        description="Most bytes of pictures that one attempt at an episode may add to those of the run by its key; "
+        "pictures that the run has already cost nothing. More are refused.",
+    )
     store_gib: float = Field(
         20.0, gt=0, description="Most that the pictures of the run take on disk, each counted once. More are refused."
     )

@@ -35,6 +35,7 @@ from palestra.dashboard.files import PAGE, add_files
 from palestra.dashboard.progress import read_columns, read_settings
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
+from palestra.dashboard.seen_picture import seen_picture
 from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
 from palestra.dashboard.streams import Streams
@@ -286,6 +287,15 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         """Return the file of a picture that the run's calls name by this digest, exactly as the model got it."""
         found = reader.run(run)
         return await reader.read(found, lambda: picture_answer(Blobs(found.folder / FOLDER), digest))
+
+    @api.get("/{run}/pictures/{digest}/seen/{policy}", response_class=Response, responses=SHOWN)
+    async def seen(run: str, digest: str, policy: str) -> Response:
+        """Return the pixels that the model of a policy got of a picture: its tiles, side by side, as PNG.
+
+        The header `x-palestra-tiles` has the number of rows and of columns.
+        """
+        found = reader.run(run)
+        return await reader.read(found, lambda: seen_picture(found, digest, policy))
 
     @api.get("/{run}/episodes/{episode}/calls/{call}")
     async def conversation(run: str, episode: str, call: Whole) -> ConversationAnswer:

@@ -25,10 +25,14 @@ def picture_answer(blobs: Blobs, digest: str) -> Response:
         NotFound: there is no such picture.
         StoreError: its file is damaged.
     """
-    data = blobs.get(digest)
-    headers = {
+    return file_answer(blobs.get(digest))
+
+
+def file_answer(data: bytes, **headers: str) -> Response:
+    """Return the answer with the file of a picture, and further headers."""
+    safe = {
         "x-content-type-options": "nosniff",
         "content-security-policy": "default-src 'none'; sandbox",
         "cache-control": "no-store",  # as all answers that need a key
     }
-    return Response(data, media_type=media_type_of(data), headers=headers)
+    return Response(data, media_type=media_type_of(data), headers=safe | headers)

@@ -113,8 +113,9 @@ class Recordings:
         calls = [chat for chat in found.chats if chat.policy in self._policies]
         apart = is_apart(self._roles, self._policies)
         pictures = Blobs(run_dir / FOLDER)
-        for digest in {span.digest for chat in calls for span in chat.all_media} - set(self._store.pictures):
-            self._store.pictures.put(pictures.get(digest))
+        for digest in {span.digest for chat in calls for span in chat.all_media}:
+            if not self._store.pictures.renew(digest):
+                self._store.pictures.put(pictures.get(digest))
         return RecordedEpisode(
             task=Task(task_id=episode.task.task_id, data=episode.task.data),
             rewards=recorded_rewards(self._roles, self._policies, episode.players, episode.rewards or {}),

@@ -204,7 +204,8 @@ class CausalLM:
         Raises:
             ModelError: the model has no list of them.
         """
-        for module in self.model.base_model.modules():
+        text = self.model.base_model if self.vision is None else self.vision.tower.text  # a tower has layers as well
+        for module in text.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.layers:
                 return list(module)
         raise ModelError(f"{self.config.model_type} models have no list of {self.layers} layers")
@@ -378,6 +379,10 @@ class CausalLM:
             return []
         return self._changing(self.named_parameters())
 
+    def saved_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the weights that `save` writes, see `named_parameters`: of the adapter, or all, also frozen ones."""
+        return self.named_parameters() if self.adapter is None else self.adapter.named_parameters()
+
     def own_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the weights that may change by their names, packed or not."""
         plain = {name: weight.shape for name, weight in self.own_parameters()}
@@ -421,8 +426,8 @@ class CausalLM:
         Args:
             folder: where to write; it has to exist.
             tokenizer: the model's tokenizer.
-            weights: tensors [n, d] or [d] by the names of `own_parameters`, where this process has parts of them; None:
-                the model's own.
+            weights: tensors [n, d] or [d] by the names of `saved_parameters`, where this process has parts of them;
+                None: the model's own.
         """
         tokenizer.save_pretrained(folder)
         if self.adapter is not None:
@@ -438,7 +443,7 @@ class CausalLM:
             (folder / name).write_bytes(content)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Return the weights that `save` has written, [n, d] or [d] by the names of `own_parameters`, on the CPU.
+        """Return the weights that `save` has written, [n, d] or [d] by the names of `saved_parameters`, on the CPU.
 
         Raises:
             ModelError: those of an adapter can't be read.

@@ -13,10 +13,12 @@ import torch
 
 from palestra.config import BUILT_IN, AdapterConfig, VisionTraining
 from palestra.errors import ConfigError, ModelError
-from palestra.models.adapter_files import SavedAdapter, saved_adapter
+from palestra.models.adapter_files import SavedAdapter, base_of, saved_adapter
 from palestra.models.adapters import Adapter
 from palestra.models.catalog import cache_folder, model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
+from palestra.models.vision.loading import find_layout
+from palestra.renderers import PictureTokens
 from palestra.types.pictures import Pictures
 
 LoadModel = Callable[[str, torch.dtype, torch.device], tuple[CausalLM, Any]]
@@ -35,6 +37,24 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Cau
         ModelError: missing weights, or an unsupported architecture.
     """
     return load_causal_lm(name, dtype, device), load_tokenizer(name)
+
+
+def picture_tokens(name: str, tokenizer: Any, pictures: Pictures) -> PictureTokens | None:
+    """Return what writes the placeholders of a model whose weights another process has; None: it reads text only.
+
+    Args:
+        name: as `PolicyConfig.model` has it, or a folder.
+        tokenizer: the model's.
+        pictures: says how large each is.
+
+    Raises:
+        ModelError: the model's configuration can't be read, or its family is not supported.
+    """
+    try:
+        layout = find_layout(model_folder(base_of(name)))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    return None if layout is None else PictureTokens(tokenizer, layout, pictures)
 
 
 class LoadedModels:
@@ -74,6 +94,9 @@ class LoadedModels:
         model, tokenizer = self._load(name, dtype, device)
         if model.vision is not None:
             model.vision.trained = vision == "trained"
+            for weight_name, weight in model.named_parameters():
+                if model.vision.owns(weight_name):
+                    weight.requires_grad_(model.vision.trained)
         elif vision is not None:
             raise ConfigError(f"vision is {vision!r}, and {name} reads text only; leave `vision` out")
         return model, tokenizer

@@ -1,4 +1,8 @@
-"""`Blobs`: the folder of pictures beside a run's store, each of which is kept once, under the SHA-256 of its bytes."""
+"""`Blobs`: the folder of pictures beside a run's store, each of which is kept once, under the SHA-256 of its bytes.
+
+What nothing needs any more is removed by `remove_unused`. A picture is in use from the moment at which it was put or
+named, for as long as the caller of `remove_unused` says; whatever needs it for longer is the caller's to know.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from palestra.disk import write_whole, writing
 from palestra.errors import NotFound, PayloadTooLarge, StoreError
 
 FOLDER = "pictures"  # in the folder of a run
+Charge = Callable[[int], None]  # is given the bytes that a folder is about to grow by, and may raise instead
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -33,48 +39,105 @@ class Blobs:
     content has an equal name, so they can only write the same.
     """
 
-    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int | None = None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         """Use a folder, which the first `put` makes.
 
         Args:
             folder: where the files lie.
             max_bytes: the most bytes of all files together; None: any number.
+            monotonic: returns seconds, by which it is known how long a picture has not been used.
         """
         self.folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._used: int | None = None  # bytes of all files; counted at the first `put` that needs it
+        self._stored: int | None = None  # bytes of all files; counted at the first `put` that needs it
+        self._monotonic, self._opened = monotonic, monotonic()
+        self._used_at: dict[
+            str, float
+        ] = {}  # by digest; the others were used when the folder was opened, at the latest
 
-    def put(self, data: bytes) -> str:
+    def put(self, data: bytes, charge: Charge | None = None) -> str:
         """Keep a picture, and return its digest when it is on disk. Keeping it again changes nothing.
+
+        Args:
+            data: the file.
+            charge: is called with the size of a picture that is new, before it is written; None: nothing is.
 
         Raises:
             PayloadTooLarge: the folder would exceed its `max_bytes`.
             StoreError: the file could not be written.
+            PalestraError: `charge` has refused it.
         """
         digest = digest_of(data)
         path = self.path(digest)
-        if self._is_whole(path, len(data)):
-            return digest
-        # One writer at a time, so that the quota is kept; pictures are small, and most of them are there already.
+        # One writer at a time, so that the quota is kept, and that nothing is removed between the look and the note.
         with self._lock:
             if self._is_whole(path, len(data)):
+                self._used_at[digest] = self._monotonic()
                 return digest
             replaced = path.stat().st_size if path.exists() else 0  # one that a crash of the machine has damaged
             if self._max_bytes is not None:
-                used = self._bytes()
-                if used - replaced + len(data) > self._max_bytes:
+                stored = self._bytes()
+                if stored - replaced + len(data) > self._max_bytes:
                     raise PayloadTooLarge(
-                        f"the pictures of this run have {used:,} of {self._max_bytes:,} bytes, and this one has "
+                        f"the pictures of this run have {stored:,} of {self._max_bytes:,} bytes, and this one has "
                         f"{len(data):,} more; raise pictures.store_gib, or delete the run"
                     )
+            if charge is not None:
+                charge(len(data))
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, data)
             self._sync(path.parent)
-            if self._used is not None:
-                self._used += len(data) - replaced
+            if self._stored is not None:
+                self._stored += len(data) - replaced
+            self._used_at[digest] = self._monotonic()
         return digest
+
+    def renew(self, digest: str) -> bool:
+        """Return whether there is a picture of this digest, which is in use from now on as if it had been put."""
+        with self._lock:
+            if digest not in self:
+                return False
+            self._used_at[digest] = self._monotonic()
+            return True
+
+    def unused(self, seconds: float) -> set[str]:
+        """Return the digests of the pictures that nothing of this process has put or renewed for so long."""
+        since = self._monotonic() - seconds
+        return {digest for digest in self if self._used_at.get(digest, self._opened) < since}
+
+    def remove_unused(self, digests: Collection[str], seconds: float) -> int:
+        """Remove those of these pictures that are still unused, and what a crash has left half written.
+
+        No other process may write to the folder meanwhile.
+
+        Args:
+            digests: of pictures that nothing needs.
+            seconds: see `unused`; a picture that was put or renewed since is kept.
+
+        Returns:
+            How many pictures were removed.
+        """
+        removed = 0
+        for digest in sorted(digests):
+            with self._lock:  # for each file, so that nobody waits who puts a picture
+                if not self._used_at.get(digest, self._opened) < self._monotonic() - seconds:
+                    continue
+                path = self.path(digest)
+                with writing(path):
+                    size = path.stat().st_size if path.exists() else 0
+                    path.unlink(missing_ok=True)
+                self._used_at.pop(digest, None)
+                if self._stored is not None:
+                    self._stored -= size
+                removed += 1
+        with self._lock:  # without a writer, whatever has such a name is left over
+            for path in self.folder.glob("??/.*"):
+                path.unlink(missing_ok=True)
+        return removed
 
     def get(self, digest: str) -> bytes:
         """Return the bytes of a picture, after comparing them with its digest.
@@ -114,9 +177,9 @@ class Blobs:
             return False
 
     def _bytes(self) -> int:
-        if self._used is None:
-            self._used = sum(self.path(digest).stat().st_size for digest in self)
-        return self._used
+        if self._stored is None:
+            self._stored = sum(self.path(digest).stat().st_size for digest in self)
+        return self._stored
 
     def _sync(self, folder: Path) -> None:
         """Wait until the names in `folder` and above are on disk, as the content is."""

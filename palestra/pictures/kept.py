@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from palestra.pictures.blobs import Blobs, digest_of
+from palestra.pictures.blobs import Blobs, Charge, digest_of
 from palestra.pictures.containers import JPEG, MEDIA_TYPES, read_container
 from palestra.pictures.decoding import decode
 from palestra.pictures.encoding import encode
@@ -18,21 +20,29 @@ class KeptPictures(Blobs):
         limits: of each picture.
     """
 
-    def __init__(self, folder: Path, limits: PictureLimits | None = None, max_bytes: int | None = None) -> None:
-        """Use a folder; see `Blobs` for `folder` and `max_bytes`. Without `limits` they are `PictureLimits()`."""
-        super().__init__(folder, max_bytes)
+    def __init__(
+        self,
+        folder: Path,
+        limits: PictureLimits | None = None,
+        max_bytes: int | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use a folder; see `Blobs` for all but `limits`, without which they are `PictureLimits()`."""
+        super().__init__(folder, max_bytes, monotonic)
         self.limits = limits or PictureLimits()
 
-    def keep(self, data: bytes, media_type: str | None = None) -> str:
+    def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
         """Check a file, decode it as a test, keep it, and return its digest. Blocks for the disk and the decoder.
 
         Args:
             data: the file.
             media_type: the type that its sender gives; None: none.
+            charge: see `put`.
 
         Raises:
             InvalidPicture: the file is no picture that is taken, or of another type than its sender says.
             PayloadTooLarge: the folder would exceed its `max_bytes`.
+            PalestraError: `charge` has refused it.
             StoreError: the file could not be written.
         """
         found = read_container(data, self.limits)
@@ -46,17 +56,22 @@ class KeptPictures(Blobs):
         # A picture that is there has been decoded before.
         if digest_of(data) not in self:
             decode(data, self.limits)
-        return self.put(data)
+        return self.put(data, charge)
 
-    def small_copy(self, digest: str, side: int) -> str:
+    def small_copy(self, digest: str, side: int, charge: Charge | None = None) -> str:
         """Keep a copy with at most `side` pixels in width and height, and return its digest; of a small one its own.
+
+        Args:
+            digest: of the picture.
+            side: in pixels.
+            charge: see `put`.
 
         Raises:
             NotFound, StoreError: see `get`.
-            PayloadTooLarge: see `keep`.
+            PalestraError: see `keep`.
         """
         image = decode(self.get(digest), self.limits)
         if max(image.size) <= side:
             return digest
         image.thumbnail((side, side))
-        return self.put(encode(image))
+        return self.put(encode(image), charge)

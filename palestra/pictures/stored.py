@@ -17,11 +17,15 @@ _SIZES = 65_536
 
 
 class StoredPictures:
-    """`Pictures` of a folder."""
+    """`Pictures` of a folder.
+
+    Attributes:
+        folder: in which other processes find the same pictures.
+    """
 
     def __init__(self, blobs: Blobs) -> None:
         """Read pictures from a folder, in which every file was decoded once before it was kept."""
-        self._blobs = blobs
+        self._blobs, self.folder = blobs, blobs.folder
         self.image = lru_cache(maxsize=_IMAGES)(self._image)
         self.size = lru_cache(maxsize=_SIZES)(self._size)
 

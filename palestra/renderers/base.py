@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from palestra.renderers.picture_layout import PictureLayout
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
@@ -106,6 +107,7 @@ class Renderer(ABC):
         independent_turns: whether a turn has the same tokens in every conversation, so that `extend` with the tokens of
             a written reply returns what `render` would of the whole conversation.
         takes_images: whether messages may have images. If not, a call with one is refused before `render` is called.
+        picture_layout: what stands in a prompt for an image; None: it takes none, or another library knows.
     """
 
     vocabulary: Vocabulary
@@ -114,6 +116,7 @@ class Renderer(ABC):
     incremental: bool
     independent_turns: bool
     takes_images: bool = False
+    picture_layout: PictureLayout | None = None
 
     @abstractmethod
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:

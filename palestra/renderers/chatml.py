@@ -51,7 +51,7 @@ class ChatMLRenderer(Renderer):
         """
         self.config, self._pictures = config or ChatMLConfig(), pictures
         if pictures is not None:
-            self.takes_images = True
+            self.takes_images, self.picture_layout = True, pictures.layout
         self.reasons = self.config.reasons
         self.vocabulary = Vocabulary(tokenizer)
         self._start = tokenizer.convert_tokens_to_ids("<|im_start|>")

@@ -51,6 +51,7 @@ class DialogRenderer(Renderer):
             raise ValueError(f"the tokenizer has no {END}, or no {first}")
         self.stop_ids = tuple(dict.fromkeys((self._end, tokenizer.eos_token_id)))
         self._pictures, self._encode = pictures, plain_encoder(tokenizer)
+        self.picture_layout = pictures.layout
         self._long = LongText(tokenizer, self._encode)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:

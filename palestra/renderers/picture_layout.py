@@ -10,9 +10,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from palestra.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _LONGEST = 4096  # transformers' bound on a side of a picture before it is cut into tiles
 
@@ -43,6 +46,7 @@ class TiledLayout:
         tile: side of a tile in pixels.
         longest: the longer side of a picture before it is cut, in pixels; None: as it is.
         splits: whether pictures are cut; otherwise each is one tile.
+        resample: Pillow's number of the filter by which sizes are changed.
     """
 
     tokens: int
@@ -50,6 +54,7 @@ class TiledLayout:
     longest: int | None
     splits: bool
     image_token: str = "<image>"
+    resample: int = 1
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of tiles; see `PictureLayout`."""
@@ -67,6 +72,20 @@ class TiledLayout:
         if height <= tile and width <= tile:
             return 0, 0
         return height // tile, width // tile
+
+    def seen(self, image: Image) -> Image:
+        """Return the pixels that the tower gets of a picture, before they are normalised: its tiles, side by side.
+
+        The whole picture in one tile, which the tower gets as well where there are several, is not part of it.
+
+        Args:
+            image: decoded and upright, in mode RGB.
+        """
+        rows, columns = self.grid(*image.size)
+        if self.longest is not None:
+            size = _bounded(*_stretched(*image.size, self.longest), _LONGEST)
+            image = image.resize(size, self.resample)
+        return image.resize((max(columns, 1) * self.tile, max(rows, 1) * self.tile), self.resample)
 
     def text(self, width: int, height: int) -> str:
         """Return the control tokens of a picture; see `PictureLayout`."""
@@ -122,6 +141,7 @@ def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureL
         tile=images.get("max_image_size", {"longest_edge": 364})["longest_edge"],
         longest=size.get("longest_edge") if images.get("do_resize", True) else None,
         splits=splits,
+        resample=images.get("resample", 1),
     )
 
 

@@ -16,6 +16,7 @@ from palestra.grammars.pool import Grammars
 from palestra.models.kept_weights import KeptSource, keep_weights
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
+from palestra.pictures.stored import StoredPictures
 from palestra.renderers import select_renderer
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
 from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
@@ -25,37 +26,48 @@ from palestra.threads import in_thread
 Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
 
 
-async def pooled_parts(config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str]) -> Parts:
+async def pooled_parts(
+    config: JobConfig,
+    settings: PooledEngineConfig,
+    weights: Mapping[str, str],
+    pictures: StoredPictures | None = None,
+) -> Parts:
     """Start the engine's workers, and build the other parts of a job in this process.
 
     Args:
         config: the job.
         settings: of its engine, with at least two replicas.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        pictures: see `build_parts`; the workers read them in the same folder.
 
     Raises:
         PalestraError: a worker can't be started; see `build_parts`.
     """
     if isinstance(settings, FakeEngineConfig):
-        engine, _ = await _opened(config, settings, weights, _keep_nothing)
+        engine, _ = await _opened(config, settings, weights, _keep_nothing, None)
         fake = await in_thread(lambda: build_parts(config))
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
     assert isinstance(settings, EmbeddedEngineConfig)
     shared = await in_thread(lambda: _share(settings))
-    engine, models = await _opened(config.model_copy(update={"engine": shared}), shared, weights, _keep_in(shared))
+    ordered = config.model_copy(update={"engine": shared})
+    engine, models = await _opened(ordered, shared, weights, _keep_in(shared), pictures)
     try:
-        return await in_thread(lambda: _parts(config, weights, engine, models))
+        return await in_thread(lambda: _parts(config, weights, engine, models, pictures))
     except BaseException:
         await engine.close()
         raise
 
 
 async def _opened(
-    config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str], keep: Keep
+    config: JobConfig,
+    settings: PooledEngineConfig,
+    weights: Mapping[str, str],
+    keep: Keep,
+    pictures: StoredPictures | None,
 ) -> tuple[InferenceManager, Mapping[str, SampledModel]]:
     """Return a pool whose workers serve, and the models that they have."""
-    processes = EngineProcesses(config, weights)
+    processes = EngineProcesses(config, weights, None if pictures is None else pictures.folder)
     options = PoolOptions(
         replicas=settings.replicas,
         sync=settings.sync,
@@ -101,22 +113,28 @@ async def _keep_nothing(policy: str, source: WeightSource) -> KeptWeights:
 
 
 def _parts(
-    config: JobConfig, weights: Mapping[str, str], engine: InferenceManager, models: Mapping[str, SampledModel]
+    config: JobConfig,
+    weights: Mapping[str, str],
+    engine: InferenceManager,
+    models: Mapping[str, SampledModel],
+    pictures: StoredPictures | None,
 ) -> Parts:
     """Build what is in the job's own process: renderers, grammars and the trainer, and no model to sample from."""
     from palestra.grammars.vocabulary import vocabulary_of
     from palestra.models.causal_lm import load_tokenizer
-    from palestra.models.loading import LoadedModels
+    from palestra.models.loading import LoadedModels, picture_tokens
 
     make_deterministic(config)
     runtimes = {}
     for name, policy in config.policies.items():
-        tokenizer = load_tokenizer(weights.get(name, policy.model))
+        model = weights.get(name, policy.model)
+        tokenizer = load_tokenizer(model)
+        shown = None if pictures is None else picture_tokens(model, tokenizer, pictures)
         runtimes[name] = PolicyRuntime(
             name=name,
             config=policy.model_copy(update={"max_context": models[name].max_context}),
-            renderer=select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep"),
+            renderer=select_renderer(tokenizer, config.rollout.dropped_reasoning == "keep", shown),
             engine=engine,
             grammars=Grammars(vocabulary_of(tokenizer, models[name].vocab_size)),
         )
-    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights)
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(pictures=pictures), weights, pictures)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -29,6 +30,8 @@ from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
 from palestra.engine.base import Engine
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure, PalestraError
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.stored import StoredPictures
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 
@@ -52,14 +55,19 @@ class SampledModel:
 class EngineProcesses:
     """Starts the workers of a job, all with the same models."""
 
-    def __init__(self, config: JobConfig, weights: Mapping[str, str]) -> None:
+    def __init__(self, config: JobConfig, weights: Mapping[str, str], pictures: Path | None = None) -> None:
         """Start none yet.
 
         Args:
             config: the job, with what each worker has of threads and memory.
             weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+            pictures: folder in which the pictures of prompts are found; None: models that see are not shown any.
         """
-        self._order = {"config": config.model_dump(mode="json"), "weights": dict(weights)}
+        self._order = {
+            "config": config.model_dump(mode="json"),
+            "weights": dict(weights),
+            "pictures": None if pictures is None else str(pictures.absolute()),
+        }
         self.models: dict[str, SampledModel] = {}  # by policy; those of the newest worker, of which all have the same
 
     async def start(self, number: int) -> StartedWorker:
@@ -172,7 +180,8 @@ def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
     from palestra.runtime.parts import load_engine
 
     assert isinstance(config.engine, EmbeddedEngineConfig)
-    engine, loaded = load_engine(config, config.engine, order["weights"], LoadedModels())
+    pictures = None if order["pictures"] is None else StoredPictures(Blobs(Path(order["pictures"])))
+    engine, loaded = load_engine(config, config.engine, order["weights"], LoadedModels(pictures=pictures))
     models = {
         name: {"vocab_size": one.model.model.vocab_size, "max_context": one.max_context} for name, one in loaded.items()
     }

@@ -98,6 +98,11 @@ def _policy(config: JobConfig, name: str, weights: Mapping[str, str]) -> _Policy
         raise ConfigError(f"{model} is an adapter, and engine.kind = {config.engine.kind!r} loads full weights")
     found = model_folder(model)
     files = read_model_files(found if isinstance(found, Path) else exact_model(model))
+    if files.sees:
+        raise ConfigError(
+            f"{model} sees pictures, and engine.kind = {config.engine.kind!r} is for models that read text only; take "
+            "engine.kind = 'embedded'"
+        )
     if policy.max_context > files.max_positions and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {files.max_positions} positions")
     tokenizer = load_tokenizer(model)

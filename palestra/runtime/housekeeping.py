@@ -1,4 +1,4 @@
-"""What has to be done again and again while a job is open: leases expire, and episodes are counted."""
+"""What has to be done again and again while a job is open: leases expire, episodes are counted, pictures removed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from palestra.errors import PalestraError
 from palestra.session import SeatBook
 from palestra.store import RunStore
+from palestra.store.unnamed_pictures import remove_unnamed_pictures
 from palestra.types.progress import JobProgress, Phase, PhaseProgress
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra")
 
 
+SWEEP_SECONDS = 600.0  # between two looks for pictures that nothing needs
+
+
 @asynccontextmanager
-async def looked_after(store: RunStore, progress: JobProgress, seats: SeatBook | None) -> AsyncIterator[None]:
-    """Expire leases, of seats too, and keep the counts of episodes up to date, while the block is open."""
+async def looked_after(
+    store: RunStore, progress: JobProgress, seats: SeatBook | None, max_episode_seconds: float
+) -> AsyncIterator[None]:
+    """Expire leases, of seats too, count episodes, and remove pictures that nothing needs, while the block is open.
+
+    Args:
+        store: of the run.
+        progress: has the counts.
+        seats: of the job's episodes; None: it has none.
+        max_episode_seconds: longest duration of one attempt at an episode.
+    """
 
     async def watch() -> None:
         counted: tuple[int, Phase | None] = (-1, None)
@@ -37,11 +51,19 @@ async def looked_after(store: RunStore, progress: JobProgress, seats: SeatBook |
                     said = str(error)
                     log.error("leases can't be looked after now: %s: %s", type(error).__name__, error)
 
-    task = asyncio.create_task(watch())
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            try:
+                await remove_unnamed_pictures(store, max_episode_seconds)
+            except PalestraError as error:
+                log.error("pictures that nothing needs can't be removed now: %s", error)
+
+    tasks = asyncio.create_task(watch()), asyncio.create_task(sweep())
     try:
         yield
     finally:
-        await cancelled(task)
+        await cancelled(*tasks)
 
 
 async def _count(store: RunStore, progress: JobProgress) -> None:

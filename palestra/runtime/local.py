@@ -21,6 +21,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
+from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
 from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.environments import environment_of
@@ -40,7 +41,7 @@ from palestra.runtime.shared_base import BaseConnection, connect_base
 from palestra.runtime.tasks import load_tasks, read_files
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
-from palestra.session import Sameness, SeatBook, SessionContext, Sessions
+from palestra.session import PolicyRuntime, Sameness, SeatBook, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
 from palestra.store.casting import Casting
 from palestra.store.key_files import SecretFile, publish_key
@@ -115,6 +116,7 @@ async def local_job(
         try:
             if base is not None:
                 await base.check_run(store.log)
+            await _note_layouts(store, runtimes)
             await _create_policies(config, parts.trainer, algorithms, weights or {})
             if scored is None:
                 await load_tasks(store.tasks, config, tasks, given)
@@ -186,7 +188,7 @@ async def local_job(
                 work = await learner(algorithms)
             async with (
                 served(create_job_app(plane, most_replicas), listener, plane.stop, plane.connections),
-                looked_after(store, progress, plane.sessions.seats),
+                looked_after(store, progress, plane.sessions.seats, config.rollout.max_episode_seconds),
                 tracking(folder.path, trackers),
             ):
                 start.succeeded = True
@@ -243,15 +245,22 @@ async def _create_policies(
             await trainer.create(name, policy_spec(config, algorithm, name, weights))
 
 
+async def _note_layouts(store: RunStore, runtimes: Mapping[str, PolicyRuntime]) -> None:
+    """Note what the models of the policies get of pictures, so that the run's page can show it later."""
+    for name, runtime in runtimes.items():
+        if (layout := write_layout(runtime.renderer.picture_layout)) is not None:
+            await store.log.set_fact(layout_fact(name), layout)
+
+
 async def _parts(
     config: JobConfig, weights: Mapping[str, str], folder: RunFolder
 ) -> tuple[Parts, BaseConnection | None]:
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
-    if isinstance(config.engine, PooledEngineConfig) and config.engine.replicas > 1:
-        return await pooled_parts(config, config.engine, weights), None
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
+    if isinstance(config.engine, PooledEngineConfig) and config.engine.replicas > 1:
+        return await pooled_parts(config, config.engine, weights, pictures), None
     built = await in_thread(lambda: build_parts(config, weights, pictures))  # in a thread of its own, not of a pool
     return built, None
 

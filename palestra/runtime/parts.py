@@ -17,10 +17,10 @@ from palestra.config import (
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
+from palestra.pictures.stored import StoredPictures
 from palestra.renderers import ByteTokenizer, ChatMLRenderer, PictureTokens, Renderer, select_renderer
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.base import Trainer
-from palestra.types.pictures import Pictures
 
 if TYPE_CHECKING:
     from palestra.engine.embedded.engine import EmbeddedEngine
@@ -39,7 +39,9 @@ class Parts:
     renewable: Renewable | None = None  # the trainer, where its processes may be lost
 
 
-def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None, pictures: Pictures | None = None) -> Parts:
+def build_parts(
+    config: JobConfig, weights: Mapping[str, str] | None = None, pictures: StoredPictures | None = None
+) -> Parts:
     """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
 
     Args:
@@ -86,7 +88,7 @@ def fake_engine(settings: FakeEngineConfig) -> Engine:
 
 
 def _embedded(
-    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], pictures: Pictures | None
+    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], pictures: StoredPictures | None
 ) -> Parts:
     """Build a job whose engine and trainer are in this process, and share weights that never change."""
     from palestra.models.loading import LoadedModels
@@ -103,7 +105,7 @@ def _embedded(
         )
         for name, one in loaded.items()
     }
-    return parts_with_trainer(config, engine, runtimes, models, weights)
+    return parts_with_trainer(config, engine, runtimes, models, weights, pictures)
 
 
 def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
@@ -112,7 +114,7 @@ def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig
     from palestra.runtime.engine_servers import served_engine
 
     engine, runtimes = served_engine(config, settings, weights)
-    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights)
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, None)
 
 
 def load_engine(
@@ -213,6 +215,7 @@ def parts_with_trainer(
     runtimes: Mapping[str, PolicyRuntime],
     models: LoadedModels,
     weights: Mapping[str, str],
+    pictures: StoredPictures | None,
 ) -> Parts:
     """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
 
@@ -222,6 +225,7 @@ def parts_with_trainer(
         runtimes: of the policies.
         models: of this process, with which a trainer in it shares weights that never change.
         weights: see `build_parts`.
+        pictures: see `build_parts`.
     """
     policies = PolicySet.of(config, runtimes)
     if config.kind != "training":
@@ -236,5 +240,6 @@ def parts_with_trainer(
 
     check_memory(config, {name: weights.get(name, config.policies[name].model) for name in config.trained_policies})
     assert not isinstance(config.engine, FakeEngineConfig)
-    sharded = ShardedTrainer(config.trainer, config.checkpoint.keep, config.engine.dtype, config.deterministic)
+    folder = None if pictures is None else pictures.folder
+    sharded = ShardedTrainer(config.trainer, config.checkpoint.keep, config.engine.dtype, config.deterministic, folder)
     return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)

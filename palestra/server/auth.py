@@ -241,6 +241,15 @@ class KeyRing:
             raise Forbidden("this key calls models outside any episode; this route takes the key of an episode")
         return key
 
+    def episode_of(self, request: Request) -> EpisodeKey | SeatKey | None:
+        """Return the episode, or the seat of one, that a request's key opens; None: it is another key of the job.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+        """
+        key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
+        return key if isinstance(key, EpisodeKey | SeatKey) else None
+
     def opens_talk(self, request: Request) -> bool:
         """Return whether a request carries the key with which the page calls the policies.
 

@@ -169,7 +169,8 @@ async def _settled(
     """Return a request whose pictures are kept; see `PictureIntake.settle`."""
     if not asked.pictures:
         return asked
-    return await until_disconnect(request.receive, plane.pictures.settle(asked, runtime))
+    settling = plane.pictures.settle(asked, runtime, plane.picture_charge(request))
+    return await until_disconnect(request.receive, settling)
 
 
 def _agent_of(seat: str, request: Request) -> str:

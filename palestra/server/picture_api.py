@@ -43,7 +43,8 @@ def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:
         data = await request.body()
         if digest_of(data) != digest:
             raise InvalidRequest("the digest in the path is not the SHA-256 of the body", "digest")
-        return PictureKept(digest=await until_disconnect(request.receive, plane.pictures.keep(data)))
+        keeping = plane.pictures.keep(data, charge=plane.picture_charge(request))
+        return PictureKept(digest=await until_disconnect(request.receive, keeping))
 
     @routes.get("/pictures/{digest}", response_class=Response, responses=SHOWN)
     async def show_picture(digest: str, request: Request) -> Response:

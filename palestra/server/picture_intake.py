@@ -13,7 +13,7 @@ from typing import Any
 
 from palestra.config import PicturesConfig
 from palestra.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedField
-from palestra.pictures.blobs import is_digest
+from palestra.pictures.blobs import Charge, is_digest
 from palestra.pictures.kept import KeptPictures
 from palestra.pictures.limits import InvalidPicture
 from palestra.server.dialects.base import DialectRequest
@@ -39,17 +39,22 @@ class PictureIntake:
         self._fetched: OrderedDict[str, str] = OrderedDict()  # digest by URL
         self._small: OrderedDict[str, str] = OrderedDict()  # digest of the small copy by that of the picture
 
-    async def settle(self, asked: DialectRequest[Any], runtime: PolicyRuntime) -> DialectRequest[Any]:
+    async def settle(
+        self, asked: DialectRequest[Any], runtime: PolicyRuntime, charge: Charge | None = None
+    ) -> DialectRequest[Any]:
         """Return a request in which every picture is an image part with its digest, and is on disk.
 
         Args:
             asked: the request, with the pictures of its messages.
             runtime: of the policy that answers it.
+            charge: counts the bytes of pictures that the run does not have; None: nothing does.
 
         Raises:
             UnsupportedField: the policy's model takes no images, or a file is of a type that is not taken.
             InvalidRequest: a picture is damaged, too large or not allowed, there are too many, or a digest is unknown.
-            PayloadTooLarge: the run's pictures would take more of the disk than they may.
+            PayloadTooLarge: the pictures of the run, or those that the episode adds, would take more of the disk than
+                they may.
+            EpisodeLeaseExpired: the episode is over, and may add none.
         """
         if not asked.pictures:
             return asked
@@ -64,50 +69,51 @@ class PictureIntake:
                 f"and those of a call may have {self._config.max_in_call} (pictures.max_in_call)",
                 "messages",
             )
-        digests = {picture.place: await self._settled(picture) for picture in asked.pictures}
+        digests = {picture.place: await self._settled(picture, charge) for picture in asked.pictures}
         calls = tuple(with_digests(call, lambda picture: digests[picture.place]) for call in asked.calls)
         return replace(asked, calls=calls, pictures=())
 
-    async def keep(self, data: bytes, media_type: str | None = None) -> str:
+    async def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
         """Check and decode an uploaded picture, keep it, and return its digest.
 
         Args:
             data: the file.
             media_type: the type that the client gives; None: none.
+            charge: see `settle`.
 
         Raises:
             InvalidRequest: the file is no picture that is taken.
-            PayloadTooLarge: see `settle`.
+            PayloadTooLarge, EpisodeLeaseExpired: see `settle`.
         """
-        return await self._pool.run(self._kept.keep, data, media_type)
+        return await self._pool.run(self._kept.keep, data, media_type, charge)
 
-    async def _settled(self, picture: SentPicture) -> str:
+    async def _settled(self, picture: SentPicture, charge: Charge | None) -> str:
         """Return the digest under which a picture is kept. Its place comes first in the message of an error."""
         try:
             if picture.url is not None:
-                digest = await self._of_url(picture.url)
+                digest = await self._of_url(picture.url, charge)
             else:
-                digest = await self._pool.run(self._of_request, picture)
-            return await self._pool.run(self._small_copy, digest) if picture.low else digest
+                digest = await self._pool.run(self._of_request, picture, charge)
+            return await self._pool.run(self._small_copy, digest, charge) if picture.low else digest
         except (InvalidRequest, NotFound, PayloadTooLarge) as error:
             message = f"{picture.place}: {error}"
             if isinstance(error, PayloadTooLarge):
                 raise PayloadTooLarge(message) from error
             raise InvalidRequest(message, picture.place) from error
 
-    async def _of_url(self, url: str) -> str:
+    async def _of_url(self, url: str, charge: Charge | None) -> str:
         digest = self._fetched.get(url)
-        if digest is None or digest not in self._kept:
-            digest = await self.keep(await self._fetcher.fetch(url))
+        if digest is None or not await self._pool.run(self._kept.renew, digest):
+            digest = await self.keep(await self._fetcher.fetch(url), charge=charge)
         _remember(self._fetched, url, digest)
         return digest
 
-    def _of_request(self, picture: SentPicture) -> str:
+    def _of_request(self, picture: SentPicture, charge: Charge | None) -> str:
         """Return the digest of a picture that the request itself has or names. Blocks for the disk and the decoder."""
         if picture.base64 is None:
             if picture.named is None or not is_digest(picture.named):
                 raise InvalidPicture("a picture is named by the 64 hexadecimal digits of its SHA-256")
-            if picture.named not in self._kept:
+            if not self._kept.renew(picture.named):
                 raise InvalidPicture(f"there is no picture {picture.named}; upload it first (PUT /pictures/DIGEST)")
             return picture.named
         if len(picture.base64) > self._config.max_bytes // 3 * 4 + 4:
@@ -116,13 +122,13 @@ class PictureIntake:
             data = base64.b64decode(picture.base64, validate=True)
         except (binascii.Error, ValueError):
             raise InvalidPicture("its base64 is none") from None
-        return self._kept.keep(data, picture.media_type)
+        return self._kept.keep(data, picture.media_type, charge)
 
-    def _small_copy(self, digest: str) -> str:
+    def _small_copy(self, digest: str, charge: Charge | None) -> str:
         """Return the digest of a copy with at most `LOW_SIDE` pixels on a side. Blocks for the disk and the decoder."""
         small = self._small.get(digest)
-        if small is None or small not in self._kept:
-            small = self._kept.small_copy(digest, LOW_SIDE)
+        if small is None or not self._kept.renew(small):
+            small = self._kept.small_copy(digest, LOW_SIDE, charge)
         _remember(self._small, digest, small)
         return small
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+from starlette.requests import Request
 
 from palestra.config import JobConfig
 from palestra.errors import Conflict, ServerStopping
 from palestra.http.connections import Connections
+from palestra.pictures.blobs import Charge
 from palestra.server.auth import KeyRing
 from palestra.server.picture_intake import PictureIntake
 from palestra.server.workers import WorkerRegistry
@@ -58,6 +62,18 @@ class DataPlane:
             if rewards := [sum(mine.values()) for mine in own if mine or not roles.rivals]:
                 found[policy] = sum(rewards) / len(rewards)
         return found
+
+    def picture_charge(self, request: Request) -> Charge | None:
+        """Return what counts the bytes of new pictures of a request with an episode's key; None: it has another key.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+        """
+        key = self.keys.episode_of(request)
+        if key is None:
+            return None
+        most = self.config.pictures.max_bytes_in_episode
+        return partial(self.store.leases.charge_picture, key.episode_id, key.fence, most)
 
     @property
     def seats(self) -> SeatBook:

@@ -318,7 +318,9 @@ class History:
                 if other.message is not None and (reason := self._rewritten(rest[0], other.message)):
                     return _latest(other), reason
         if self._has_reply(policy, rest):
-            return self._keeper(policy, node, rest) or _latest(others[-1]), ForkReason.EDITED_MESSAGE
+            shown = any(other.message and _same_but_pictures(rest[0], other.message) for other in others)
+            reason = ForkReason.PICTURE_CHANGED if shown else ForkReason.EDITED_MESSAGE
+            return self._keeper(policy, node, rest) or _latest(others[-1]), reason
         if rest[0].role == "assistant" and any(o.message and o.message.role == "assistant" for o in others):
             return _latest(others[-1]), ForkReason.EDITED_MESSAGE
         return (_latest(others[-1]) if node.depth else None), ForkReason.NEW_CONVERSATION
@@ -403,6 +405,17 @@ def _parts(message: ChatMessage) -> Hashable:
     if all(isinstance(part, TextPart) for part in message.content):
         return message.text
     return tuple(part.text if isinstance(part, TextPart) else (part.type, part.digest) for part in message.content)
+
+
+def _same_but_pictures(one: ChatMessage, other: ChatMessage) -> bool:
+    """Return whether two messages that the model does not read alike differ in their pictures alone."""
+
+    def texts(message: ChatMessage) -> Hashable:
+        content = tuple(part for part in message.content if isinstance(part, TextPart))
+        return message_key(message.model_copy(update={"content": content}))
+
+    has_pictures = any(not isinstance(part, TextPart) for part in (*one.content, *other.content))
+    return has_pictures and texts(one) == texts(other)
 
 
 def _call_key(call: ToolCall) -> Hashable:

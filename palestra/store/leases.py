@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import nsmallest
 
+from palestra.errors import EpisodeLeaseExpired, PayloadTooLarge
 from palestra.types.clock import Clock
 
 
@@ -22,6 +23,7 @@ class Lease:
         worker_id: the worker that claimed the episode.
         claimed_at: of the claim; after a restart, of the restart.
         held: calls in flight. While there are any, the server itself delays the worker, so the lease does not expire.
+        picture_bytes: that were added to the pictures of the run under it.
     """
 
     fence: int
@@ -31,6 +33,7 @@ class Lease:
     worker_id: str
     claimed_at: float
     held: int = 0
+    picture_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +123,31 @@ class LeaseBook:
         lease = self._leases.get(episode_id)
         if lease is not None and lease.fence == fence:
             del self._leases[episode_id]
+
+    def charge_picture(self, episode_id: str, fence: int, most: int, size: int) -> None:
+        """Count a picture that is added to those of the run under a lease. Called by one thread at a time.
+
+        Args:
+            episode_id: of the claimed episode.
+            fence: of the claim.
+            most: bytes that may be added under one lease.
+            size: of the picture, in bytes.
+
+        Raises:
+            EpisodeLeaseExpired: it is not the episode's present lease.
+            PayloadTooLarge: there would be more than `most`.
+        """
+        lease = self._leases.get(episode_id)
+        if lease is None or lease.fence != fence:
+            raise EpisodeLeaseExpired(
+                f"episode {episode_id} has ended or was given back, and takes no picture any more"
+            )
+        if lease.picture_bytes + size > most:
+            raise PayloadTooLarge(
+                f"episode {episode_id} has added {lease.picture_bytes:,} of {most:,} bytes of pictures, and this one "
+                f"has {size:,} more; raise pictures.max_bytes_in_episode"
+            )
+        lease.picture_bytes += size
 
     def expired(self) -> list[tuple[str, int]]:
         """Return (episode id, fence) of every lease that has expired."""

@@ -95,7 +95,7 @@ class RunLog:
                 connection.execute(sa.delete(metric_rows).where(metric_rows.c.step == step))
             if _unfinished_step(connection) != step:
                 return None
-            unfinished: dict[str, float] = orjson.loads(_fact(connection, UNFINISHED) or "")
+            unfinished: dict[str, float] = orjson.loads(read_fact(connection, UNFINISHED) or "")
             return unfinished
 
         return await self._db.write(restore)
@@ -125,7 +125,7 @@ class RunLog:
 
     async def fact(self, key: str) -> str | None:
         """Return a small fact of the run, such as its incarnation; None: it was never set."""
-        return await self._db.read(lambda connection: _fact(connection, key))
+        return await self._db.read(lambda connection: read_fact(connection, key))
 
     async def set_fact(self, key: str, value: str) -> None:
         """Set a small fact of the run, which a restart reads again."""
@@ -234,11 +234,12 @@ def read_manifest(connection: Connection, step: int) -> BatchManifest | None:
 
 def _unfinished_step(connection: Connection) -> int | None:
     """Return the step whose row waits for its evaluation; None: no row does."""
-    found = _fact(connection, UNFINISHED)
+    found = read_fact(connection, UNFINISHED)
     return None if found is None else int(orjson.loads(found)["step"])
 
 
-def _fact(connection: Connection, key: str) -> str | None:
+def read_fact(connection: Connection, key: str) -> str | None:
+    """Return a fact of the run; None: it has none of this name."""
     return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar()
 
 

@@ -226,10 +226,10 @@ def open_run_store(
         groups=Groups(db, episodes.available, episodes.settled),
         trained=TrainedTokens(db),
         log=RunLog(db, clock),
-        pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig()),
+        pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig(), clock),
     )
 
 
-def _pictures(folder: Path, config: PicturesConfig) -> KeptPictures:
+def _pictures(folder: Path, config: PicturesConfig, clock: Clock) -> KeptPictures:
     limits = PictureLimits(max_bytes=config.max_bytes, max_pixels=config.max_pixels)
-    return KeptPictures(folder, limits, int(config.store_gib * 2**30))
+    return KeptPictures(folder, limits, int(config.store_gib * 2**30), clock.monotonic)

@@ -16,7 +16,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import unpack_bits
-from palestra.models.vision.placed import PlacedPicture
+from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.trainer.packing import MicroBatch, Tree
 from palestra.trainer.token_scores import token_logprobs, token_logprobs_and_entropies
@@ -36,7 +36,28 @@ def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 
 def flat_hidden(model: CausalLM, micro: MicroBatch) -> Tensor:
     """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]."""
-    return model.hidden(*flat_inputs(micro.trees, model.device), model.picture_rows(flat_pictures(model, micro)))
+    return hidden_with(model, micro, flat_picture_rows(model, micro))
+
+
+def hidden_with(model: CausalLM, micro: MicroBatch, pictures: PictureRows | None) -> Tensor:
+    """Return what `flat_hidden` returns, where the pictures of the micro-batch are computed already.
+
+    Args:
+        model: the policy's, or a reference's.
+        micro: trees of rows.
+        pictures: of `flat_picture_rows`.
+    """
+    return model.hidden(*flat_inputs(micro.trees, model.device), pictures)
+
+
+def flat_picture_rows(model: CausalLM, micro: MicroBatch) -> PictureRows | None:
+    """Return the embeddings of a micro-batch's pictures, at its nodes; None: it has none.
+
+    Raises:
+        ModelError: the model reads text only, or a picture does not fit its placeholders.
+        PalestraError: a picture is not there.
+    """
+    return model.picture_rows(flat_pictures(model, micro))
 
 
 def flat_inputs(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tensor, TreeAttention]:

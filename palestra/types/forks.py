@@ -10,6 +10,7 @@ class ForkReason(StrEnum):
     """Why a prompt could not reuse the token ids of an earlier call. `MEANINGS` holds the text shown to users."""
 
     EDITED_MESSAGE = "edited_message"
+    PICTURE_CHANGED = "picture_changed"
     REASONING_STRIPPED = "reasoning_stripped"
     WHITESPACE_STRIPPED = "whitespace_stripped"
     TOOL_ARGUMENTS = "tool_arguments"
@@ -28,6 +29,7 @@ class ForkReason(StrEnum):
 # One table, so that the docs, the metrics and the episode view explain a reason in the same words.
 MEANINGS = {
     ForkReason.EDITED_MESSAGE: "an earlier message was changed, left out or summarised",
+    ForkReason.PICTURE_CHANGED: "an earlier message came back with other pictures, and with the same text",
     ForkReason.REASONING_STRIPPED: "the reasoning of a reply was dropped, by the agent or by the template",
     ForkReason.WHITESPACE_STRIPPED: "a reply came back with other white space around it, and no other change",
     ForkReason.TOOL_ARGUMENTS: "a tool call was written again, with other arguments",

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser.test_page import visit
+from PIL import Image
+from unit.vision.seeing import processor
 
 pytestmark = pytest.mark.browser
 
@@ -30,7 +33,9 @@ class Colors(palestra.Environment):
 
 
 def square(red, green, blue, side):
-    return np.full((side, side, 3), (red, green, blue), np.uint8)
+    found = np.full((side, side, 3), (red, green, blue), np.uint8)
+    found[side // 3 :, side // 2 :] = 0
+    return found
 
 
 config = palestra.JobConfig(
@@ -94,3 +99,39 @@ def test_a_picture_whose_file_is_gone_is_named_and_the_rest_is_shown(seeing, das
 def png_width(path: Path) -> int:
     """Return the width of a PNG, as its header says."""
     return int.from_bytes(path.read_bytes()[16:20], "big")
+
+
+# Rows and columns of the drawn grid, size and all pixels of a picture as the model got it.
+SEEN = """place => {
+    const picture = place.querySelector('img');
+    const size = {width: picture.naturalWidth, height: picture.naturalHeight};
+    const drawn = Object.assign(document.createElement('canvas'), size);
+    const context = drawn.getContext('2d');
+    context.drawImage(picture, 0, 0);
+    const data = context.getImageData(0, 0, drawn.width, drawn.height).data;
+    return [place.querySelectorAll('i.across').length + 1, place.querySelectorAll('i.down').length + 1,
+            drawn.width, drawn.height, [...data].filter((_, n) => n % 4 !== 3)];
+}"""
+
+
+def test_the_pixels_that_the_model_got_are_shown_with_the_grid_of_its_tiles(seeing, dashboard, open_page):
+    link, _ = dashboard(seeing)
+    page = open_page(link, height=2000)
+    visit(page, "#/run/seeing/episode/train-000000-00")
+    page.wait_for_function("() => document.querySelectorAll('details.seen').length === 3")
+    first = page.locator("details.seen").first
+    first.locator("summary").click()
+    page.wait_for_function(
+        "() => { const one = document.querySelector('div.tiles img'); return one && one.naturalWidth > 0 }"
+    )
+    rows, columns, width, height, pixels = first.locator("div.tiles").evaluate(SEEN)
+    assert (rows, columns, width, height) == (2, 2, 64, 64)
+    assert first.locator("p").text_content() == "as 2 × 2 tiles of 32 × 32 pixels, and the whole in one"
+    (red,) = (path for path in (seeing / "pictures").glob("??/*") if png_width(path) == 30)
+    with Image.open(red) as image:
+        (tiles,) = processor().image_processor(images=[[image.convert("RGB")]], return_tensors="np")["pixel_values"]
+    got = np.rint((tiles * 0.5 + 0.5) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
+    seen = np.array(pixels, np.uint8).reshape(64, 64, 3)
+    for number, tile in enumerate(got[:-1]):  # the last is the whole
+        top, left = 32 * (number // 2), 32 * (number % 2)
+        assert np.array_equal(seen[top : top + 32, left : left + 32], tile)

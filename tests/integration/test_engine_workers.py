@@ -18,11 +18,15 @@ from servers import SCRIPTED, Job, Plane, until
 from unit.building import engine_request
 
 from palestra.config import EmbeddedEngineConfig, JobConfig
-from palestra.errors import ModelError
+from palestra.errors import ModelError, PalestraError
 from palestra.models.weights import LocalWeights
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.encoding import encode
+from palestra.pictures.stored import StoredPictures
 from palestra.renderers import select_renderer
 from palestra.runtime.engine_pool import pooled_parts
 from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra.types.messages import ImagePart
 
 PROMPT = np.arange(40, 104, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
@@ -32,17 +36,18 @@ TINY = {"dtype": "float32", "threads": 1, "replicas": 2}
 
 @contextlib.asynccontextmanager
 async def pool_of(deterministic=False, **engine):
-    """The parts of a job with worker processes."""
-    config = JobConfig.model_validate(
-        {
-            "model": "tiny-random",
-            "engine": engine,
-            "deterministic": deterministic,
-        }
-    )
-    parts = await asyncio.wait_for(pooled_parts(config, config.engine, {}), 120)
-    try:
+    """An engine with worker processes."""
+    async with parts_of(deterministic=deterministic, engine=engine) as parts:
         yield parts.engine
+
+
+@contextlib.asynccontextmanager
+async def parts_of(model="tiny-random", pictures=None, **settings):
+    """The parts of a job with worker processes."""
+    config = JobConfig.model_validate({"model": model} | settings)
+    parts = await asyncio.wait_for(pooled_parts(config, config.engine, {}, pictures), 120)
+    try:
+        yield parts
     finally:
         await asyncio.wait_for(parts.engine.close(), 30)
 
@@ -98,6 +103,38 @@ async def test_a_worker_that_is_stopped_is_replaced_and_its_replies_come_from_an
         assert not is_alive(stopped)
         await asyncio.wait_for(engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(())), 30)
         assert engine.version("policy") == PolicyVersion(0, 1)
+
+
+@pytest.mark.slow
+async def test_pictures_reach_the_workers_and_have_the_logprobs_of_one_engine(tmp_path):
+    import torch
+    from unit.vision.seeing import noise, user
+
+    from palestra.engine.embedded.engine import EmbeddedEngine
+    from palestra.engine.embedded.model_runner import PolicyModel
+    from palestra.models.loading import LoadedModels
+
+    blobs = Blobs(tmp_path / "pictures")
+    pictures = StoredPictures(blobs)
+    parts = [ImagePart(digest=blobs.put(encode(noise(40, 30, seed)))) for seed in range(3)]
+    model, _ = LoadedModels(pictures=pictures).frozen("tiny-random-vision", torch.float32, torch.device("cpu"))
+    policy = PolicyModel(model=model, stop_ids=frozenset((258,)))
+    one = EmbeddedEngine({"policy": policy}, EmbeddedEngineConfig(dtype="float32", threads=1))
+    async with parts_of("tiny-random-vision", pictures, engine=TINY, kind="inference") as job:
+        renderer = job.policies.runtime("policy").renderer
+        assert renderer.takes_images
+        prompts = [renderer.render([user("look", part, *parts[:1])]) for part in parts]
+        scored = [await one.score("policy", prompt) for prompt in prompts]
+        assert scored[0] != pytest.approx(scored[1], abs=1e-5)
+        for _ in range(2):  # the second time, a worker may have the embeddings
+            found = await asyncio.gather(*(job.engine.score("policy", prompt) for prompt in prompts))
+            for ours, theirs in zip(found, scored, strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-4)
+        gone = prompts[0]._replace(media=tuple(span._replace(digest="0" * 64) for span in prompts[0].media))
+        with pytest.raises(PalestraError, match="there is no picture"):
+            await job.engine.score("policy", gone)
+        assert await job.engine.score("policy", prompts[0]) == pytest.approx(scored[0], abs=1e-4)
+    await one.close()
 
 
 @pytest.mark.slow

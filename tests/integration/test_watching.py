@@ -34,6 +34,7 @@ PAGE = (  # what the page shows of a run
     "/episodes/{episode}/rows/{row}",
     "/episodes/{episode}/calls/{call}",
     "/pictures/{digest}",
+    "/pictures/{digest}/seen/{policy}",
 )
 
 

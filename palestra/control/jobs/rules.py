@@ -75,6 +75,7 @@ CAPS: Mapping[str, float] = {
     "pictures.max_bytes": 64 * 2**20,
     "pictures.max_pixels": 64_000_000,
     "pictures.max_in_call": 1_024,
+    "pictures.max_bytes_in_episode": 64 * 2**30,
     "pictures.store_gib": 1_024,
     "pictures.fetch_seconds": 60,
     OPEN_EPISODES: 32_768,

@@ -40,6 +40,13 @@ export async function getPicture(run, digest) {
   return (await request(`runs${at(run, "pictures", digest)}`)).blob();
 }
 
+// The pixels that the model of a policy got of a picture, with the rows and columns of its tiles, and words about them.
+export async function getSeen(run, digest, policy) {
+  const answer = await request(`runs${at(run, "pictures", digest, "seen", policy)}`);
+  const [rows, columns] = answer.headers.get("x-palestra-tiles").split(" ").map(Number);
+  return { rows, columns, said: answer.headers.get("x-palestra-seen").replaceAll(" x ", " × "), file: await answer.blob() };
+}
+
 export async function post(path, body) {
   return (await send(`/dashboard/api/runs${path}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
 }

@@ -1,7 +1,7 @@
 // An episode: why it was trained or not, its tree of calls, what was said, and its tokens.
 import { badge, box, copyable, empty, h, playerBadges, replace, visible } from "./dom.js";
 import { clock, duration, json, number, plural, pretty, whole, words } from "./format.js";
-import { at, get, getPicture } from "./api.js";
+import { at, get, getPicture, getSeen } from "./api.js";
 import { href } from "./curves.js";
 import { around, notSent } from "./step.js";
 import { state } from "./state.js";
@@ -92,17 +92,17 @@ function callPart(run, call, before, several, tokens, talkFrom) {
     h("h3", {}, `call ${call.index}`, h("span", { class: "muted" }, several.agents ? ` ${call.agent},` : "", ` step ${call.time_step}`, several.policies ? `, ${call.policy}` : "", goesOn ? `, ${goesOn}` : ""),
       tokens === null ? null : h("button", { type: "button", class: "link", onclick: () => tokens.toCall(call.index) }, "tokens")),
     call.fork === null ? null : h("p", { class: `forkline ${call.fork.drift ? "drift" : ""}` }, [badge("forked", call.fork.drift ? "warn" : "plain"), ` ${words(call.fork.reason)}: ${call.fork.text}`], call.fork.call === null ? "" : ` (call ${call.fork.call}, message ${call.fork.message}, token ${whole(call.fork.position)})`),
-    call.messages.length === 0 ? empty("a prompt of token ids or raw text") : call.messages.map((message, place) => messagePart(run, message, "", talkFrom(call, call.messages_before + place + 1))),
-    messagePart(run, call.reply, call.finish_reason === "length" ? "cut at its limit" : "", call.messages.length === 0 && call.messages_before === 0 ? null : talkFrom(call, call.messages_before + call.messages.length + 1)),
+    call.messages.length === 0 ? empty("a prompt of token ids or raw text") : call.messages.map((message, place) => messagePart(run, message, "", talkFrom(call, call.messages_before + place + 1), call.policy)),
+    messagePart(run, call.reply, call.finish_reason === "length" ? "cut at its limit" : "", call.messages.length === 0 && call.messages_before === 0 ? null : talkFrom(call, call.messages_before + call.messages.length + 1), call.policy),
     h("details", { class: "calldetails" }, h("summary", {}, "how it was sampled"), h("dl", {}, details.filter(([, value]) => value !== "" && value !== null && value !== "–").map(([name, value]) => [h("dt", {}, name), h("dd", {}, visible(String(value)))])),
       call.grammar === "" ? null : [h("h4", {}, "Grammar that the reply has to match"), box(call.grammar)], h("p", { class: "muted" }, call.why)));
 }
 
 // A picture exactly as it is stored. It is fetched when it comes into sight: an address can't carry the key.
-function picturePart(run, digest) {
+function picturePart(run, digest, policy) {
   const note = h("figcaption", { class: "muted" }, `picture ${digest.slice(0, 12)}…`);
   const picture = h("img", { class: "picture", alt: `picture ${digest.slice(0, 12)}` });
-  const figure = h("figure", { class: "picture", title: digest }, picture, note);
+  const figure = h("figure", { class: "picture", title: digest }, picture, note, seenPart(run, digest, policy));
   const seen = new IntersectionObserver(async (entries) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;
     seen.disconnect();
@@ -119,10 +119,38 @@ function picturePart(run, digest) {
   return figure;
 }
 
-function messagePart(run, message, note, fork) {
+// What the model got of a picture: exactly its pixels, under a grid of lines that are drawn by the page.
+function seenPart(run, digest, policy) {
+  const place = h("details", { class: "seen" }, h("summary", { class: "muted" }, "as the model got it"));
+  place.addEventListener("toggle", async () => {
+    if (!place.open || place.dataset.asked) return;
+    place.dataset.asked = "yes";
+    try {
+      const seen = await getSeen(run, digest, policy);
+      const address = URL.createObjectURL(seen.file);
+      const picture = h("img", { class: "picture", alt: `picture ${digest.slice(0, 12)}, ${seen.said}` });
+      picture.onload = () => URL.revokeObjectURL(address);
+      picture.src = address;
+      place.append(h("div", { class: "tiles" }, picture, gridLines("across", "top", seen.rows), gridLines("down", "left", seen.columns)), h("p", { class: "muted" }, seen.said));
+    } catch (error) {
+      place.append(h("p", { class: "muted" }, error.message));
+    }
+  });
+  return place;
+}
+
+function gridLines(kind, side, parts) {
+  return Array.from({ length: parts - 1 }, (_, number) => {
+    const line = h("i", { class: kind });
+    line.style.setProperty(side, `${100 * (number + 1) / parts}%`);
+    return line;
+  });
+}
+
+function messagePart(run, message, note, fork, policy) {
   const body = [];
   if (message.reasoning) body.push(h("details", { class: "thought", open: message.reasoning.length < 400 }, h("summary", {}, "thought"), longText(message.reasoning, 0)));
-  for (const part of message.content) body.push(part.image === null ? longText(part.text, part.cut) : picturePart(run, part.image));
+  for (const part of message.content) body.push(part.image === null ? longText(part.text, part.cut) : picturePart(run, part.image, policy));
   for (const call of message.tool_calls) body.push(h("pre", { class: "toolcall" }, h("b", {}, `→ ${visible(call.name)}`), `(${visible(call.arguments)})`));
   if (message.tool_calls_cut > 0) body.push(h("p", { class: "note" }, `${whole(message.tool_calls_cut)} further tool calls are not sent to the page; palestra episodes RUN ID --text prints them.`));
   if (body.length === 0) body.push(h("p", { class: "muted" }, "(empty)"));

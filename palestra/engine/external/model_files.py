@@ -22,12 +22,14 @@ class ModelFiles:
         vocab_size: number of tokens, V.
         max_positions: longest sequence that the model was made for, in tokens.
         shapes: of all weights, by name; a head that is tied to the embedding has none of its own.
+        sees: whether it has a tower for pictures.
     """
 
     folder: Path
     vocab_size: int
     max_positions: int
     shapes: dict[str, tuple[int, ...]]
+    sees: bool
 
     @property
     def parameters(self) -> int:
@@ -57,6 +59,7 @@ def read_model_files(folder: Path) -> ModelFiles:
             vocab_size=int(text["vocab_size"]),
             max_positions=int(text.get("max_position_embeddings") or 2**20),
             shapes=shapes,
+            sees="vision_config" in found,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the model in {folder} can't be read: {type(error).__name__}: {error}") from error

@@ -10,7 +10,7 @@ import torch
 from palestra.errors import ModelError
 from palestra.models.vision.towers import SUPPORTED, tower_of
 from palestra.models.vision.vision import Vision
-from palestra.renderers import layout_of
+from palestra.renderers import PictureLayout, layout_of
 
 # What a processor is made of; the files of a hub model that is named by `org/model` lie in the hub's cache.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja", "chat_template.json")
@@ -35,13 +35,36 @@ def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in SUPPORTED:
-        raise ModelError(f"{config.model_type} models see, and are not supported; supported are {', '.join(SUPPORTED)}")
+    _check_family(config)
     implementations = {"text_config": attention, "vision_config": "sdpa"}
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=implementations)
     processor = _processor_class(config.model_type).from_pretrained(folder)
     files = _files(folder)
     return model, Vision(tower_of(model), processor, _image_token(config), layout_of(config.to_dict(), files), files)
+
+
+def find_layout(folder: Path | str) -> PictureLayout | None:
+    """Return the layout of a model's pictures, of which no weights are loaded; None: it reads text only.
+
+    Args:
+        folder: or the name of a model on the hub.
+
+    Raises:
+        ModelError: the family is not supported.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    if not sees(config):
+        return None
+    _check_family(config)
+    return layout_of(config.to_dict(), _files(folder))
+
+
+def _check_family(config: Any) -> None:
+    """Raise ModelError unless models with this configuration of transformers are supported."""
+    if config.model_type not in SUPPORTED:
+        raise ModelError(f"{config.model_type} models see, and are not supported; supported are {', '.join(SUPPORTED)}")
 
 
 def _processor_class(model_type: str) -> Any:

@@ -1,36 +1,67 @@
-"""What a tool of an MCP server returns, as the text that a model reads."""
+"""What a tool of an MCP server returns, as the text that a model reads, or as texts and pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import base64
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import orjson
+
+from palestra.pictures.containers import read_container
+from palestra.pictures.limits import OF_A_RUN, InvalidPicture
 
 
 class McpToolError(Exception):
     """The tool has failed; the message is what the server says for the model."""
 
 
-def text_of(result: Mapping[str, Any]) -> str:
-    """Return the result of a call as text.
+def content_of(result: Mapping[str, Any], pictures: bool) -> str | list[str | bytes]:
+    """Return the result of a call as text, or as a list of texts and files of pictures, in order.
 
-    Parts of text are joined by empty lines. What is no text, such as an image, becomes a line that says what was left
-    out. A result of structured content alone becomes its JSON.
+    Parts of text that follow one another are joined by empty lines. What can't be shown becomes a line that says what
+    was left out. A result of structured content alone becomes its JSON.
 
     Args:
         result: of `tools/call`.
+        pictures: whether the model sees: then images that it can be shown stay pictures.
 
     Raises:
         McpToolError: the result says that it is an error.
     """
-    parts = result.get("content")
-    said = "\n\n".join(map(_part, parts)) if isinstance(parts, list) else ""
+    given = result.get("content")
+    parts = given if isinstance(given, list) else []
     if result.get("isError"):
-        raise McpToolError(said or "the server does not say why")
-    if not said and result.get("structuredContent") is not None:
+        raise McpToolError(_joined(parts) or "the server does not say why")
+    found: list[str | bytes] = []
+    for file, run in groupby(parts, key=lambda part: _file(part) if pictures else None):
+        alike = list(run)
+        found += [_joined(alike)] if file is None else [file] * len(alike)
+    if not any(found) and result.get("structuredContent") is not None:
         return orjson.dumps(result["structuredContent"]).decode()
-    return said
+    return found if any(isinstance(one, bytes) for one in found) else "".join(map(str, found))
+
+
+def _joined(parts: Iterable[Any]) -> str:
+    return "\n\n".join(map(_part, parts))
+
+
+def _file(part: Any) -> bytes | None:
+    """Return the file of a picture that is of a type that is taken; None: the part is something else."""
+    if not isinstance(part, dict):
+        return None
+    if part.get("type") == "resource":
+        resource = part.get("resource")
+        encoded = resource.get("blob") if isinstance(resource, dict) else None
+    else:
+        encoded = part.get("data") if part.get("type") == "image" else None
+    try:
+        data = base64.b64decode(encoded, validate=True) if isinstance(encoded, str) else b""
+        read_container(data, OF_A_RUN)
+    except (ValueError, InvalidPicture):
+        return None
+    return data
 
 
 def _part(part: Any) -> str:

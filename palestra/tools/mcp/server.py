@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.tools.mcp.connection import McpConnection, McpError
 from palestra.tools.mcp.http import HttpTransport
-from palestra.tools.mcp.results import McpToolError, text_of
+from palestra.tools.mcp.results import McpToolError, content_of
 from palestra.tools.mcp.stdio import StdioTransport
 from palestra.tools.mcp.transport import MAX_MESSAGE_BYTES, Transport
 from palestra.tools.source import OpenTools, ToolSource
@@ -54,6 +54,7 @@ class McpServer(ToolSource):
         start_seconds: float = 30.0,
         max_restarts: int = 3,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        pictures: bool = False,
     ) -> None:
         """Describe a server; nothing is started or connected to.
 
@@ -69,6 +70,8 @@ class McpServer(ToolSource):
             start_seconds: limit for the start of a session, with the list of its tools.
             max_restarts: how often in a minute a shared server that is gone is started again.
             max_message_bytes: length of one message of the server; a longer one ends the session.
+            pictures: whether images in results reach the model as pictures, for a model that sees; otherwise a line
+                says what was left out.
 
         Raises:
             ConfigError: `where` is neither a URL nor a command, or an option belongs to the other kind, or a number
@@ -87,6 +90,7 @@ class McpServer(ToolSource):
         self._headers, self._variables = dict(headers or {}), dict(variables or {})
         self._folder = None if folder is None else Path(folder)
         self._start_seconds, self._max_restarts, self._max_bytes = start_seconds, max_restarts, max_message_bytes
+        self._pictures = pictures
         self._common: _Common | None = None
 
     async def open(self) -> OpenTools:
@@ -99,13 +103,14 @@ class McpServer(ToolSource):
         if not self.shared:
             link = _Link(self._connect, self._start_seconds, restarts=0)
             try:
-                return await McpTools.opened(link, self._schemas, link.close)
+                return await McpTools.opened(link, self._schemas, link.close, self._pictures)
             except BaseException:
                 await link.close()
                 raise
         loop = asyncio.get_running_loop()
         if self._common is None or self._common.loop is not loop:
-            self._common = _Common(loop, _Link(self._connect, self._start_seconds, self._max_restarts))
+            link = _Link(self._connect, self._start_seconds, self._max_restarts)
+            self._common = _Common(loop, link, self._pictures)
         return await self._common.open(self._schemas)
 
     async def _connect(self) -> McpConnection:
@@ -192,14 +197,14 @@ class _Link:
 class _Common:
     """The session that all users of a shared server have, until the last of them has closed."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, link: _Link) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, link: _Link, pictures: bool) -> None:
         self.loop = loop
-        self._link, self._users = link, 0
+        self._link, self._users, self._pictures = link, 0, pictures
 
     async def open(self, schemas: Schemas) -> McpTools:
         self._users += 1
         try:
-            return await McpTools.opened(self._link, schemas, self._leave)
+            return await McpTools.opened(self._link, schemas, self._leave, self._pictures)
         except BaseException:
             await self._leave()
             raise
@@ -213,23 +218,26 @@ class _Common:
 class McpTools(OpenTools):
     """The tools of a server for one user."""
 
-    def __init__(self, link: _Link, schemas: Schemas, leave: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, link: _Link, schemas: Schemas, leave: Callable[[], Awaitable[None]], pictures: bool) -> None:
         """Create the list; `opened` fills it.
 
         Args:
             link: the way to the server.
             schemas: makes schemas of what the server lists.
             leave: is called when the user needs the tools no longer.
+            pictures: see `McpServer`.
         """
-        self._link, self._schemas = link, schemas
+        self._link, self._schemas, self._pictures = link, schemas, pictures
         self._leave: Callable[[], Awaitable[None]] | None = leave
         self._seen: tuple[McpConnection, int] | None = None  # whose list was read, and after how many changes
         self._tools: tuple[Tool, ...] = ()
 
     @classmethod
-    async def opened(cls, link: _Link, schemas: Schemas, leave: Callable[[], Awaitable[None]]) -> McpTools:
+    async def opened(
+        cls, link: _Link, schemas: Schemas, leave: Callable[[], Awaitable[None]], pictures: bool
+    ) -> McpTools:
         """Return the tools with their list read; see `__init__`."""
-        made = cls(link, schemas, leave)
+        made = cls(link, schemas, leave, pictures)
         await made.refresh()
         return made
 
@@ -251,7 +259,7 @@ class McpTools(OpenTools):
             raise EnvironmentFailed(
                 f"{connection.where} did not list its tools within {self._link.seconds:g} s"
             ) from None
-        self._tools = tuple(McpTool(self._link, name, schema) for name, schema in listed.items())
+        self._tools = tuple(McpTool(self._link, name, schema, self._pictures) for name, schema in listed.items())
         self._seen = seen
         return True
 
@@ -265,15 +273,16 @@ class McpTools(OpenTools):
 class McpTool(Tool):
     """One tool of a server. The server checks the arguments against its schema."""
 
-    def __init__(self, link: _Link, name: str, schema: dict[str, Any]) -> None:
+    def __init__(self, link: _Link, name: str, schema: dict[str, Any], pictures: bool) -> None:
         """Create the tool.
 
         Args:
             link: the way to the server.
             name: the server's own name for the tool.
             schema: in OpenAI's shape.
+            pictures: see `McpServer`.
         """
-        self._link, self._name, self._schema = link, name, schema
+        self._link, self._name, self._schema, self._pictures = link, name, schema, pictures
 
     def get_json_schema(self) -> dict[str, Any]:
         """Return the server's schema in OpenAI's shape."""
@@ -286,8 +295,8 @@ class McpTool(Tool):
             raise BadArguments(f"the argument {missing[0]!r} is missing")
         return dict(arguments)
 
-    async def apply_async(self, /, **arguments: Any) -> str:
-        """Call the tool at the server and return what it says as text.
+    async def apply_async(self, /, **arguments: Any) -> str | list[str | bytes]:
+        """Call the tool at the server and return what it says as text, or as texts and pictures.
 
         Raises:
             BadArguments: the server says that the arguments are wrong.
@@ -296,11 +305,12 @@ class McpTool(Tool):
         """
         connection = await self._link.connection()
         try:
-            return text_of(await connection.request("tools/call", {"name": self._name, "arguments": arguments}))
+            found = await connection.request("tools/call", {"name": self._name, "arguments": arguments})
         except McpError as error:
             if _BAD_ARGUMENTS.search(str(error)):
                 raise BadArguments(str(error)) from error
             raise McpToolError(str(error)) from error
+        return content_of(found, self._pictures)
 
 
 def _schema(where: str, name: str, tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from palestra.algorithms.loss import Loss, LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
+from palestra.models.causal_lm import CausalLM
 from palestra.models.device import return_freed_memory
 from palestra.models.weight_file import write_weights
 from palestra.models.weights import LocalWeights
@@ -27,7 +28,7 @@ from palestra.trainer.packing import MicroBatch, pack
 from palestra.trainer.sharded.group import RankGroup, TakenBack
 from palestra.trainer.sharded.network import ShardedNetwork
 from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights, whole_of
-from palestra.trainer.token_forward import TokenForward, columns_of, flat_hidden
+from palestra.trainer.token_forward import TokenForward, columns_of, flat_picture_rows, hidden_with
 from palestra.trainer.torch_policy import OPTIMIZER, TorchPolicy
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
@@ -126,7 +127,9 @@ class RankPolicy(TorchPolicy):
         """Return the loss of a pass, a scalar: of a micro-batch, or 0 where this rank has none left, or has failed."""
         if gradient is None or micro is None or problem.error is not None:
             return self._network.idle()
-        hidden = flat_hidden(self.model, micro)
+        hidden = _hidden(self.model, micro, problem)
+        if hidden is None:
+            return self._network.idle()
         loss = problem.catch(lambda: gradient.loss_of(micro, hidden))
         return self._network.touched(hidden.sum() * 0.0 if loss is None else loss)
 
@@ -150,8 +153,11 @@ class RankPolicy(TorchPolicy):
             if micro is None or problem.error is not None:
                 network.idle()
                 return
-            hidden = flat_hidden(network.model, micro)
-            problem.catch(lambda: work(micro, hidden))
+            hidden = _hidden(network.model, micro, problem)
+            if hidden is None:
+                network.idle()
+            else:
+                problem.catch(lambda: work(micro, hidden))
 
         with torch.no_grad():
             for micro in self._passes(micro_batches):
@@ -183,7 +189,7 @@ class RankPolicy(TorchPolicy):
         return_freed_memory()
 
     def _write_weights(self, folder: Path, problem: _Problem) -> None:
-        weights = dict(_gathered(self.parameters, None, keep=self._group.is_first))
+        weights = dict(_gathered(self.model.saved_parameters(), None, keep=self._group.is_first))
         if self._group.is_first:
             problem.catch(lambda: self.model.save(folder, self._tokenizer, weights))
 
@@ -227,6 +233,15 @@ class _Problem:
         except Exception as error:  # noqa: BLE001 - raised by `RankGroup.check`
             self.error = self.error or error
             return None
+
+
+def _hidden(model: CausalLM, micro: MicroBatch, problem: _Problem) -> Tensor | None:
+    """Return the last hidden states of a micro-batch, [N, hidden]; None: a picture can't be shown, which is noted.
+
+    Nothing of it is collective but the pass of the text model, which the caller makes in another way then.
+    """
+    pictures = problem.catch(lambda: flat_picture_rows(model, micro))
+    return None if problem.error is not None else hidden_with(model, micro, pictures)
 
 
 def _gathered(parameters: Named, dtype: torch.dtype | None, keep: bool) -> Iterator[tuple[str, Tensor]]:

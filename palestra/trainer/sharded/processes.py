@@ -40,14 +40,15 @@ class RankProcesses:
         lost: why the ranks have been ended; None: they live.
     """
 
-    def __init__(self, config: TrainerConfig, deterministic: bool) -> None:
+    def __init__(self, config: TrainerConfig, deterministic: bool, pictures: Path | None = None) -> None:
         """Start nothing yet.
 
         Args:
             config: of the trainer.
             deterministic: see `RankOrder`.
+            pictures: see `RankOrder`.
         """
-        self._config, self._deterministic = config, deterministic
+        self._config, self._deterministic, self._pictures = config, deterministic, pictures
         self.folder = Path(tempfile.mkdtemp(prefix="palestra-ranks-", dir=weight_folder()))
         self.lost: str | None = None
         self._gone = asyncio.Event()
@@ -80,6 +81,7 @@ class RankProcesses:
                 config=self._config,
                 threads=threads,
                 deterministic=self._deterministic,
+                pictures=self._pictures,
             )
             for number in range(count)
         ]

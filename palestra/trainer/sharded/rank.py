@@ -20,6 +20,8 @@ from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import device_of, reproducible_products, return_freed_memory
 from palestra.models.loading import LoadedModels
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.stored import StoredPictures
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.loading import NetworkLoading
 from palestra.trainer.metrics import MetricSums
@@ -44,6 +46,7 @@ class RankOrder:
         config: of the trainer.
         threads: for arithmetic.
         deterministic: whether the same requests have to give the same bits.
+        pictures: folder in which the pictures of rows are found; None: there are none.
     """
 
     number: int
@@ -51,6 +54,7 @@ class RankOrder:
     config: TrainerConfig
     threads: int
     deterministic: bool
+    pictures: Path | None = None
 
 
 class Rank:
@@ -67,6 +71,7 @@ class Rank:
         """
         self._order, self._config = order, order.config
         self._policies: dict[str, RankPolicy] = {}
+        self._pictures = None if order.pictures is None else StoredPictures(Blobs(order.pictures))
         set_threads(order.threads)
         if order.deterministic:
             reproducible_products()
@@ -97,14 +102,14 @@ class Rank:
         """Load a policy, and keep this rank's part of it; see `Trainer.create`."""
 
         def loading() -> NetworkLoading:  # each on its own, so that no other needs whole weights that are shared out
-            return NetworkLoading(LoadedModels(), getattr(torch, self._config.dtype), self._device)
+            return NetworkLoading(
+                LoadedModels(pictures=self._pictures), getattr(torch, self._config.dtype), self._device
+            )
 
         problem: Exception | None = None
         beside: dict[ForwardOutput, CausalLM] = {}
         try:
             model, tokenizer = loading().trained(spec, spec.seed)
-            if model.vision is not None:
-                raise ConfigError(f"{spec.model} sees pictures, and is trained on one device; set trainer.devices = 1")
             for one in (replace(spec, teacher=None), replace(spec, reference=None)):
                 beside |= loading().frozen(one, model, tokenizer)
             if self._config.activation_checkpointing:

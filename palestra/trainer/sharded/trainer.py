@@ -51,7 +51,14 @@ class ShardedTrainer:
 
     event_of_loss = "trainer_lost"
 
-    def __init__(self, config: TrainerConfig, keep: int, weights_dtype: str, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        keep: int,
+        weights_dtype: str,
+        deterministic: bool = False,
+        pictures: Path | None = None,
+    ) -> None:
         """Create a trainer without policies, and start nothing yet.
 
         Args:
@@ -59,9 +66,10 @@ class ShardedTrainer:
             keep: how many checkpoints of a policy are kept.
             weights_dtype: precision of the matrices that engines get.
             deterministic: whether the same requests have to give the same bits.
+            pictures: folder in which the pictures of rows are found; None: there are none.
         """
         self._config, self._keep, self._weights_dtype = config, keep, weights_dtype
-        self._deterministic = deterministic
+        self._deterministic, self._pictures = deterministic, pictures
         self._policies: dict[str, _Policy] = {}
         self._serial = Serial()
         self._ranks: RankProcesses | None = None
@@ -110,7 +118,7 @@ class ShardedTrainer:
         await self._start()
 
     async def _start(self) -> None:
-        self._ranks = RankProcesses(self._config, self._deterministic)
+        self._ranks = RankProcesses(self._config, self._deterministic, self._pictures)
         await self._ranks.start()
 
     def version(self, policy: str) -> PolicyVersion:

@@ -14,6 +14,7 @@ from palestra.cli.episode_text import conversation
 from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode
+from palestra.renderers.picture_layout import TiledLayout
 from palestra.terminal import TerminalConsole
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 from unit.building import make_chat, make_trajectory
@@ -72,7 +73,7 @@ def test_without_a_protocol_or_a_terminal_there_is_a_link(tmp_path):
 def test_a_conversation_has_its_pictures_where_they_were_said(tmp_path):
     message = ChatMessage(role="user", content=(TextPart(text="look"), ImagePart(digest="ab" * 32)))
     chat = make_chat(0, new_messages=(message,))
-    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest: f"<{digest[:4]}>"), False)
+    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest, _: f"<{digest[:4]}>"), False)
     lines = shown.splitlines()
     assert lines[1:4] == ["[user]", "look", "<abab>"]
     assert lines[4] == "[assistant]"
@@ -82,5 +83,21 @@ def test_pictures_stand_between_the_texts_beside_them():
     first, second = ImagePart(digest="ab" * 32), ImagePart(digest="cd" * 32)
     content = (TextPart(text="first:"), first, second, TextPart(text="and "), TextPart(text="then?"))
     chat = make_chat(0, new_messages=(ChatMessage(role="user", content=content),))
-    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest: f"<{digest[:4]}>"), False)
+    shown = printed(conversation(make_trajectory(0, 0, 1.0, [chat]), lambda digest, _: f"<{digest[:4]}>"), False)
     assert shown.splitlines()[1:7] == ["[user]", "first:", "<abab>", "<cdcd>", "and then?", "[assistant]"]
+
+
+def test_the_tiles_that_a_model_got_are_shown_with_gaps_and_all_of_their_pixels(tmp_path):
+    blobs, layout = Blobs(tmp_path), TiledLayout(tokens=4, tile=32, longest=64, splits=True)
+    digest = blobs.put(encode(PIXELS))
+    said = printed(TerminalPicture(blobs, digest, "iterm", layout))
+    assert "[picture 90 × 60, as 2 × 2 tiles of 32 × 32 pixels, and the whole in one:" in said
+    encoded = re.search(r"size=\d+:([^\x07]*)\x07", said)[1]
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))))
+    seen = np.asarray(layout.seen(Image.fromarray(PIXELS)))
+    assert shown.shape == (66, 66, 3)
+    for row in (0, 1):
+        for column in (0, 1):
+            tile = shown[row * 34 : row * 34 + 32, column * 34 : column * 34 + 32]
+            assert np.array_equal(tile, seen[row * 32 : row * 32 + 32, column * 32 : column * 32 + 32])
+    assert (shown[32:34] == (255, 0, 255)).all()

@@ -134,6 +134,7 @@ OTHER: dict[str, Any] = {
     "pictures.max_bytes": 99,
     "pictures.max_pixels": 99,
     "pictures.max_in_call": 9,
+    "pictures.max_bytes_in_episode": 99,
     "pictures.store_gib": 0.5,
     "pictures.hosts": ["images.example.com"],
     "pictures.private_hosts": ["10.0.0.7:8080"],

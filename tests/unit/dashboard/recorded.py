@@ -10,6 +10,8 @@ import numpy as np
 
 from palestra.config import JobConfig, dump_config, parse_config
 from palestra.dashboard.runs import Run
+from palestra.renderers.picture_layout import TiledLayout
+from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.store import RunStore
 from palestra.types.calls import Chat, PolicyVersion, VersionSpan
 from palestra.types.forks import Fork, ForkReason
@@ -64,6 +66,8 @@ async def record(folder: Path, **changes: Any) -> Run:
     with open_store(folder, FakeClock()) as store:
         await _record(store)
         assert store.pictures.keep(PICTURE) == PICTURE_DIGEST
+        layout = write_layout(TiledLayout(tokens=4, tile=32, longest=64, splits=True))
+        await store.log.set_fact(layout_fact("policy"), layout)
     return Run(name="recorded", folder=folder)
 
 

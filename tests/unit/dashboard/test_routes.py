@@ -12,6 +12,7 @@ import pytest
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import public_paths
 from palestra.dashboard.server import create_page_app
+from palestra.pictures.decoding import decode
 from unit.dashboard.recorded import PICTURE, PICTURE_DIGEST, record
 
 VALUES = {
@@ -23,6 +24,7 @@ VALUES = {
     "row": "0",
     "call": "1",
     "digest": PICTURE_DIGEST,
+    "policy": "policy",
 }
 
 
@@ -48,7 +50,7 @@ async def test_every_route_of_data_needs_the_viewers_key(page):
     app, access, http = page
     key = (await key_of(http, access.code)).json()["key"]
     paths = api_paths(app)
-    assert len(paths) == 15
+    assert len(paths) == 16
     for path in paths:
         address = path + ("?follow=false" if path.endswith("/events") else "")
         for wrong in ({}, {"authorization": "Bearer pv-no"}, {"cookie": f"key={key}"}):
@@ -69,6 +71,19 @@ async def test_a_picture_is_shown_as_it_is_stored_with_a_type_of_ours(page):
     assert "sandbox" in found.headers["content-security-policy"]
     for name in ("0" * 64, "..%2F..%2Frun.db", "x"):
         assert (await http.get(f"/dashboard/api/runs/recorded/pictures/{name}", headers=headers)).status_code == 404
+
+
+async def test_a_picture_is_shown_as_the_model_of_a_policy_got_it(page):
+    _, access, http = page
+    headers = {"authorization": f"Bearer {(await key_of(http, access.code)).json()['key']}"}
+    address = f"/dashboard/api/runs/recorded/pictures/{PICTURE_DIGEST}/seen"
+    found = await http.get(f"{address}/policy", headers=headers)
+    assert (found.headers["content-type"], found.headers["x-palestra-tiles"]) == ("image/png", "2 2")
+    assert "sandbox" in found.headers["content-security-policy"]
+    assert decode(found.content).size == (64, 64)
+    assert set(decode(found.content).getdata()) == {(255, 0, 0)}
+    for other in (f"{address}/unknown", address.replace(PICTURE_DIGEST, "0" * 64) + "/policy"):
+        assert (await http.get(other, headers=headers)).status_code == 404
 
 
 async def test_a_link_is_good_once_and_a_new_one_can_be_made(page):

@@ -18,7 +18,10 @@ TOOLS = [
             "required": ["a"],
         },
     },
-    *({"name": name, "inputSchema": {"type": "object"}} for name in ("parts", "fail", "hang", "die", "grow", "large")),
+    *(
+        {"name": name, "inputSchema": {"type": "object"}}
+        for name in ("parts", "show", "fail", "hang", "die", "grow", "large")
+    ),
 ]
 PARTS = [
     {"type": "text", "text": "seen"},
@@ -27,6 +30,16 @@ PARTS = [
     {"type": "resource", "resource": {"uri": "file:///b", "text": "words"}},
     {"type": "resource", "resource": {"uri": "file:///c", "blob": "AAA=", "mimeType": "x/y"}},
     {"type": "hologram"},
+]
+DOT = (  # a PNG of one red pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
+SHOWN = [
+    {"type": "text", "text": "one"},
+    {"type": "text", "text": "two"},
+    {"type": "image", "data": DOT, "mimeType": "image/png"},
+    {"type": "resource", "resource": {"uri": "file:///d", "blob": DOT, "mimeType": "image/png"}},
+    {"type": "image", "data": "AAAA", "mimeType": "image/png"},
 ]
 VARIABLES = ("SECRET_OF_A_TEST", "GIVEN")
 
@@ -85,6 +98,8 @@ def called(name: str, given: dict, number: int, seen: list[str]) -> list[dict]:
             return said(str(given["a"] + given.get("b", 0)))
         case "parts":
             return [{"id": number, "result": {"content": PARTS}}]
+        case "show":
+            return [{"id": number, "result": {"content": SHOWN}}]
         case "fail":
             return said("the disk is full", isError=True)
         case "hang":

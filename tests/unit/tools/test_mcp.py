@@ -15,7 +15,9 @@ import pytest
 from palestra.agents import ToolAgent
 from palestra.envs import SubagentEnvironment, ToolEnvironment, check_environment
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment, ProtocolMismatch
+from palestra.pictures.decoding import decode
 from palestra.tools import McpServer, ToolFailure, ToolManager
+from palestra.types.messages import TextPart
 from unit.tools.test_manager import call
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -55,7 +57,7 @@ async def test_tools_of_all_pages_are_offered_called_and_listed_anew_when_they_c
     await manager.open()
     try:
         names = [schema["function"]["name"] for schema in manager.schemas]
-        assert names == ["add", "parts", "fail", "hang", "die", "grow", "large", "environment"]
+        assert names == ["add", "parts", "show", "fail", "hang", "die", "grow", "large", "environment"]
         assert manager.schemas[0]["function"]["parameters"]["required"] == ["a"]
         assert await answers(manager, "add", a=2, b=3) == "5"
         assert await answers(manager, "add") == "Error: bad arguments for add: the argument 'a' is missing."
@@ -85,6 +87,21 @@ async def test_what_is_no_text_is_said_in_words():
         "[resource file:///c of x/y, 2 bytes, which can't be shown]",
         "[a part of the kind 'hologram', which can't be shown]",
     ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_images_reach_a_model_that_sees_as_pictures_in_their_place(shared):
+    manager = ToolManager([server(pictures=True, shared=shared)])
+    await manager.open()
+    (result,) = await manager.execute_calls([call("show", "{}")])
+    (said,) = await manager.execute_calls([call("parts", "{}")])
+    await manager.close()
+    left_out = "[image of image/png, 3 bytes, which can't be shown]"
+    kinds = [part.text if isinstance(part, TextPart) else decode(part.data).size for part in result.parts]
+    assert kinds == ["one\n\ntwo", (1, 1), (1, 1), left_out]
+    assert result.message.content == result.parts
+    assert result.content == f"one\n\ntwo\n{left_out}"
+    assert (said.parts, said.content.count("can't be shown")) == ((), 3)
 
 
 async def test_a_call_that_takes_too_long_is_cancelled_at_the_server():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from palestra.renderers import ChatMLRenderer, DialogRenderer, NotInThisFormat, PictureTokens, select_renderer
 from palestra.renderers.picture_layout import FixedLayout, TiledLayout, layout_of
+from palestra.renderers.seen_pictures import read_layout, write_layout
 from unit.vision.seeing import Shown, noise, processor, renderer_of, seeing_once, user
 
 
@@ -45,6 +47,28 @@ def test_the_grid_is_that_into_which_transformers_cuts_a_picture_of_this_size(wi
     cut = resized[0] > tile or resized[1] > tile
     wanted = (resized[0] // tile, resized[1] // tile) if cut else (0, 0)
     assert TiledLayout(tokens=4, tile=tile, longest=longest, splits=True).grid(width, height) == wanted
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 200), st.booleans())
+def test_the_pixels_that_are_shown_as_seen_are_those_of_transformers_processor(width, height, splits):
+    theirs = copy.deepcopy(processor().image_processor)
+    theirs.do_image_splitting = splits
+    image = noise(width, height)
+    (tiles,) = theirs(images=[[image]], return_tensors="np")["pixel_values"]
+    wanted = np.rint((tiles * 0.5 + 0.5) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
+    layout = replace(seeing_once().vision.layout, splits=splits)
+    seen = np.asarray(layout.seen(image))
+    rows, columns = layout.grid(width, height)
+    side = layout.tile
+    found = [
+        seen[row * side : row * side + side, column * side : column * side + side]
+        for row in range(max(rows, 1))
+        for column in range(max(columns, 1))
+    ]
+    assert len(tiles) == len(found) + (rows > 0)  # the last is the whole
+    assert np.array_equal(np.stack(found), wanted[: len(found)])
+    assert read_layout(write_layout(layout)) == layout
 
 
 def test_a_conversation_has_the_ids_of_transformers_processor_and_template():

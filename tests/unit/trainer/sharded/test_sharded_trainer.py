@@ -20,6 +20,10 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import GSPOLoss, PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.errors import ConfigError, InvalidAlgorithm, NotFound, TrainerLost, WorkerCrashLoop
+from palestra.models.loading import LoadedModels
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.encoding import encode
+from palestra.pictures.stored import StoredPictures
 from palestra.trainer import checkpoint
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.moment_files import read_moments
@@ -28,6 +32,8 @@ from palestra.trainer.sharded.trainer import MOST_LOSSES, ShardedTrainer
 from palestra.trainer.torch_policy import OPTIMIZER
 from palestra.trainer.torch_trainer import TorchTrainer
 from unit.trainer.test_torch_trainer import batch_of_two_groups
+from unit.vision.seeing import Shown
+from unit.vision.test_trainer import some_rows
 
 pytestmark = pytest.mark.slow
 LOSS = LossSpec.of(PPOClipLoss(clip_high_threshold=1.3))
@@ -57,22 +63,29 @@ def on_the_loop(test):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(loop):
+def shown(tmp_path_factory):
+    """Pictures on disk, as a run has them."""
+    return Blobs(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(loop, shown):
     """A trainer whose two processes start with the first test that needs them: their imports take seconds.
 
     It computes layers again in the backward pass, which the whole job of test_sharded_training.py does not.
     """
     own = {"devices": 2, "rank_timeout_seconds": SILENCE, "activation_checkpointing": True}
     config = TrainerConfig.model_validate(SETTINGS | own)
-    trainer = ShardedTrainer(config, 2, "float32")
+    trainer = ShardedTrainer(config, 2, "float32", pictures=shown.folder)
     yield trainer
     pids = trainer.pids
     loop.run(trainer.close())
     assert not any(map(alive, pids))
 
 
-def one_process(**settings):
-    return TorchTrainer(TrainerConfig.model_validate(SETTINGS | settings), 2)
+def one_process(pictures=None, **settings):
+    models = LoadedModels(pictures=None if pictures is None else StoredPictures(pictures))
+    return TorchTrainer(TrainerConfig.model_validate(SETTINGS | settings), 2, models)
 
 
 def alive(pid: int) -> bool:
@@ -241,6 +254,53 @@ async def test_a_loss_that_fails_on_one_rank_is_taken_back_on_all(two_ranks, tmp
     report = await two_ranks.optim_step(name, OptimParams(learning_rate=1.0), "nothing")
     assert (report.grad_norm, report.applied) == (0.0, True)
     assert (await two_ranks.forward_backward(name, rows(), LOSS, "odd")).rows == 6
+    await two_ranks.remove(name)
+
+
+def rows_with_pictures(shown):
+    """Three rows with pictures and one of text, so that a rank may have micro-batches without any."""
+    drawn = Shown()
+    found = some_rows(drawn)
+    for image in drawn.images.values():
+        shown.put(encode(image))
+    return [replace(each, advantages=np.where(each.loss_mask, 1.0, 0.0).astype(np.float32)) for each in found] + rows(1)
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+@on_the_loop
+async def test_rows_with_pictures_have_the_gradient_and_the_checkpoint_of_one_process(
+    vision, two_ranks, shown, tmp_path
+):
+    batch, spec = rows_with_pictures(shown), PolicySpec(model="tiny-random-vision", vision=vision)
+    one = one_process(shown)
+    _, wanted, update, at = await trained(one, tmp_path / "one", [batch], spec)
+    name, found, own_update, own = await trained(two_ranks, tmp_path / "two", [batch], spec)
+    assert (found[0].rows, found[0].trained_tokens) == (wanted[0].rows, wanted[0].trained_tokens)
+    for a, b in zip(found[0].logprobs, wanted[0].logprobs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert own_update.grad_norm == pytest.approx(update.grad_norm, rel=1e-4)
+    equal(moments(own), moments(at), 1e-4)
+    assert any("vision_model" in key for key in moments(own)) == (vision == "trained")
+    ours, theirs = saved_tensors(own), saved_tensors(at)
+    assert any("vision_model" in key for key in ours)
+    equal(ours, theirs, 1e-4)
+    published = dict((await two_ranks.weights(name)).tensors())
+    assert any("vision_model" in key for key in published) == (vision == "trained")
+    await two_ranks.remove(name)
+    await one.close()
+
+
+@on_the_loop
+async def test_a_picture_that_is_not_there_is_taken_back_by_all_ranks(two_ranks, shown, tmp_path):
+    batch, name = rows_with_pictures(shown), next(names)
+    await two_ranks.create(name, PolicySpec(model="tiny-random-vision", vision="trained"))
+    gone = "0" * 64
+    lacking = [replace(batch[0], media=tuple(span._replace(digest=gone) for span in batch[0].media)), *batch[1:]]
+    with pytest.raises(NotFound, match=f"there is no picture {gone}"):
+        await two_ranks.forward_backward(name, lacking, LOSS, "lacking")
+    report = await two_ranks.optim_step(name, OptimParams(learning_rate=1.0), "nothing")
+    assert (report.grad_norm, report.applied) == (0.0, True)
+    assert (await two_ranks.forward_backward(name, batch, LOSS, "lacking")).rows == 4
     await two_ranks.remove(name)
 
 

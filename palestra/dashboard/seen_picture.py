@@ -1,0 +1,41 @@
+"""A picture as a policy's model got it: the pixels of its tiles, and how many of them there are."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from palestra.dashboard.runs import Run
+from palestra.errors import NotFound
+from palestra.http.pictures import file_answer
+from palestra.pictures.blobs import FOLDER, Blobs
+from palestra.pictures.decoding import decode
+from palestra.pictures.encoding import encode
+from palestra.pictures.limits import OF_A_RUN
+from palestra.renderers.seen_pictures import in_words, layout_fact, read_layout
+from palestra.store.run_log import read_fact
+
+TILES = "x-palestra-tiles"  # rows and columns
+WORDS = "x-palestra-seen"
+
+
+def seen_picture(run: Run, digest: str, policy: str) -> Response:
+    """Return the answer with the tiles of a picture side by side, as PNG. Blocks for the disk and the decoder.
+
+    Args:
+        run: of the page.
+        digest: of the picture.
+        policy: whose model it was shown to.
+
+    Raises:
+        NotFound: there is no such picture, or the run has not noted how this policy's model gets pictures.
+        StoreError: the run can't be read.
+    """
+    with run.open() as connection:
+        noted = read_fact(connection, layout_fact(policy))
+    if noted is None:
+        raise NotFound(f"this run does not say how the model of {policy!r} gets pictures")
+    layout = read_layout(noted)
+    image = decode(Blobs(run.folder / FOLDER).get(digest), OF_A_RUN)
+    rows, columns = layout.grid(*image.size)
+    said = in_words(layout, *image.size).replace("×", "x")
+    return file_answer(encode(layout.seen(image)), **{TILES: f"{max(rows, 1)} {max(columns, 1)}", WORDS: said})

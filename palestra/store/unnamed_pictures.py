@@ -1,0 +1,43 @@
+"""Removes the pictures that no recorded call names: of calls that were refused, of uploads that were never used.
+
+A call names its pictures when it is recorded, which is at most one attempt at an episode after they were put or
+renewed. Until then, and for an hour more, a picture stays in any case. So nothing has to be told which calls are in
+flight, and a process that dies at any moment leaves at worst a picture that the next one removes.
+"""
+
+from __future__ import annotations
+
+import orjson
+from sqlalchemy import Connection, select
+
+from palestra.store.run_store import RunStore
+from palestra.store.tables import chats
+from palestra.threads import in_thread
+
+UNUSED_SECONDS = 3600.0  # beyond the longest attempt: workers upload a picture again after half of this time
+
+
+async def remove_unnamed_pictures(store: RunStore, max_episode_seconds: float) -> int:
+    """Remove pictures that no recorded call names and that were not used lately, and return how many.
+
+    Args:
+        store: of the run; this process is the only one that writes to it.
+        max_episode_seconds: longest duration of one attempt at an episode.
+
+    Raises:
+        StoreError: the store can't be read, or a file not be removed.
+    """
+    pictures, seconds = store.pictures, max_episode_seconds + UNUSED_SECONDS
+    unused = await in_thread(lambda: pictures.unused(seconds))
+    if not unused:
+        return 0
+    named = unused & await store.db.read(_named)
+    for digest in named:  # so that they are not asked for again at the next look
+        pictures.renew(digest)
+    return await in_thread(lambda: pictures.remove_unused(unused - named, seconds))
+
+
+def _named(connection: Connection) -> set[str]:
+    """Return the digests of the pictures of all recorded calls."""
+    rows = connection.execute(select(chats.c.media).where(chats.c.media.is_not(None)).distinct())
+    return {digest for (media,) in rows for _, _, digest in orjson.loads(media)}
