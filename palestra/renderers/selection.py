@@ -32,11 +32,13 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
             it when the user speaks again. `ChatMLRenderer` always keeps it.
         pictures: writes the placeholders of pictures; None: the model reads text only.
     """
-    if pictures is not None and (dialog := _dialog(tokenizer, pictures)) is not None:
-        return dialog
+    if pictures is not None:
+        seeing = _dialog(tokenizer, pictures) or _chatml(tokenizer, pictures)
+        if seeing is not None:
+            return seeing
     found = _select(tokenizer)
     if isinstance(found, ChatMLRenderer):
-        return found if pictures is None else ChatMLRenderer(tokenizer, found.config, pictures)
+        return found
     from renderers import create_renderer
 
     config: Any = found.config
@@ -65,6 +67,31 @@ def _dialog(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
         if made.render(messages_of(Probe(messages))).ids.tolist() != tokenizer.encode(text, add_special_tokens=False):
             return None
     return made
+
+
+def _chatml(tokenizer: Any, pictures: PictureTokens) -> ChatMLRenderer | None:
+    """Return the renderer of ChatML with pictures, if it gives the ids of the model's own template; else None.
+
+    The package's renderers for names that it knows are not asked: those that take pictures load a processor, and read
+    the pixels themselves.
+    """
+    if not isinstance(getattr(tokenizer, "chat_template", None), str) or _text(tokenizer, PLAIN[0]) is None:
+        return None
+    if not _has_place_for_pictures(tokenizer, pictures.layout.marker):
+        return None
+    try:
+        made = ChatMLRenderer(tokenizer, _config(tokenizer), pictures)
+    except ValueError:  # no ChatML tokens
+        return None
+    candidate = _Candidate(made, lambda probe: made.render(messages_of(probe), probe.tools).ids.tolist())
+    return made if all(_agree(tokenizer, candidate, probe) for probe in _probes(tokenizer)) else None
+
+
+def _has_place_for_pictures(tokenizer: Any, marker: str) -> bool:
+    """Return whether the template writes a picture between the texts beside which it stands; `marker` is what it writes."""
+    parts = [{"type": "text", "text": "One."}, {"type": "image"}, {"type": "text", "text": "Two."}]
+    shown = _text(tokenizer, Probe([{"role": "user", "content": parts}]))
+    return shown is not None and f"\nOne.{marker}Two.<|im_end|>" in shown
 
 
 def _select(tokenizer: Any) -> Any:
