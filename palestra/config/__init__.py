@@ -7,7 +7,7 @@ from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
-from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_VISION, JobConfig, JobKind
+from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
 from palestra.config.loading import (
     SAVED_CONFIG,
     UNSET,
@@ -65,6 +65,7 @@ __all__ = [
     "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",
+    "TINY_QWEN_VL",
     "TINY_VISION",
     "UNSET",
     "A2CConfig",

@@ -34,7 +34,12 @@ from palestra.errors import ConfigError
 JobKind = Literal["training", "inference"]
 
 # Models that need no download from a hub.
-SMOLLM2, TINY, TINY_VISION = BUILT_IN = ("SmolLM2-135M-Instruct", "tiny-random", "tiny-random-vision")
+SMOLLM2, TINY, TINY_VISION, TINY_QWEN_VL = BUILT_IN = (
+    "SmolLM2-135M-Instruct",
+    "tiny-random",
+    "tiny-random-vision",
+    "tiny-random-qwen-vl",
+)
 MAX_POLICIES = 8
 
 

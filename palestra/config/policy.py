@@ -89,9 +89,9 @@ class PolicyConfig(Section):
     model: str = Field(
         "SmolLM2-135M-Instruct",
         min_length=1,
-        description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random` or `tiny-random-vision` (made on "
-        "the spot), "
-        "or a Hugging Face folder or name. The folder may be that of an adapter in PEFT's format, as a checkpoint is.",
+        description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random`, `tiny-random-vision` or "
+        "`tiny-random-qwen-vl` (made on the spot), or a Hugging Face folder or name. The folder may be that of an "
+        "adapter in PEFT's format, as a checkpoint is.",
     )
     max_context: Positive = Field(
         DEFAULT_CONTEXT,

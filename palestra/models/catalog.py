@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from palestra.config import BUILT_IN, SMOLLM2, TINY, TINY_VISION
+from palestra.config import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.byte_model import make_tiny
 from palestra.models.quiet import quiet_transformers
 from palestra.models.vision.tiny import make_tiny_vision
+from palestra.models.vision.tiny_qwen import make_tiny_qwen
 
 # How long the hub may take to answer. Its own client would try five times for each of several files, so one request
 # finds out first whether the hub answers at all.
@@ -79,11 +80,13 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
         return _made_once(f"{TINY}-1", make_tiny)
     if name == TINY_VISION:
         return _made_once(f"{TINY_VISION}-1", make_tiny_vision)
+    if name == TINY_QWEN_VL:
+        return _made_once(f"{TINY_QWEN_VL}-1", make_tiny_qwen)
     if Path(name).is_dir():
         return Path(name)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"model {name!r}: no such folder; known names are {SMOLLM2!r}, {TINY!r} and {TINY_VISION!r}, "
+            f"model {name!r}: no such folder; known names are {', '.join(map(repr, BUILT_IN))}, "
             "anything else is a folder or a Hugging Face name such as 'org/model'"
         )
     return hub_model(name, ask)

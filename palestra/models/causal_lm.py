@@ -36,6 +36,7 @@ from palestra.models.quiet import quiet_transformers
 from palestra.models.vision.loading import load_seeing, sees
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.vision import Vision
+from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:
     from palestra.models.packed import PackedLayers
@@ -90,9 +91,20 @@ def _flat_attention(
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _flat_attention)
 
 
-def _replaced(embedded: Tensor, pictures: PictureRows) -> Tensor:
-    """Return embeddings of tokens [N, hidden] with those of pictures in their places, in the precision of the first."""
-    return embedded.index_copy(0, pictures.rows, pictures.values.to(embedded.dtype))
+def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
+    """Return what a text model of transformers takes in the place of ids where some tokens stand for pictures.
+
+    Args:
+        embedded: embeddings of all tokens, [N, hidden]; those of pictures take their places, in the same precision.
+        pictures: has what the first layers add to their output as well, if the family has that (DeepStack).
+    """
+    first, *further = pictures.values.to(embedded.dtype).split(embedded.shape[1], dim=1)
+    given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, pictures.rows, first).unsqueeze(0)}
+    if further:
+        places = torch.zeros(len(embedded), dtype=torch.bool, device=embedded.device)
+        places[pictures.rows] = True  # the rows are in order, and so are the values
+        given |= {"visual_pos_masks": places.unsqueeze(0), "deepstack_visual_embeds": further}
+    return given
 
 
 class CausalLM:
@@ -198,14 +210,18 @@ class CausalLM:
             )
 
     @property
+    def _text(self) -> Any:
+        """Return the part of the transformers model that reads tokens, without the head."""
+        return self.model.base_model if self.vision is None else self.vision.tower.text
+
+    @property
     def blocks(self) -> list[nn.Module]:
         """Return the decoder layers, in their order.
 
         Raises:
             ModelError: the model has no list of them.
         """
-        text = self.model.base_model if self.vision is None else self.vision.tower.text  # a tower has layers as well
-        for module in text.modules():
+        for module in self._text.modules():  # not of a tower, which may have as many layers
             if isinstance(module, nn.ModuleList) and len(module) == self.layers:
                 return list(module)
         raise ModelError(f"{self.config.model_type} models have no list of {self.layers} layers")
@@ -322,6 +338,17 @@ class CausalLM:
         with self._autocast(self.device):
             return self.vision.rows(pictures)
 
+    def positions(self, sequence: TokenSequence) -> Tensor:
+        """Return the positions of a sequence's tokens: int64 [N], or [3, N] where those of pictures lie in a plane.
+
+        Raises:
+            ModelError: a picture has another number of placeholders than it has embeddings.
+            PalestraError: the model takes no pictures of this size, or one can't be found.
+        """
+        if self.vision is None or not sequence.media:
+            return torch.arange(len(sequence.ids))
+        return self.vision.positions(*sequence)
+
     def hidden(
         self, ids: Tensor, positions: Tensor, attention: AttentionBackend, pictures: PictureRows | None = None
     ) -> Tensor:
@@ -329,19 +356,18 @@ class CausalLM:
 
         Args:
             ids: [N] token ids, all sequences one after another.
-            positions: [N], the position of each token within its sequence.
+            positions: [N], the position of each token within its sequence, or [3, N]; see `positions`.
             attention: knows which tokens see each other.
             pictures: embeddings in place of those of some tokens; None: all tokens are text.
         """
-        text = self.model.base_model if self.vision is None else self.vision.tower.text
+        text = self._text
         self._slot.attention = attention
         try:
             with self._autocast(ids.device):
-                given = {"input_ids": ids.unsqueeze(0)}
+                given: dict[str, Any] = {"input_ids": ids.unsqueeze(0)}
                 if pictures is not None:
-                    embedded = text.get_input_embeddings()(ids)
-                    given = {"inputs_embeds": _replaced(embedded, pictures).unsqueeze(0)}
-                out = text(**given, position_ids=positions.unsqueeze(0), use_cache=False)
+                    given = _replaced(text.get_input_embeddings()(ids), pictures)
+                out = text(**given, position_ids=positions.unsqueeze(-2), use_cache=False)
         finally:
             self._slot.attention = None
         hidden: Tensor = out.last_hidden_state[0]

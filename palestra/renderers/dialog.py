@@ -1,8 +1,12 @@
-r"""Renderer for the dialogs of Idefics3 and SmolVLM: `User: …<end_of_utterance>\nAssistant: …<end_of_utterance>\n`."""
+r"""Renderer for dialogs whose roles are words, in which some models that see were trained.
+
+Idefics3 and SmolVLM: `User: …<end_of_utterance>\nAssistant: …<end_of_utterance>\n`. Llava 1.5: `USER: … ASSISTANT: …`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from palestra.renderers.base import (
@@ -22,8 +26,24 @@ from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, ImagePart
 
-END = "<end_of_utterance>"
 _ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialogFormat:
+    """How a family writes its dialogs.
+
+    Attributes:
+        pieces: the texts and pictures of a message; its role is one of `_ROLES`.
+        opening: with what a reply begins.
+        end: control token that ends a reply; None: the tokenizer's own.
+        closing: text after `end` where it ends the turns of a conversation; None: it ends sampled replies alone.
+    """
+
+    pieces: Callable[[ChatMessage], Pieces]
+    opening: str
+    end: str | None
+    closing: str | None
 
 
 class DialogRenderer(Renderer):
@@ -34,21 +54,24 @@ class DialogRenderer(Renderer):
     reasons = False
     takes_images = True
 
-    def __init__(self, tokenizer: Any, pictures: PictureTokens, first: str) -> None:
+    def __init__(self, tokenizer: Any, pictures: PictureTokens, written: DialogFormat, first: Sequence[int]) -> None:
         """Create a renderer.
 
         Args:
             tokenizer: the model's, of transformers.
             pictures: writes the placeholders of pictures.
-            first: the token with which every conversation begins, such as `<|im_start|>`.
+            written: how dialogs are written.
+            first: the tokens with which every conversation begins, such as that of `<|im_start|>`.
 
         Raises:
-            ValueError: the tokenizer lacks one of the format's control tokens.
+            ValueError: the tokenizer lacks the token that ends a reply.
         """
         self.vocabulary = Vocabulary(tokenizer)
-        self._end, self._first = (tokenizer.convert_tokens_to_ids(token) for token in (END, first))
-        if None in (self._end, self._first) or tokenizer.unk_token_id in (self._end, self._first):
-            raise ValueError(f"the tokenizer has no {END}, or no {first}")
+        self.format, self._first = written, list(first)
+        end = tokenizer.eos_token if written.end is None else written.end
+        self._end = None if end is None else tokenizer.convert_tokens_to_ids(end)
+        if self._end is None or self._end == tokenizer.unk_token_id:
+            raise ValueError(f"the tokenizer has no {end or 'token that ends a reply'}")
         self.stop_ids = tuple(dict.fromkeys((self._end, tokenizer.eos_token_id)))
         self._pictures, self._encode = pictures, plain_encoder(tokenizer)
         self.picture_layout = pictures.layout
@@ -64,7 +87,7 @@ class DialogRenderer(Renderer):
         """
         if not messages:
             raise ValueError("no messages")
-        return self._sequence([self._first], messages, tools, room)
+        return self._sequence(self._first, messages, tools, room)
 
     def extend(
         self,
@@ -81,13 +104,13 @@ class DialogRenderer(Renderer):
         are as in `Renderer.extend`.
         """
         ended = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
-        before = [*([] if ended else [self._end]), *self._encode("\n")]
+        before = [*([] if ended else [self._end]), *self._encode(self.format.closing or "")]
         return self._sequence(before, new_messages, tools, room)
 
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
     ) -> Reply:
-        """Return the message of a completion, int32 [C], without the space that follows `Assistant:`.
+        """Return the message of a completion, int32 [C], without the space that follows the opening.
 
         `tools`, `call_ids` and `prompt_ids` are not needed; see `Renderer.parse`.
         """
@@ -119,26 +142,49 @@ class DialogRenderer(Renderer):
         """Return `before`, the turns of the messages, and the beginning of the assistant's reply."""
         if tools:
             raise ValueError("this model's format has no tools")
-        writer = PromptWriter(self._encode, self._long, self._pictures, room)
+        writer, closing = PromptWriter(self._encode, self._long, self._pictures, room), self.format.closing
         writer.tokens(before)
+        unwritten: Pieces = []  # a token may reach over the end of a turn that no control token ends
         for message in messages:
-            writer.pieces(_pieces(message))
-            writer.end_turn([self._end, *self._encode("\n")])
-        writer.pieces(["Assistant:"])
+            unwritten += self._pieces(message)
+            if closing is not None:
+                writer.pieces(joined(unwritten))
+                writer.end_turn([self._end, *self._encode(closing)])
+                unwritten = []
+        writer.pieces(joined([*unwritten, self.format.opening]))
+        writer.end_turn([])
         return writer.sequence()
 
+    def _pieces(self, message: ChatMessage) -> Pieces:
+        """Return the texts and pictures of a message.
 
-def _pieces(message: ChatMessage) -> Pieces:
-    """Return what stands before the end token of a message.
+        Raises:
+            ValueError: it is the result of a tool, calls one, or has a picture that is not the user's.
+        """
+        if message.role not in _ROLES or message.tool_calls:
+            raise ValueError("this model's format has no tools")
+        if message.role != "user":
+            refuse_pictures(message)
+        return self.format.pieces(message)
 
-    Raises:
-        ValueError: it is the result of a tool, calls one, or has a picture that is not the user's.
-    """
-    role = _ROLES.get(message.role)
-    if role is None or message.tool_calls:
-        raise ValueError("this model's format has no tools")
-    if message.role != "user":
-        refuse_pictures(message)
+
+def _of_idefics(message: ChatMessage) -> Pieces:
     content = content_of(message)
     space = "" if content and isinstance(content[0], ImagePart) else " "
-    return joined([f"{role}:{space}", *content])
+    return [f"{_ROLES[message.role]}:{space}", *content]
+
+
+def _of_llava(message: ChatMessage) -> Pieces:
+    """Return the pieces of a message; its pictures come first, each on a line of its own."""
+    role = "" if _ROLES[message.role] == "System" else f"{message.role.upper()}: "
+    shown, said = list[str | ImagePart](), list[str]()
+    for part in content_of(message):
+        if isinstance(part, ImagePart):
+            shown += [part, "\n"]
+        else:
+            said.append(f"{part} ")
+    return [role, *shown, *said]
+
+
+IDEFICS = DialogFormat(pieces=_of_idefics, opening="Assistant:", end="<end_of_utterance>", closing="\n")
+LLAVA = DialogFormat(pieces=_of_llava, opening="ASSISTANT:", end=None, closing=None)

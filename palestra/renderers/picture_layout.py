@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from palestra.errors import ModelError
+from palestra.renderers.patch_layout import PatchLayout
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # values of `model_type` with tokens that have positions in a plane
 _LONGEST = 4096  # transformers' bound on a side of a picture before it is cut into tiles
 
 
@@ -28,12 +30,31 @@ class PictureLayout(Protocol):
         """Return the placeholder: each stands for one embedding of the picture."""
         ...
 
+    @property
+    def marker(self) -> str:
+        """Return what the model's chat template writes for a picture, whatever its size."""
+        ...
+
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of the tiles into which a picture is cut; (0, 0): it is not cut."""
         ...
 
+    def plane(self, width: int, height: int) -> tuple[int, int] | None:
+        """Return rows and columns of a picture's embeddings, where each has its position in the plane.
+
+        None: placeholders have positions as text has, one after another.
+
+        Raises:
+            InvalidRequest: the model takes no pictures of this size.
+        """
+        ...
+
     def text(self, width: int, height: int) -> str:
-        """Return the control tokens that stand for a picture of this size in pixels."""
+        """Return the control tokens that stand for a picture of this size in pixels.
+
+        Raises:
+            InvalidRequest: the model takes no pictures of this size.
+        """
         ...
 
 
@@ -55,6 +76,15 @@ class TiledLayout:
     splits: bool
     image_token: str = "<image>"
     resample: int = 1
+
+    @property
+    def marker(self) -> str:
+        """Return `<image>`; see `PictureLayout`."""
+        return self.image_token
+
+    def plane(self, width: int, height: int) -> None:
+        """Return None: positions are those of text."""
+        return
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of tiles; see `PictureLayout`."""
@@ -106,6 +136,15 @@ class FixedLayout:
     tokens: int
     image_token: str = "<image>"
 
+    @property
+    def marker(self) -> str:
+        """Return `<image>`; see `PictureLayout`."""
+        return self.image_token
+
+    def plane(self, width: int, height: int) -> None:
+        """Return None: positions are those of text."""
+        return
+
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return (0, 0): pictures are not cut."""
         return 0, 0
@@ -119,7 +158,7 @@ def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureL
     """Return the layout of a model's pictures.
 
     Args:
-        config: the model's `config.json`, of one of the families above.
+        config: the model's `config.json`, of Idefics3, SmolVLM, Llava or one of Qwen's families.
         files: contents of `preprocessor_config.json` and `processor_config.json`, those that there are.
 
     Raises:
@@ -132,6 +171,8 @@ def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureL
         side = size["height"] if isinstance(size, Mapping) else size
         whole = config.get("vision_feature_select_strategy", "default") == "full"  # with the token of the class
         return FixedLayout(tokens=(side // vision.get("patch_size", 14)) ** 2 + whole)
+    if config["model_type"] in QWEN:
+        return _patches(images)
     patches = vision.get("image_size", 224) // vision.get("patch_size", 32)
     size, splits = images.get("size", {"longest_edge": 4 * 364}), images.get("do_image_splitting", True)
     if splits and "longest_edge" not in size:
@@ -143,6 +184,21 @@ def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureL
         splits=splits,
         resample=images.get("resample", 1),
     )
+
+
+def _patches(images: Mapping[str, Any]) -> PatchLayout:
+    """Return the layout of Qwen's processor with these settings; what they leave out is as in transformers."""
+    if not images.get("do_resize", True):
+        raise ModelError("pictures that are cut into patches as they are, without `do_resize`, are not supported")
+    size = images.get("size") or {}
+    least, most = (
+        images.get(pixels) or size.get(edge) or size.get(pixels) or default
+        for pixels, edge, default in (
+            ("min_pixels", "shortest_edge", 56 * 56),
+            ("max_pixels", "longest_edge", 28 * 28 * 1280),
+        )
+    )
+    return PatchLayout(side=images.get("patch_size", 14) * images.get("merge_size", 2), least=least, most=most)
 
 
 def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class PictureTokens:
         Raises:
             ValueError: the tokenizer has no token for placeholders.
         """
-        self.layout, self._pictures = layout, pictures
+        self.layout, self._tokenizer, self._pictures = layout, tokenizer, pictures
         # Not `tokenizer.encode`, which sets truncation first, and fails if another thread encodes at that moment.
         self._backend = tokenizer.backend_tokenizer
         self.image_token: int = tokenizer.convert_tokens_to_ids(layout.image_token)
@@ -44,5 +44,16 @@ class PictureTokens:
         """
         return self._encoded(self.layout.text(*self._pictures.size(digest)))
 
+    def as_marked(self) -> PictureTokens:
+        """Return a writer of what the model's chat template writes for a picture, whatever picture it is."""
+        return _Marked(self._tokenizer, self.layout, self._pictures)
+
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+
+class _Marked(PictureTokens):
+    """Writes pictures of unknown size, to compare a renderer with a template."""
+
+    def ids(self, digest: str) -> tuple[int, ...]:
+        return self._encoded(self.layout.marker)

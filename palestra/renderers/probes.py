@@ -69,6 +69,32 @@ WITH_TOOLS = (
         TOOLS,
     ),
 )
+
+
+def in_parts(probe: Probe) -> Probe:
+    """Return a conversation whose contents are lists of parts, which is what templates of models that see take."""
+    return Probe([{**m, "content": [_said(m["content"])]} for m in probe.messages], probe.tools)
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+NO_PICTURE = "0" * 64  # digest of the pictures of probes, of which there is no file
+_PICTURE = {"type": "image"}
+PICTURED = (
+    *map(in_parts, PLAIN),
+    Probe([{"role": "user", "content": [_PICTURE, _said("One?")]}]),
+    Probe([{"role": "user", "content": [_said("One."), _PICTURE, _said("Two.")]}]),
+    Probe(
+        [
+            {"role": "system", "content": [_said("Be brief.")]},
+            {"role": "user", "content": [_PICTURE, _PICTURE, _said(" é 漢字")]},
+            {"role": "assistant", "content": [_said("b")]},
+            {"role": "user", "content": [_said("c")]},
+        ]
+    ),
+)
 _THOUGHT: dict[str, Any] = {"role": "assistant", "content": "2", "reasoning_content": "One and one."}
 REASONING = (
     Probe([{"role": "user", "content": "1 + 1?"}, _THOUGHT, {"role": "user", "content": "Sure?"}]),
@@ -77,7 +103,10 @@ REASONING = (
 
 
 def messages_of(probe: Probe) -> list[ChatMessage]:
-    """Return the messages of a conversation as agents send them: arguments of calls are JSON text."""
+    """Return the messages of a conversation as agents send them: arguments of calls are JSON text.
+
+    All pictures are `NO_PICTURE`, which only a writer of `PictureTokens.as_marked` can write.
+    """
     return [ChatMessage.model_validate(_with_text_arguments(message)) for message in probe.messages]
 
 
@@ -92,7 +121,10 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         }
         for call in message.get("tool_calls", ())
     ]
-    return {**message, "tool_calls": calls}
+    content = message["content"]
+    if isinstance(content, list):
+        content = [part | {"digest": NO_PICTURE} if part["type"] == "image" else part for part in content]
+    return {**message, "content": content, "tool_calls": calls}
 
 
 def shows_reasoning(show: Callable[[Probe], object]) -> bool:

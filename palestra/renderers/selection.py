@@ -10,10 +10,19 @@ from typing import Any, NamedTuple
 
 from palestra.renderers.base import Renderer
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
-from palestra.renderers.dialog import DialogRenderer
+from palestra.renderers.dialog import IDEFICS, LLAVA, DialogRenderer
 from palestra.renderers.package import PackageRenderer
 from palestra.renderers.picture_tokens import PictureTokens
-from palestra.renderers.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe, messages_of, shows_reasoning
+from palestra.renderers.probes import (
+    PICTURED,
+    PLAIN,
+    REASONING,
+    TOOLS,
+    WITH_TOOLS,
+    Probe,
+    messages_of,
+    shows_reasoning,
+)
 
 
 class _Candidate(NamedTuple):
@@ -32,11 +41,11 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
             it when the user speaks again. `ChatMLRenderer` always keeps it.
         pictures: writes the placeholders of pictures; None: the model reads text only.
     """
-    if pictures is not None and (dialog := _dialog(tokenizer, pictures)) is not None:
-        return dialog
+    if pictures is not None and (seeing := _seeing(tokenizer, pictures)) is not None:
+        return seeing
     found = _select(tokenizer)
     if isinstance(found, ChatMLRenderer):
-        return found if pictures is None else ChatMLRenderer(tokenizer, found.config, pictures)
+        return found
     from renderers import create_renderer
 
     config: Any = found.config
@@ -45,26 +54,60 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
     return PackageRenderer(tokenizer, found)
 
 
-def _dialog(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
-    """Return the renderer of Idefics3's dialogs, if it gives the ids of the model's own template; else None.
+def _seeing(tokenizer: Any, pictures: PictureTokens) -> Renderer | None:
+    """Return a renderer with pictures that gives the ids of the model's own template; None: there is none.
 
-    Such a template takes lists of parts alone. Conversations have no picture here, because only a processor, which the
-    template is not, would write its placeholders.
+    The package's renderers for names that it knows are not asked: those that take pictures load a processor, and read
+    the pixels themselves.
     """
-    probes = [probe.messages for probe in PLAIN]
-    parts = [[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages] for messages in probes]
-    shown = [_text(tokenizer, Probe(messages)) for messages in parts]
-    if not all(text is not None and text.endswith("Assistant:") for text in shown):
+    if not isinstance(getattr(tokenizer, "chat_template", None), str):
         return None
-    first = re.match(r".*?(?=User:|System:)", shown[0] or "", re.DOTALL)
-    try:
-        made = DialogRenderer(tokenizer, pictures, "" if first is None else first[0])
-    except ValueError:
+    makers: tuple[Callable[[Any, PictureTokens], Renderer | None], ...] = (_idefics, _llava, _chatml)
+    marked = pictures.as_marked()
+    for make in makers:
+        with suppress(ValueError):  # the tokenizer lacks a control token of the format
+            made = make(tokenizer, marked)
+            if made is not None and all(_shows_alike(tokenizer, made, probe) for probe in PICTURED):
+                return make(tokenizer, pictures)
+    return None
+
+
+def _idefics(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer:
+    """Return a renderer of Idefics3's dialogs, which begin with the token that the template writes."""
+    first = re.match(r".*?(?=User:|System:)", _text(tokenizer, PICTURED[0]) or "", re.DOTALL)
+    begin = [] if first is None else tokenizer.encode(first[0], add_special_tokens=False)
+    return DialogRenderer(tokenizer, pictures, IDEFICS, begin)
+
+
+def _llava(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer:
+    """Return a renderer of Llava's dialogs, which begin with the token that the tokenizer puts before every text."""
+    return DialogRenderer(tokenizer, pictures, LLAVA, tokenizer.encode(""))
+
+
+def _chatml(tokenizer: Any, pictures: PictureTokens) -> ChatMLRenderer | None:
+    """Return a renderer of ChatML with the template's settings; None: the template shows texts in another way."""
+    if _text(tokenizer, PLAIN[0]) is None:
         return None
-    for messages, text in zip(probes, shown, strict=True):
-        if made.render(messages_of(Probe(messages))).ids.tolist() != tokenizer.encode(text, add_special_tokens=False):
-            return None
-    return made
+    made = ChatMLRenderer(tokenizer, _config(tokenizer), pictures)
+    candidate = _Candidate(made, lambda probe: made.render(messages_of(probe), probe.tools).ids.tolist())
+    return made if all(_agree(tokenizer, candidate, probe) for probe in _probes(tokenizer)) else None
+
+
+def _shows_alike(tokenizer: Any, made: Renderer, probe: Probe) -> bool:
+    """Return whether a renderer gives the ids that a processor makes of what the template writes.
+
+    Args:
+        tokenizer: the model's.
+        made: writes what the template writes for a picture.
+        probe: a conversation whose contents are lists of parts.
+    """
+    shown = _text(tokenizer, probe)
+    if shown is None:
+        return False
+    # A processor leaves out the token with which its tokenizer begins, if the template has written it.
+    begun = tokenizer.bos_token is not None and shown.startswith(tokenizer.bos_token)
+    wanted: list[int] = tokenizer.encode(shown, add_special_tokens=not begun)
+    return made.render(messages_of(probe)).ids.tolist() == wanted
 
 
 def _select(tokenizer: Any) -> Any:

@@ -17,10 +17,12 @@ from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import unpack_bits
 from palestra.models.vision.placed import PictureRows, PlacedPicture
+from palestra.models.vision.positions import AXES
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.trainer.packing import MicroBatch, Tree
 from palestra.trainer.token_scores import token_logprobs, token_logprobs_and_entropies
 from palestra.trainer.tree_attention import TreeAttention
+from palestra.types.calls import TokenSequence
 
 T = TypeVar("T")
 
@@ -47,7 +49,8 @@ def hidden_with(model: CausalLM, micro: MicroBatch, pictures: PictureRows | None
         micro: trees of rows.
         pictures: of `flat_picture_rows`.
     """
-    return model.hidden(*flat_inputs(micro.trees, model.device), pictures)
+    ids, positions, attention = flat_inputs(micro.trees, model.device)
+    return model.hidden(ids, flat_positions(model, micro, positions), attention, pictures)
 
 
 def flat_picture_rows(model: CausalLM, micro: MicroBatch) -> PictureRows | None:
@@ -65,6 +68,28 @@ def flat_inputs(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Te
     ids = torch.tensor([i for tree in trees for i in tree.ids], device=device)
     positions = torch.tensor([p for tree in trees for p in tree.positions], device=device)
     return ids, positions, TreeAttention(trees, device)
+
+
+def flat_positions(model: CausalLM, micro: MicroBatch, positions: Tensor) -> Tensor:
+    """Return the positions of the nodes of a micro-batch: [N], or [3, N] where pictures of the model lie in a plane.
+
+    A position depends on the tokens before it alone, so rows that share a node agree on it.
+
+    Args:
+        model: the one that computes.
+        micro: its rows.
+        positions: [N], places of the nodes in their rows; what is returned for all others.
+    """
+    found = positions
+    for sample, offset, path in micro.samples:
+        if not sample.media:
+            continue
+        own = model.positions(TokenSequence(sample.ids, sample.media))
+        if own.ndim > 1:
+            if found.ndim == 1:
+                found = positions.repeat(AXES, 1)
+            found[:, torch.from_numpy(path + offset).to(found.device)] = own.to(found.device)
+    return found
 
 
 def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPicture, NDArray[np.int64]]]:

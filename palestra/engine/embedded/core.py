@@ -166,11 +166,11 @@ class EngineCore:
         for number, (leader, keys, _, request) in enumerate(starting):
             if request is leader:
                 self.scheduler.keep_prefix(leader, leader.prompt, keys)
-            request.row = runner.add_row(keys)
+            request.row = runner.add_row(keys, leader.positions)
             self.scheduler.start(request, leader)
             self._append(request, sampled, number)
         for leader, *_ in starting:
-            leader.keys = leader.hidden = None
+            leader.keys = leader.hidden = leader.positions = None
 
     def _compute(self, runner: ModelRunner, pieces: Sequence[tuple[Request, int]]) -> None:
         """Compute pieces of prompts together; if that fails, one by one, to find whose fault it is."""

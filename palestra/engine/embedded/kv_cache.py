@@ -27,9 +27,13 @@ def capacity_for(length: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sequence's place: `length` positions of `bucket` row `index` are filled."""
+    """One sequence's place: `length` positions of `bucket` row `index` are filled.
+
+    `position` is that of the next token for the model: less than `length` behind pictures that lie in a plane.
+    """
 
     length: int
+    position: int
     bucket: Bucket = field(init=False)
     index: int = field(init=False)
 
@@ -69,10 +73,15 @@ class KVCache:
         self._shape = (layers, heads, dim, dtype, device)
         self._buckets: dict[int, Bucket] = {}
 
-    def insert(self, prefix: Tensor) -> Row:
-        """Add a row that starts with a prompt's keys and values, [layers, 2, key heads, T, head dim]."""
+    def insert(self, prefix: Tensor, position: int | None = None) -> Row:
+        """Add a row.
+
+        Args:
+            prefix: a prompt's keys and values, [layers, 2, key heads, T, head dim].
+            position: of the token after the prompt, see `Row`; None: T.
+        """
         length = prefix.shape[3]
-        row = Row(length)
+        row = Row(length, length if position is None else position)
         bucket = self._bucket(capacity_for(length + 1))
         bucket.add(row)
         bucket.storage[:, :, row.index, :, :length] = prefix

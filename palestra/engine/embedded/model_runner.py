@@ -30,6 +30,7 @@ from palestra.models.lora_embedding import LORA_EMBEDDING
 from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
 from palestra.models.row_groups import Runs
 from palestra.models.vision.placed import PlacedPicture
+from palestra.models.vision.positions import joined_positions
 from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:
@@ -107,7 +108,12 @@ class ModelRunner:
         """
         parts = [r.prompt.ids[r.prefilled : r.prefilled + n].astype(np.int64) for r, n in pieces]
         ids = torch.cat([torch.from_numpy(part) for part in parts])
-        positions = torch.cat([torch.arange(r.prefilled, r.prefilled + n) for r, n in pieces])
+        for request, _ in pieces:
+            if request.positions is None:
+                request.positions = self.model.positions(request.asked.prompt)
+        positions = joined_positions(
+            [r.positions[..., r.prefilled : r.prefilled + n] for r, n in pieces if r.positions is not None]
+        )
         attention = PrefillAttention([(r.keys, r.prefilled, n) for r, n in pieces if r.keys is not None])
         pictures, end = list[Placed](), 0
         for request, new in pieces:
@@ -132,12 +138,13 @@ class ModelRunner:
         rows = [row for bucket in buckets for row in bucket.rows]
         order = [by_row[row] for row in rows]
         ids = torch.tensor([request.last for request in order])
-        positions = torch.tensor([row.length for row in rows])
+        positions = torch.tensor([row.position for row in rows])
         attention = DecodeAttention(buckets)
         hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
         sampled = self.sample(order, hidden[: len(order)])
         for row in rows:
             row.length += 1
+            row.position += 1
         return order, sampled
 
     def sample(self, requests: Sequence[Request], hidden: Tensor) -> SampledBatch:
@@ -161,11 +168,12 @@ class ModelRunner:
         size = length if piece is None or self._deterministic else piece
         keys = torch.empty((m.layers, 2, m.key_heads, length, m.head_dim), dtype=self._dtype, device=self._device)
         tokens, found = torch.from_numpy(ids.astype(np.int64)), list[float]()
+        positions = self.model.positions(prompt)
         for start in range(0, length, size):
             end = min(start + size, length)
             attention = PrefillAttention([(keys, start, end - start)])
             runs, pictures = [(policy, end - start)], self._placed(prompt, start, end - start, 0)
-            hidden = self._forward(tokens[start:end], torch.arange(start, end), attention, runs, pictures)
+            hidden = self._forward(tokens[start:end], positions[..., start:end], attention, runs, pictures)
             hidden = hidden[: end - start]
             targets = tokens[start + 1 : end + 1].to(self._device)  # one less than hidden states at the end
             for first in range(0, len(targets), SCORED_AT_ONCE):
@@ -204,7 +212,7 @@ class ModelRunner:
 
         Args:
             ids: [N].
-            positions: [N].
+            positions: [N], or [3, N].
             attention: knows which tokens see each other.
             policies: how many of the tokens, in order, belong to which policy.
             pictures: those whose placeholders may be among the tokens, with their rows.
@@ -212,7 +220,7 @@ class ModelRunner:
         lacking = self._min_rows - len(ids)
         if lacking > 0:
             ids = torch.cat((ids, ids[:1].expand(lacking)))
-            positions = torch.cat((positions, positions[:1].expand(lacking)))
+            positions = torch.cat((positions, positions[..., :1].expand(*positions.shape[:-1], lacking)), dim=-1)
         self.passes += 1
         ids, positions = ids.to(self._device), positions.to(self._device)
         if self._mixed is None:
@@ -247,9 +255,15 @@ class ModelRunner:
 
     # Keys and values.
 
-    def add_row(self, keys: Tensor) -> Row:
-        """Add a reply that starts with a prompt's keys and values, [layers, 2, key heads, P, head dim]."""
-        return self._cache.insert(keys)
+    def add_row(self, keys: Tensor, positions: Tensor | None) -> Row:
+        """Add a reply.
+
+        Args:
+            keys: those of its prompt, and the values, [layers, 2, key heads, P, head dim].
+            positions: of the prompt, [P] or [3, P].
+        """
+        assert positions is not None
+        return self._cache.insert(keys, int(positions.max()) + 1)
 
     def remove_row(self, row: Row) -> None:
         """Forget the keys and values of a reply."""

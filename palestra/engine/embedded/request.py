@@ -31,6 +31,7 @@ class Request:
     version: PolicyVersion | None = None  # of the weights with which it began
     # While the prompt is prefilled:
     keys: Tensor | None = None  # [layers, 2, key heads, P, head dim]
+    positions: Tensor | None = None  # [P] or [3, P], of the prompt, see `CausalLM.positions`
     prefilled: int = 0  # tokens of the prompt that are in `keys`
     followers: list[Request] = field(default_factory=list)  # with the same prompt, which is computed once
     hidden: Tensor | None = None  # [hidden] of the prompt's last token, until the first token is sampled
@@ -93,4 +94,5 @@ class Request:
             return None
         heir, *others = self.followers
         heir.keys, heir.prefilled, heir.hidden, heir.followers = self.keys, self.prefilled, self.hidden, others
+        heir.positions = self.positions
         return heir

@@ -10,10 +10,16 @@ import torch
 from palestra.errors import ModelError
 from palestra.models.vision.towers import SUPPORTED, tower_of
 from palestra.models.vision.vision import Vision
-from palestra.renderers import PictureLayout, layout_of
+from palestra.renderers import QWEN, PictureLayout, layout_of
 
 # What a processor is made of; the files of a hub model that is named by `org/model` lie in the hub's cache.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja", "chat_template.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def sees(config: Any) -> bool:
@@ -73,6 +79,10 @@ def _processor_class(model_type: str) -> Any:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
         return CLIPImageProcessorPil
+    if model_type in QWEN:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil
     if model_type == "smolvlm":
         from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 

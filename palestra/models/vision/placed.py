@@ -29,8 +29,9 @@ class PictureRows(NamedTuple):
     """Embeddings that replace those of placeholders in a flat batch.
 
     Attributes:
-        rows: int64 [M], rows of the flat batch, each at most once.
-        values: [M, hidden].
+        rows: int64 [M], rows of the flat batch, each at most once, the lowest first.
+        values: [M, hidden], in the order of the rows; wider where layers of the text model add further numbers, see
+            `Tower`.
     """
 
     rows: Tensor

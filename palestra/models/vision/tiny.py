@@ -18,14 +18,22 @@ IMAGE_TOKENS = (
     *(f"<row_{row}_col_{column}>" for row in range(1, _TILES + 1) for column in range(1, _TILES + 1)),
     "<end_of_utterance>",
 )
-# ChatML, in which the content of a message is a text or a list of parts.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+
+
+def chat_template(picture: str) -> str:
+    """Return a template of ChatML, in which the content of a message is a text or a list of parts.
+
+    Args:
+        picture: what it writes for one.
+    """
+    return (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for part in message['content'] %}"
+        "{% if part['type'] == 'image' %}{{ '" + picture + "' }}{% else %}{{ part['text'] }}{% endif %}"
+        "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
 
 
 def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, splits: bool = True) -> None:
@@ -41,7 +49,7 @@ def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, 
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     tokenizer = byte_tokenizer(IMAGE_TOKENS)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template("<image>")
     text: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": len(tokenizer),

@@ -25,6 +25,9 @@ class Tower(Protocol):
     def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings of one picture, [F, hidden], in the order of its placeholders.
 
+        Where layers of the text model add something to their output at placeholders (DeepStack), that of each such
+        layer follows in the same row: [F, (1 + layers) * hidden].
+
         Args:
             pixels: what the family's image processor gives for that picture alone.
         """
@@ -70,10 +73,32 @@ class LlavaTower:
         return torch.cat(tuple(self._model.get_image_features(pixel_values=pixels["pixel_values"]).pooler_output))
 
 
+class QwenTower:
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: patches [n, numbers of a patch] and their grid; four of a square become one.
+
+    In Qwen2.5-VL most layers see a window of patches alone. In Qwen3-VL some layers of the tower give embeddings as
+    well, which the first layers of the text model add to their output.
+    """
+
+    names: tuple[str, ...] = ("model.visual.",)
+
+    def __init__(self, model: Any) -> None:
+        self.text = model.model.language_model
+        self._vision = model.model.visual
+
+    def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Return [n / merged, hidden]; in Qwen3-VL [n / merged, (1 + layers) * hidden]; see `Tower`."""
+        seen = self._vision(pixels["pixel_values"], grid_thw=pixels["image_grid_thw"])
+        return torch.cat((seen.pooler_output, *getattr(seen, "deepstack_features", ())), dim=-1)
+
+
 _TOWERS: dict[str, Callable[[Any], Tower]] = {
     "idefics3": Idefics3Tower,
     "smolvlm": Idefics3Tower,
     "llava": LlavaTower,
+    "qwen2_vl": QwenTower,
+    "qwen2_5_vl": QwenTower,
+    "qwen3_vl": QwenTower,
 }
 SUPPORTED = tuple(_TOWERS)  # values of `model_type` in a model's config.json
 

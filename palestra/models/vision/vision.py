@@ -13,6 +13,7 @@ from torch import Tensor
 from palestra.errors import ModelError
 from palestra.models.vision.kept import KeptEmbeddings
 from palestra.models.vision.placed import PictureRows, PlacedPicture, placed_pictures
+from palestra.models.vision.positions import Plane, plane_positions
 from palestra.models.vision.towers import Tower
 from palestra.renderers import PictureLayout
 from palestra.types.calls import Ids, MediaSpan
@@ -94,6 +95,27 @@ class Vision:
     def placed(self, ids: Ids, media: Sequence[MediaSpan]) -> list[PlacedPicture]:
         """Return the pictures of a sequence of `ids` [N]; see `placed_pictures`."""
         return placed_pictures(ids, media, self.image_token)
+
+    def positions(self, ids: Ids, media: Sequence[MediaSpan]) -> Tensor:
+        """Return the positions of a sequence's tokens: int64 [N], or [3, N] where those of pictures lie in a plane.
+
+        Args:
+            ids: [N].
+            media: pictures among the ids.
+
+        Raises:
+            ModelError: a picture has another number of placeholders than it has embeddings.
+            PalestraError: the model takes no pictures of this size, or no picture has this digest.
+        """
+        pictures = [(picture, self._plane(picture.digest)) for picture in self.placed(ids, media)]
+        planes = [(picture, Plane(*plane)) for picture, plane in pictures if plane is not None]
+        return torch.from_numpy(plane_positions(len(ids), planes)) if planes else torch.arange(len(ids))
+
+    def _plane(self, digest: str) -> tuple[int, int] | None:
+        """Return rows and columns of a picture's embeddings; None: they have positions as text has."""
+        if self.pictures is None:
+            raise ModelError(f"picture {digest} can't be found: this model was given no pictures")
+        return self.layout.plane(*self.pictures.size(digest))
 
     def rows(self, pictures: Sequence[tuple[PlacedPicture, NDArray[np.int64]]]) -> PictureRows | None:
         """Return the embeddings of pictures for the rows of a flat batch; None: no placeholder is in the batch.

@@ -1,4 +1,7 @@
-"""A tiny model that sees, pictures for it, and transformers' own model and processor beside them."""
+"""Tiny models that see, pictures for them, and transformers' own model and processor beside them.
+
+A model is `NAME`, or given by the `name` of another: a built-in one, or a folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from PIL import Image
 
 from palestra.models.catalog import model_folder
-from palestra.models.causal_lm import CausalLM, load_causal_lm
+from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
 from palestra.pictures.encoding import encode
 from palestra.renderers import ChatMLRenderer, PictureTokens
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
@@ -45,17 +48,17 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(drawn)
 
 
-def seeing(shown: Shown, *, trained: bool = False) -> CausalLM:
+def seeing(shown: Shown, *, trained: bool = False, name: str = NAME) -> CausalLM:
     """The tiny model, with these pictures."""
-    model = load_causal_lm(NAME, torch.float32)
+    model = load_causal_lm(name, torch.float32)
     assert model.vision is not None
     model.vision.pictures, model.vision.trained = shown, trained
     return model
 
 
-def renderer_of(shown: Shown) -> ChatMLRenderer:
-    layout = seeing_once().vision.layout
-    return ChatMLRenderer(processor().tokenizer, pictures=PictureTokens(processor().tokenizer, layout, shown))
+def renderer_of(shown: Shown, name: str = NAME) -> ChatMLRenderer:
+    tokenizer, layout = load_tokenizer(name), seeing_once(name).vision.layout
+    return ChatMLRenderer(tokenizer, pictures=PictureTokens(tokenizer, layout, shown))
 
 
 def user(*parts: str | ImagePart) -> ChatMessage:
@@ -64,8 +67,8 @@ def user(*parts: str | ImagePart) -> ChatMessage:
 
 
 @cache
-def seeing_once() -> CausalLM:
-    return load_causal_lm(NAME, torch.float32)
+def seeing_once(name: str = NAME) -> CausalLM:
+    return load_causal_lm(name, torch.float32)
 
 
 @cache
@@ -77,14 +80,27 @@ def processor():
 
 
 @cache
-def transformers_model(folder: Path | None = None):
+def image_processor(name: str):
+    """The image processor of transformers, without torchvision."""
+    if name == NAME:
+        return processor().image_processor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(model_folder(name))
+
+
+@cache
+def transformers_model(folder: Path | str | None = None):
     """The model of transformers, with its own attention everywhere."""
     from transformers import AutoModelForImageTextToText
 
     return AutoModelForImageTextToText.from_pretrained(folder or model_folder(NAME), dtype=torch.float32).eval()
 
 
-def own_logits(model, ids, images) -> torch.Tensor:
+def own_logits(model, ids, images, name: str = NAME) -> torch.Tensor:
     """The logits of transformers' model, [P, V], for ids and the pictures among them, in order."""
-    given = processor().image_processor(images=[list(images)], return_tensors="pt") if images else {}
-    return model(input_ids=torch.as_tensor(ids, dtype=torch.long)[None], **given).logits[0]
+    ids = torch.as_tensor(ids, dtype=torch.long)[None]
+    given = dict(image_processor(name)(images=[list(images)], return_tensors="pt")) if images else {}
+    if "image_grid_thw" in given:
+        given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    return model(input_ids=ids, **given).logits[0]

@@ -12,6 +12,7 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
+from palestra.models.catalog import model_folder
 from palestra.models.loading import LoadedModels
 from palestra.models.weights import LocalWeights
 from palestra.runtime.shared_models import SharedModelOptions, SharedModels
@@ -46,11 +47,13 @@ def continued(before: TokenSequence, completion: list[int], renderer, message) -
     return TokenSequence(np.concatenate((ids, tail.ids)), (*before.media, *moved))
 
 
-async def conversation(engine, shown: Shown, turns: int) -> list[tuple[TokenSequence, list[int], list[float]]]:
-    renderer, calls = renderer_of(shown), []
+async def conversation(
+    engine, shown: Shown, turns: int, name: str = NAME
+) -> list[tuple[TokenSequence, list[int], list[float]]]:
+    renderer, calls = renderer_of(shown, name), []
     prompt = renderer.render([user("0", shown.add(noise(30, 40)))])
     for turn in range(1, turns + 1):
-        sampling = replace(LONG, seed=turn, max_tokens=6, min_tokens=6, logit_bias=((_placeholder(), -100.0),))
+        sampling = replace(LONG, seed=turn, max_tokens=6, min_tokens=6, logit_bias=((_placeholder(name), -100.0),))
         completion, logprobs = await reply(engine, prompt, sampling)
         calls.append((prompt, completion, logprobs))
         picture = shown.add(noise(10 + 17 * (turn % 3), 64 - 9 * turn % 50, seed=turn % 4))
@@ -58,11 +61,11 @@ async def conversation(engine, shown: Shown, turns: int) -> list[tuple[TokenSequ
     return calls
 
 
-def _placeholder() -> int:
-    return seeing_once().vision.image_token
+def _placeholder(name: str = NAME) -> int:
+    return seeing_once(name).vision.image_token
 
 
-@pytest.mark.parametrize(
+TURNS = pytest.mark.parametrize(
     "settings",
     [
         {},
@@ -71,21 +74,29 @@ def _placeholder() -> int:
     ],
     ids=str,
 )
+
+
+@TURNS
 async def test_ten_turns_with_a_picture_in_each_have_the_logprobs_of_transformers(settings):
+    await check_ten_turns(NAME, settings)
+
+
+async def check_ten_turns(name: str, settings) -> None:
     """One token, the placeholder, is never sampled: transformers would take one in a reply for a picture's."""
     shown = Shown()
-    async with serving(seeing(shown), **settings) as engine:
-        calls = await conversation(engine, shown, 10)
+    async with serving(seeing(shown, name=name), **settings) as engine:
+        calls = await conversation(engine, shown, 10, name)
         scored = await engine.score("policy", calls[-1][0])
     last, completion, _ = calls[-1]
     assert len(last.media) == 10
     with torch.no_grad():
         images = [shown.images[span.digest] for span in last.media]
-        logits = own_logits(transformers_model(), [*last.ids.tolist(), *completion], images).double()
+        model = transformers_model(model_folder(name))
+        logits = own_logits(model, [*last.ids.tolist(), *completion], images, name).double()
     plain = logits.log_softmax(-1)[range(len(last.ids) - 1), last.ids[1:].tolist()]
     assert np.abs(np.array(scored) - plain.numpy()).max() < 1e-4
     logits[:, 258] = -torch.inf  # `min_tokens` takes the stop token away
-    logits[:, _placeholder()] -= 100.0
+    logits[:, _placeholder(name)] -= 100.0
     biased = logits.log_softmax(-1).numpy()
     for prompt, sampled, logprobs in calls:
         first = len(prompt.ids) - 1

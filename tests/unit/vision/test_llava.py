@@ -11,7 +11,7 @@ import torch
 from palestra.models.attention_backend import TrialAttention
 from palestra.models.byte_model import byte_tokenizer
 from palestra.models.causal_lm import load_causal_lm
-from palestra.models.vision.tiny import CHAT_TEMPLATE
+from palestra.models.vision.tiny import chat_template
 from palestra.renderers import PictureTokens, select_renderer
 from unit.engine.calling import serving
 from unit.vision.seeing import Shown, noise, user
@@ -23,7 +23,7 @@ def folder(request, tmp_path_factory):
 
     made = tmp_path_factory.mktemp("llava")
     tokenizer = byte_tokenizer(["<image>"])
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template("<image>")
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = LlavaConfig(
         vision_config=size | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},

@@ -43,9 +43,9 @@ def sample_of(sequence: TokenSequence, trained: np.ndarray, logprobs: np.ndarray
     )
 
 
-def some_rows(shown: Shown) -> list[TrainSample]:
+def some_rows(shown: Shown, name: str = NAME) -> list[TrainSample]:
     """Three rows: two begin with the same picture and go on with different ones; another picture of the same size."""
-    renderer, rows = renderer_of(shown), []
+    renderer, rows = renderer_of(shown, name), []
     parts = [shown.add(noise(40, 60, seed=seed)) for seed in range(3)]
     for number, order in enumerate([(0, 1), (0, 2, 2), (1, 0)]):
         prompt = renderer.render([user("look", *(parts[k] for k in order))])
@@ -56,11 +56,11 @@ def some_rows(shown: Shown) -> list[TrainSample]:
     return rows
 
 
-def own_loss(model, rows, shown: Shown) -> torch.Tensor:
+def own_loss(model, rows, shown: Shown, name: str = NAME) -> torch.Tensor:
     """The cross entropy, -sum(weight * logprob), by transformers' model row for row."""
     total = torch.zeros(())
     for row in rows:
-        logits = own_logits(model, row.ids.tolist(), [shown.images[span.digest] for span in row.media])
+        logits = own_logits(model, row.ids.tolist(), [shown.images[span.digest] for span in row.media], name)
         chosen = logits.log_softmax(-1)[range(len(row.ids) - 1), row.ids[1:].tolist()]
         factor = torch.from_numpy(row.loss_weights)[1:]
         total = total - (chosen * factor).sum()

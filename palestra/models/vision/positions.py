@@ -1,0 +1,69 @@
+"""Positions of three numbers, by which tokens of a picture lie in a plane (M-RoPE: Wang et al. 2024, "Qwen2-VL", 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from palestra.errors import ModelError
+from palestra.models.vision.placed import PlacedPicture
+
+AXES = 3  # time, row, column
+
+
+class Plane(NamedTuple):
+    """How the embeddings of a picture lie: `rows` times `columns` of them, row after row."""
+
+    rows: int
+    columns: int
+
+
+def plane_positions(count: int, pictures: Iterable[tuple[PlacedPicture, Plane]]) -> NDArray[np.int64]:
+    """Return the position of each token of a sequence, int64 [3, N]: time, row and column.
+
+    Text counts on, with three equal numbers. All placeholders of a picture have the time at which the picture begins;
+    rows and columns count from there. What follows has the largest of these numbers and 1, so that a position is less
+    than the index of its token as soon as a picture has several rows.
+
+    A position depends on the tokens before it alone: sequences that begin alike have equal positions there.
+
+    Args:
+        count: N.
+        pictures: those of the sequence, in order.
+
+    Raises:
+        ModelError: a picture has another number of placeholders than its plane, or they are not beside one another.
+    """
+    found = np.empty((AXES, count), np.int64)
+    done = position = 0  # tokens that have their positions; position of the token after them
+    for (digest, at), (rows, columns) in pictures:
+        size = rows * columns
+        if len(at) % size:
+            raise ModelError(f"picture {digest} has {size} embeddings, and {len(at)} placeholders")
+        for own in at.reshape(-1, size):  # several of them where the same picture follows itself
+            first, end = int(own[0]), int(own[-1]) + 1
+            if end - first != size:
+                raise ModelError(f"picture {digest} has {size} placeholders that are not beside one another")
+            found[:, done:first] = position + np.arange(first - done)
+            position += first - done
+            place = np.arange(size)
+            found[:, first:end] = position + np.stack((np.zeros_like(place), place // columns, place % columns))
+            done, position = end, position + max(rows, columns)
+    found[:, done:] = position + np.arange(count - done)
+    return found
+
+
+def joined_positions(parts: Sequence[Tensor]) -> Tensor:
+    """Return the positions of a flat batch: int64 [N], or [3, N] if a part has pictures that lie in a plane.
+
+    Args:
+        parts: positions of the sequences, one after another, [n] or [3, n] each.
+    """
+    if all(part.ndim == 1 for part in parts):
+        return torch.cat(list(parts))
+    return torch.cat([part.expand(AXES, -1) for part in parts], dim=1)

@@ -1,0 +1,68 @@
+"""The placeholders of Qwen's models: as many as the picture has patches after four of them were merged into one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from palestra.errors import InvalidRequest
+
+MOST_RATIO = 200  # of the longer side of a picture to the shorter one, in transformers' processor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchLayout:
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures keep their proportions; each embedding has its place in the plane.
+
+    Attributes:
+        side: of the square that one embedding stands for, in pixels: patches that are merged, times their side.
+        least: the fewest pixels that a picture has when it is cut into patches; smaller ones are enlarged.
+        most: the most pixels; larger ones are made smaller.
+    """
+
+    side: int
+    least: int
+    most: int
+    image_token: str = "<|image_pad|>"
+
+    @property
+    def marker(self) -> str:
+        """Return what a chat template writes for a picture; see `PictureLayout`."""
+        return f"<|vision_start|>{self.image_token}<|vision_end|>"
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return (0, 0): pictures are not cut into tiles."""
+        return 0, 0
+
+    def plane(self, width: int, height: int) -> tuple[int, int]:
+        """Return rows and columns of a picture's embeddings; see `PictureLayout`.
+
+        Raises:
+            InvalidRequest: the picture is too narrow, or so small that no patch fits into it.
+        """
+        if max(width, height) > MOST_RATIO * min(width, height):
+            raise InvalidRequest(
+                f"a picture has {width} × {height} pixels, and this model takes none of which one side is more than "
+                f"{MOST_RATIO} times as long as the other; cut it, or leave it out",
+                "messages",
+            )
+        side = self.side
+        high, wide = (round(length / side) * side for length in (height, width))
+        if high * wide > self.most:
+            shrink = math.sqrt(height * width / self.most)
+            high, wide = (max(side, math.floor(length / shrink / side) * side) for length in (height, width))
+        elif high * wide < self.least:
+            enlarge = math.sqrt(self.least / (height * width))
+            high, wide = (math.ceil(length * enlarge / side) * side for length in (height, width))
+        if not high or not wide:
+            raise InvalidRequest(
+                f"a picture has {width} × {height} pixels, and this model needs more than {side // 2} on each side; "
+                "enlarge it, or leave it out",
+                "messages",
+            )
+        return high // side, wide // side
+
+    def text(self, width: int, height: int) -> str:
+        """Return the control tokens of a picture; see `PictureLayout`."""
+        rows, columns = self.plane(width, height)
+        return f"<|vision_start|>{self.image_token * (rows * columns)}<|vision_end|>"
