@@ -1,7 +1,8 @@
 # Everything runs in .venv, which is made on first use. `make help` lists what there is.
 
 PYTHON ?= python3
-PYTHON312 ?= python3.12
+# pyenv's `python3.12` runs only where that version is chosen, its interpreter everywhere.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
@@ -90,8 +91,8 @@ vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/v
 engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about ten minutes on two cores
 	$(BIN)/pytest tests/engines -m engines
 
-PROGRAMS := chromium bwrap git tar Xvfb xdotool setpriv
-PACKAGES := chromium bubblewrap git tar xvfb xdotool util-linux python3-tk
+PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool setpriv
+PACKAGES := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool util-linux python3-tk
 
 machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
 	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
@@ -151,13 +152,12 @@ $(VLLM)/installed.txt: bench/peers/requirements-vllm.txt
 	$(VLLM)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<
 	cp $< $@
 
-# NeMo Gym needs Python 3.12; without one its tests are skipped.
+# NeMo Gym needs Python 3.12; without one its tests are skipped, and the next call of make looks again.
 $(PARTNERS)/nemo-gym/installed.txt: tests/partners/nemo-gym.txt
-	rm -rf $(@D) && mkdir -p $(@D)
+	rm -rf $(@D)
 	if $(PYTHON312) -c '' 2>/dev/null; then \
-	$(PYTHON312) -m venv $(@D) && $(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<; \
+	$(PYTHON312) -m venv $(@D) && $(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $< && cp $< $@; \
 	else echo "NeMo Gym needs Python 3.12 (PYTHON312=...); its tests are skipped"; fi
-	cp $< $@
 
 # What makes the site, in an environment of its own, which has neither torch nor Palestra.
 $(SITE)/installed.txt: requirements-docs.lock

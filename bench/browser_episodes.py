@@ -1,6 +1,7 @@
 """Episodes of MiniWoB a second, beside a bare driver that does the same with playwright alone.
 
     python bench/browser_episodes.py --episodes 120 --contexts 1,4,8
+    python bench/browser_episodes.py --program chromium          # a whole browser, where the headless shell is there
 
 An episode is a new context, the page click-test-2 with the problem of a seed, its description, one click, and the
 reward. The bare driver loads the page from disk, reads the page's text, and dispatches the click; Palestra serves the
@@ -22,7 +23,7 @@ from machine import observed
 from playwright.async_api import Browser, async_playwright
 
 from palestra import MiniWoB, text_message
-from palestra.envs.browser.chromium import chromium_path
+from palestra.envs.browser import chromium
 from palestra.envs.browser.miniwob import pages_folder
 
 PAGE = "click-test-2"
@@ -78,7 +79,9 @@ async def measure(episodes: int, contexts: list[int], rounds: int) -> dict[str, 
     """Return the medians of some rounds, by number of contexts."""
     found: dict[str, Any] = {}
     async with async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox", "--disable-gpu"])
+        browser = await driver.chromium.launch(
+            executable_path=chromium.chromium_path(), args=["--no-sandbox", "--disable-gpu"]
+        )
         environments = [MiniWoB(actions="text") for _ in range(max(contexts))]
         for one in environments:
             await one.setup()
@@ -100,10 +103,14 @@ if __name__ == "__main__":
     parser.add_argument("--episodes", type=int, default=120)
     parser.add_argument("--contexts", default="1,4,8")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--program", help="None: the one that environments use")
     arguments = parser.parse_args()
+    if arguments.program:
+        chromium.NAMES = (arguments.program,)
     on: dict[str, Any] = {}
     with observed(on):
         result = asyncio.run(
             measure(arguments.episodes, [int(one) for one in arguments.contexts.split(",")], arguments.rounds)
         )
-    print(json.dumps({"episodes a second, by contexts": result, "machine": on}, indent=1))
+    program = chromium.chromium_path()
+    print(json.dumps({"program": program, "episodes a second, by contexts": result, "machine": on}, indent=1))

@@ -17,6 +17,7 @@ import os
 import random
 import re
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -101,7 +102,9 @@ def left() -> dict[str, int]:
 async def soak(episodes: int, kills: int, together: int) -> dict[str, Any]:
     """Return what happened in both runs, and what is left."""
     tasks, before = miniwob_tasks(None, "train", episodes, 0), left()["profiles"]
-    peace, war = await played(tasks, together, 0), await played(tasks, together, kills)
+    peace = await played(tasks, together, 0)
+    print(f"in peace: {episodes} episodes in {peace['seconds']} s", file=sys.stderr)
+    war = await played(tasks, together, kills)
     until = time.monotonic() + CLEAN_SECONDS
     while time.monotonic() < until and any({**left(), "profiles": left()["profiles"] - before}.values()):
         await asyncio.sleep(0.5)

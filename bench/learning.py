@@ -3,6 +3,10 @@
 Each seed is one run of a recipe in a process of its own, as `python recipes/NAME.py` does it. The control is the
 untrained model: the validation before the first step, the same tasks, the same greedy decoding. The recipe's part of
 docs/learning.md is replaced, with its picture; the other parts stay as they are.
+
+What a seed has learned is kept in bench/learned/NAME.json, and not played again unless the recipe's code changes, or
+with `--again`. A seed that is stopped, or killed, goes on from its last checkpoint where its recipe can be resumed: the
+same command continues it.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ import datetime
 import json
 import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from learning_outcomes import ROOT, Curve, Kept, Outcome, curves, shares, tree
+
+UNFINISHED = ROOT / "runs" / "learning"
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the machine is shared: threads that wait don't spin
 PAGE = ROOT / "docs" / "learning.md"
 RUN = "import sys; sys.path.insert(0, {root!r}); from recipes.{recipe} import demonstrate; demonstrate({arguments})"
@@ -42,6 +49,8 @@ class Recipe:
     best: float | None = None  # the most that can be had on average, where it is known and not 1
     below: float = 0.0  # the axis begins here
     tree: bool = False  # whether an episode is drawn, too
+    kinds: bool = False  # whether the validation is shown by kind of task, which is the task's id without its last part
+    resumes: bool = False  # whether the function takes `resume`
 
     @property
     def name(self) -> str:
@@ -55,6 +64,7 @@ RECIPES = {
         Recipe(
             script="addition",
             run="addition",
+            resumes=True,
             steps=30,
             heading="Addition: one question, one answer",
             about="""
@@ -70,6 +80,7 @@ the untrained model on the same sums.
             variant="lora",
             options="lora=True",
             run="addition",
+            resumes=True,
             steps=30,
             heading="Addition with an adapter",
             about="""
@@ -142,82 +153,89 @@ teach to delegate and to do the halves, and only begin to teach the last sum.
             best=2.0,
             tree=True,
         ),
+        Recipe(
+            script="miniwob",
+            run="miniwob",
+            steps=16,
+            heading="MiniWoB: web pages in a browser",
+            about="""
+`recipes/miniwob.py`: one model learns five pages of MiniWoB++ together, in Chromium: {steps} steps of 6 problems x 8
+episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning rate that falls from 5e-5 to 0. The model reads the
+task and the page's controls as lines of text, and replies with one line, which is held to what the page allows, for
+the control too: a click, an option of a list, or, in a field, a text that the task quotes. `enter-text` and
+`choose-list` take two such actions; `focus-text` has one control, so that nothing is to be learned. The reward is the
+page's own: 1 for a problem that is solved, else 0. The 10 held-out problems of each page have seeds that are not
+trained on, and are played greedily; `enter-text` has 50 names, so that most of its texts are seen in training, too.
+""",
+            measure="held-out problems solved",
+            kinds=True,
+            resumes=True,
+        ),
+        Recipe(
+            script="terminal",
+            run="terminal",
+            steps=12,
+            heading="A shell in a sandbox",
+            about="""
+`recipes/terminal.py`: {steps} steps of 6 tasks x 8 episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning
+rate that falls from 3e-5 to 0. The model is asked to count lines, to find the file with a word, or to change one
+setting, and replies with `run COMMAND` or `finish ANSWER`, which nothing enforces. A worked example of each kind is in
+front of every task, in training and in the control. Reward 1 if the answer is right, or the file, else 0. The 16
+held-out tasks of each kind are in no training task, and are played greedily.
+""",
+            measure="held-out tasks solved",
+            kinds=True,
+            resumes=True,
+        ),
     )
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One seed."""
-
-    seed: int
-    rows: list[dict[str, Any]]
-    wall_seconds: float
-    cpu_seconds: float
-    peak_mib: float
-    load: float  # average of the last minute, at the end
-    shares: tuple[tuple[float, float], tuple[float, float]]  # of rewards 1 and 0.5, in the first and last validation
-
-    tree: str = ""  # an episode of the last step, as `palestra episodes` draws it
-
-    def validation(self) -> list[tuple[int, float]]:
-        """(step, greedy reward on the held-out tasks)."""
-        return [(r["step"], r["validation/reward_mean"]) for r in self.rows if "validation/reward_mean" in r]
-
-    def sampled(self) -> list[float]:
-        """Mean reward of the sampled episodes of each step."""
-        return [r["train/reward_mean"] for r in self.rows if "train/reward_mean" in r]
-
-
 def play(recipe: Recipe, seed: int, steps: int) -> Outcome:
-    """Run the recipe once; its time includes loading, evaluation and checkpoints."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        arguments = ", ".join(filter(None, (str(steps), str(seed), recipe.options)))
-        code = RUN.format(root=str(ROOT), recipe=recipe.script, arguments=arguments)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=folder, env=os.environ | PATIENT, stdout=subprocess.DEVNULL
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            raise SystemExit(f"seed {seed} failed")
-        wall_seconds, load = time.monotonic() - started, os.getloadavg()[0]
-        run = Path(folder) / "runs" / recipe.run
-        return Outcome(
-            seed=seed,
-            rows=[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()],
-            wall_seconds=wall_seconds,
-            cpu_seconds=usage.ru_utime + usage.ru_stime,
-            peak_mib=usage.ru_maxrss / 1024,
-            load=load,
-            shares=shares(run),
-            tree=tree(run) if recipe.tree else "",
-        )
-
-
-def shares(run: Path) -> tuple[tuple[float, float], tuple[float, float]]:
-    """How many of the first and of the last validation's rewards are 1, and 0.5."""
-    from palestra.store.browsing import browse, list_episodes
-
-    with browse(run / "run.db") as connection:
-        scored = sorted(list_episodes(connection, "validation", "completed", 10**6), key=lambda e: e.episode_id)
-    count = len({episode.task_id for episode in scored})
-    first, last = scored[:count], scored[-count:]
-    return tuple(tuple(fmean(e.reward == r for e in part) for r in (1.0, 0.5)) for part in (first, last))  # type: ignore
-
-
-def tree(run: Path) -> str:
-    """The best episode of the last step, without the tables of its tokens."""
-    from palestra.store.browsing import browse, list_episodes
-
-    with browse(run / "run.db") as connection:
-        newest = list_episodes(connection, "train", "completed", 8)
-    best = max(newest, key=lambda episode: (episode.reward or 0.0, episode.calls))
-    command = [sys.executable, "-m", "palestra.cli.main", "episodes", str(run), best.episode_id]
-    wide = os.environ | {"COLUMNS": "110"}
-    shown = subprocess.run(command, env=wide, stdout=subprocess.PIPE, check=True, text=True).stdout
-    lines = [line.rstrip() for line in shown.partition("\nrow 1:")[0].splitlines()]
-    return "\n".join([f"$ palestra episodes runs/{run.name} {best.episode_id}", *lines]).rstrip()
+    """Run the recipe once, or go on with it; its time includes loading, evaluation and checkpoints."""
+    folder = UNFINISHED / f"{recipe.name}-{seed}-steps-{steps}"
+    run, spent = folder / "runs" / recipe.run, folder / "spent.json"
+    resume = recipe.resumes and (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        spent.write_text("[0, 0, 0]")
+    words = (str(steps), str(seed), "resume=True" if resume else "", recipe.options)
+    code = RUN.format(root=str(ROOT), recipe=recipe.script, arguments=", ".join(filter(None, words)))
+    wall_seconds, cpu_seconds, peak_mib = json.loads(spent.read_text())
+    started = time.monotonic()
+    with (folder / "output.txt").open("a") as output:
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=os.environ | PATIENT, stdout=output)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()
+            _, status, usage = os.wait4(process.pid, 0)
+            raise
+        finally:
+            wall_seconds += time.monotonic() - started
+            cpu_seconds += usage.ru_utime + usage.ru_stime
+            peak_mib = max(peak_mib, usage.ru_maxrss / 1024)
+            spent.write_text(json.dumps([wall_seconds, cpu_seconds, peak_mib]))
+    if status:
+        raise SystemExit(f"seed {seed} failed; {folder / 'output.txt'} says more")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    outcome = Outcome(
+        seed=seed,
+        rows=rows,
+        wall_seconds=wall_seconds,
+        cpu_seconds=cpu_seconds,
+        peak_mib=peak_mib,
+        load=os.getloadavg()[0],
+        shares=shares(run),
+        tree=tree(run) if recipe.tree else "",
+        machine=machine(),
+        day=str(datetime.date.today()),
+    )
+    if recipe.kinds:
+        outcome.parts = curves(run, [step for step, _ in outcome.validation()])
+    shutil.rmtree(folder)
+    return outcome
 
 
 def draw(recipe: Recipe, outcomes: list[Outcome], path: Path) -> None:
@@ -229,18 +247,41 @@ def draw(recipe: Recipe, outcomes: list[Outcome], path: Path) -> None:
     sampled = [fmean(values) for values in zip(*(o.sampled() for o in outcomes), strict=True)]
     if sampled:
         axes.plot(range(1, len(sampled) + 1), sampled, color="#aaaaaa", lw=5, alpha=0.5, label="sampled, mean")
-    for outcome in outcomes:
-        x, y = zip(*outcome.validation(), strict=True)
-        axes.plot(x, y, marker="o", lw=1.8, label=f"seed {outcome.seed}")
-    axes.axhline(outcomes[0].validation()[0][1], color="#777777", ls=":", lw=1.2, label="untrained model")
+    plot_seeds(axes, [(outcome.seed, outcome.validation()) for outcome in outcomes])
     top = recipe.best or 1.0
     if recipe.best:
         axes.axhline(recipe.best, color="#222222", ls="--", lw=1.0, label="best possible")
     axes.set(xlabel="training step", ylabel=recipe.measure, title=recipe.heading, ylim=(recipe.below, top * 1.04))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
     figure.legend(frameon=False, loc="outside right upper")
     figure.savefig(path)
+
+
+def draw_kinds(recipe: Recipe, outcomes: list[Outcome], path: Path) -> None:
+    """Validation over steps, a panel a kind of task, a line a seed."""
+    from matplotlib.figure import Figure
+
+    kinds = list(outcomes[0].parts)
+    figure = Figure(figsize=(8.4, 2.4 * -(-len(kinds) // 3)), dpi=150, layout="constrained")
+    panels = figure.subplots(-(-len(kinds) // 3), 3, sharex=True, sharey=True, squeeze=False).flat
+    for axes, kind in zip(panels, kinds, strict=False):
+        plot_seeds(axes, [(outcome.seed, outcome.parts[kind]) for outcome in outcomes])
+        axes.set(title=kind, ylim=(0, 1.04))
+    for axes in list(panels)[len(kinds) :]:
+        axes.remove()
+    figure.supxlabel("training step", fontsize="medium")
+    figure.supylabel(recipe.measure, fontsize="medium")
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, loc="outside lower center", ncols=4)
+    figure.savefig(path)
+
+
+def plot_seeds(axes: Any, seeds: list[tuple[int, Curve]]) -> None:
+    """Plot a line for each seed, and one for the untrained model."""
+    for seed, curve in seeds:
+        axes.plot(*zip(*curve, strict=True), marker="o", ms=4, lw=1.8, label=f"seed {seed}")
+    axes.axhline(seeds[0][1][0][1], color="#777777", ls=":", lw=1.2, label="untrained model")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
 
 
 def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
@@ -248,6 +289,8 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
     ends = [o.validation()[-1][1] for o in outcomes]
     seeds = " ".join(str(o.seed) for o in outcomes)
     command = f"python bench/learning.py {recipe.name} --seeds {seeds}"
+    machines = ", ".join(dict.fromkeys(o.machine or machine() for o in outcomes))
+    days = ", ".join(dict.fromkeys(o.day or str(datetime.date.today()) for o in outcomes))
     lines = [
         f"## {recipe.heading}",
         "",
@@ -269,16 +312,28 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
             f"{sampled[0]:.2f} | {fmean(sampled[-3:]):.2f} | "
             f"{o.wall_seconds:.0f} | {o.cpu_seconds:.0f} | {o.peak_mib:.0f} |"
         )
+    if recipe.kinds:
+        lines += ["", *kinds_table(outcomes, steps)]
     lines += [
         "",
         f"`{command}`. Wall and CPU seconds are of the whole process: loading, evaluations, checkpoints.",
-        f"Machine: {machine()}; {datetime.date.today()}; load average at the ends of the runs: "
+        f"Machine: {machines}; {days}; load average at the ends of the runs: "
         f"{', '.join(f'{o.load:.1f}' for o in outcomes)} (above 2, other work shared the cores).",
     ]
     if recipe.tree:
         drawn = f"An episode of step {steps}, seed {outcomes[0].seed}, as `palestra episodes RUN EPISODE` draws it:"
         lines += ["", drawn, "", "```console", outcomes[0].tree, "```"]
     return "\n".join(lines) + "\n"
+
+
+def kinds_table(outcomes: list[Outcome], steps: int) -> list[str]:
+    """A row a kind of task: untrained, and at the end by seed."""
+    ends = " | ".join(f"step {steps}, seed {o.seed}" for o in outcomes)
+    lines = [f"| held-out tasks, greedily | untrained | {ends} |", "|---|---|" + "---|" * len(outcomes)]
+    for kind, curve in outcomes[0].parts.items():
+        scores = " | ".join(f"{o.parts[kind][-1][1]:.2f}" for o in outcomes)
+        lines.append(f"| {kind} | {curve[0][1]:.2f} | {scores} |")
+    return lines
 
 
 def picture(recipe: Recipe) -> Path:
@@ -309,15 +364,21 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="addition", choices=RECIPES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="None: as many as the recipe has")
+    parser.add_argument("--again", action="store_true", help="play seeds whose outcome is kept, too")
     arguments = parser.parse_args()
     recipe = RECIPES[arguments.recipe]
     steps = arguments.steps or recipe.steps
-    outcomes = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of the seed is ended, too
+    kept, outcomes = Kept(recipe.name, recipe.script, steps), []
     for seed in arguments.seeds:
-        outcomes.append(play(recipe, seed, steps))
-        print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
-    draw(recipe, outcomes, picture(recipe))
-    PAGE.write_text(written(PAGE.read_text(), recipe.name, part(recipe, outcomes, steps)))
+        outcome = None if arguments.again else kept.outcome(seed)
+        if outcome is None:
+            outcome = play(recipe, seed, steps)
+            kept.keep(outcome)
+        outcomes.append(outcome)
+        print(f"seed {seed}: {outcome.validation()}, {outcome.wall_seconds:.0f} s", flush=True)
+        (draw_kinds if recipe.kinds else draw)(recipe, outcomes, picture(recipe))
+        PAGE.write_text(written(PAGE.read_text(), recipe.name, part(recipe, outcomes, steps)))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class ActingEnvironment(Environment):
         if isinstance(shown, Picture):
             parts: tuple[Part, ...] = (*([TextPart(text=seen)] if seen else []), shown)
             return (*answers, ChatMessage(role="user", content=parts))
-        return (*answers, text_message("user", seen)) if seen or not answers else answers
+        return (*answers, text_message("user", seen or DONE)) if seen or not answers else answers
 
     def _command(self, text: str) -> tuple[ToolCall, ...]:
         """Return the call that a line of text stands for, where actions are text."""

@@ -22,7 +22,7 @@ IN_ONE_PROCESS = (
     "own_environment",
     "subagents",
 )
-OTHERS = ("framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
+OTHERS = ("framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service", "terminal")
 
 
 def test_every_recipe_is_run():
@@ -72,6 +72,14 @@ def test_a_run_that_was_killed_is_continued(tmp_path):
 def test_web_pages_are_trained_on(tmp_path):
     require("chromium", packages=("miniwob",))
     done = run("miniwob", tmp_path, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_shell_is_trained_on(tmp_path):
+    require("bwrap", "git")
+    done = run("terminal", tmp_path, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
 
