@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.models.device import tune_malloc
@@ -89,10 +90,13 @@ def attention(shape: Shape, way: str) -> tuple[int, Callable[[Tensor, Tensor, Te
             trees.append(Tree())
             row = TokenRun(np.arange(length, dtype=np.int32))
             trees[-1].add(row, trees[-1].shared(row))
-    attend = TreeAttention(trees, torch.device("cpu"))
     scale = WIDTH**-0.5
     if way == "mask":
-        return len(tree), lambda q, k, v: attend._dense(q, k, v, scale, None)
+        mask = tree.mask()
+        return len(tree), lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )[0].transpose(0, 1)
+    attend = TreeAttention(trees, torch.device("cpu"))
     return len(tree), lambda q, k, v: attend(0, q, k, v, scale)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from palestra.config import ALL_LINEAR, AdapterConfig
 from palestra.errors import ConfigError, ModelError
-from palestra.models.lora_embedding import LORA_EMBEDDING, LoraEmbedding
+from palestra.models.lora_embedding import LORA_EMBEDDING, LoraEmbedding, filled_device
 
 _A, _B = "lora_A", "lora_B"
 
@@ -42,7 +42,7 @@ class LoraLinear(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
         self.scale = config.scale
         out, width = layer.weight.shape
-        place = layer.weight.device
+        place = filled_device(layer.weight)
         self.lora_A, self.lora_B = _unfilled(width, config.rank, place), _unfilled(config.rank, out, place)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:
     from palestra.models.packed import PackedLayers
+    from palestra.models.parted_loading import PartedFiles
 
-_ATTENTION = "palestra_flat"  # name under which transformers knows `_flat_attention`
+FLAT_ATTENTION = "palestra_flat"  # name under which transformers knows `_flat_attention`
 _TRIAL_TOKENS = 12
 
 
@@ -88,7 +89,7 @@ def _flat_attention(
     return out.unsqueeze(0), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _flat_attention)
+ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _flat_attention)
 
 
 def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
@@ -123,14 +124,15 @@ class CausalLM:
         vision: its tower, and where it finds pictures; None: it reads text only.
         adapter: matrices of low rank beside its layers; None: it has none.
         packed: its matrices in another layout, for sampling alone, see `pack`; None: it has plain ones.
+        unread: the files that its weights are still in, see `load_parted`; None: it has them.
     """
 
     adapter: Adapter | None = None
     packed: PackedLayers | None = None
     _owner: CausalLM | None = None  # whose weights these are; None: its own
 
-    def __init__(self, model: Any, vision: Vision | None = None) -> None:
-        """Take over a transformers model and try a flat forward pass.
+    def __init__(self, model: Any, vision: Vision | None = None, unread: PartedFiles | None = None) -> None:
+        """Take over a transformers model and try a flat forward pass, unless its weights are not there yet.
 
         Computes in the precision of the model's matrices until `compute_in` changes that. Parameters with one dimension
         (of norms, biases) are converted to float32 in place.
@@ -138,13 +140,14 @@ class CausalLM:
         Args:
             model: a causal language model, loaded with the attention that this module registers.
             vision: of a model that sees; only its text model has that attention.
+            unread: the files of weights that are not there; `try_out` has to be called when they are.
 
         Raises:
             ModelError: flat batches don't support the architecture.
         """
         text = model if vision is None else vision.tower.text
         config = text.config
-        self.model, self.config, self.vision = model, config, vision
+        self.model, self.config, self.vision, self.unread = model, config, vision, unread
         self.compute_dtype: torch.dtype = model.dtype
         for parameter in model.parameters():
             if parameter.ndim < 2:
@@ -160,23 +163,19 @@ class CausalLM:
         for module in text.modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.palestra_slot = self._slot
-        trial = TrialAttention()
-        self._try(trial)
-        self.key_heads, self.head_dim = trial.shape
+        if unread is None:
+            self.try_out()
 
-    def _try(self, trial: TrialAttention) -> None:
+    def try_out(self) -> None:
         """Compare a flat forward pass of a few tokens with the model's own forward pass.
-
-        Args:
-            trial: the attention of the flat pass; it records which layers called it.
 
         Raises:
             ModelError: the results differ, or the model can't be called this way.
         """
-        device = self.device
+        device, trial = self.device, TrialAttention()  # which records the layers that call it
         ids = self._trial_ids()
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 flat = self.trial_logits(trial)
                 self.config._attn_implementation = "sdpa"
                 with self._autocast(device):
@@ -184,7 +183,7 @@ class CausalLM:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{self.config.model_type} models are not supported: {error}") from error
         finally:
-            self.config._attn_implementation = _ATTENTION
+            self.config._attn_implementation = FLAT_ATTENTION
         difference = float((flat - own).norm() / own.norm().clamp_min(1e-6))
         if trial.layers != set(range(self.layers)):
             raise ModelError(f"{self.config.model_type} models are not supported: their attention can't be replaced")
@@ -192,6 +191,7 @@ class CausalLM:
             raise ModelError(
                 f"{self.config.model_type} models are not supported: their own forward pass differs by {difference:.0%}"
             )
+        self.key_heads, self.head_dim = trial.shape
 
     def _trial_ids(self) -> Tensor:
         """Return the token ids of a trial, [T]."""
@@ -204,7 +204,7 @@ class CausalLM:
             attention: that of the pass; None: plain causal attention.
         """
         ids = self._trial_ids()
-        with torch.inference_mode():
+        with torch.no_grad():  # not in inference mode, whose tensors FSDP could not use again in a pass with a gradient
             return self.logits(
                 self.hidden(ids, torch.arange(len(ids), device=self.device), attention or TrialAttention())
             )
@@ -464,7 +464,7 @@ class CausalLM:
             try:
                 self.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
             finally:
-                self.config._attn_implementation = _ATTENTION
+                self.config._attn_implementation = FLAT_ATTENTION
         for name, content in ({} if self.vision is None else self.vision.files).items():
             (folder / name).write_bytes(content)
 
@@ -500,9 +500,9 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
             config = AutoConfig.from_pretrained(folder)
             read_as = dtype if adapter is None and config.dtype == dtype else torch.float32
             if sees(config):
-                model, vision = load_seeing(folder, read_as, _ATTENTION)
+                model, vision = load_seeing(folder, read_as, FLAT_ATTENTION)
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=read_as, attn_implementation=_ATTENTION)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=read_as, attn_implementation=FLAT_ATTENTION)
                 vision = None
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error

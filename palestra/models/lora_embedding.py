@@ -33,7 +33,7 @@ class LoraEmbedding:
             layer: keeps its weights.
             config: rank and scale.
         """
-        (count, width), place = layer.weight.shape, layer.weight.device
+        (count, width), place = layer.weight.shape, filled_device(layer.weight)
         self.weight = layer.weight
         self.lora_embedding_A = nn.Parameter(torch.empty((config.rank, count), device=place))
         self.lora_embedding_B = nn.Parameter(torch.empty((width, config.rank), device=place))
@@ -61,6 +61,11 @@ class LoraEmbedding:
     def _added(self, _layer: nn.Module, inputs: Any, out: Tensor) -> Tensor:
         """Return embeddings, [..., d], with the product for token ids, [...]."""
         return self.add_product(out.flatten(0, -2), inputs[0].flatten()).view(out.shape)
+
+
+def filled_device(weight: Tensor) -> torch.device:
+    """Return where matrices beside a weight, [n, d], are made: with it, or on the CPU while it has no numbers."""
+    return torch.device("cpu") if weight.is_meta else weight.device
 
 
 def embedding_factor(layer: nn.Embedding) -> float:

@@ -3,7 +3,7 @@
 A node sees itself and its ancestors. On a CPU the chains of a tree are therefore computed branch by branch: those that
 begin behind the same node have the same ancestors, and are one call over these and themselves. What the siblings and
 cousins of a chain would have been masked for is not computed at all, and memory grows with the nodes alone: keys are
-gathered for one branch at a time, in the backward pass again.
+gathered for one branch at a time, in the backward pass again. For a GPU see `BlockAttention`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from palestra.trainer.block_attention import BlockAttention
 from palestra.trainer.packing import Tree
 
 _CALL = 4096  # scores that take about as long as what a call takes besides: fewer are not worth a call of their own
@@ -123,9 +123,9 @@ class TreeAttention:
     """
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
-        self._trees, self._device = trees, device
+        self._trees = trees
         self._calls: dict[int | None, list[_Call]] = {}
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._blocks = None if device.type == "cpu" else BlockAttention(trees, device)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
@@ -140,12 +140,12 @@ class TreeAttention:
             scale: factor of the scores.
             window: how many tokens a token sees, itself included; None: all ancestors.
         """
-        if self._device.type == "cpu":
-            if window not in self._calls:
-                self._calls[window] = list(self._calls_of(window))
-            out: Tensor = _BranchAttention.apply(query, key, value, self._calls[window], scale)  # type: ignore[no-untyped-call]
-            return out
-        return self._dense(query, key, value, scale, window)
+        if self._blocks is not None:
+            return self._blocks(query, key, value, scale, window)
+        if window not in self._calls:
+            self._calls[window] = list(self._calls_of(window))
+        out: Tensor = _BranchAttention.apply(query, key, value, self._calls[window], scale)  # type: ignore[no-untyped-call]
+        return out
 
     def _calls_of(self, window: int | None) -> Iterator[_Call]:
         """Yield the calls of all trees, with places in the flat batch."""
@@ -156,40 +156,6 @@ class TreeAttention:
                 nodes, keys = branch.nodes + start, np.concatenate((branch.before, branch.nodes)) + start
                 yield _Call(_place(nodes), _place(keys), branch.seen(positions, window))
             start += len(tree)
-
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the same, [N, H, D], with a mask over all nodes of a tree: on a GPU, where few calls matter more."""
-        pieces, start = [], 0
-        for number, tree in enumerate(self._trees):
-            length, mask = len(tree), self._mask(number, window)
-            part = slice(start, start + length)
-            seen = F.scaled_dot_product_attention(
-                query[:, :, part],
-                key[:, :, part],
-                value[:, :, part],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=True,
-            )
-            pieces.append(seen[0].transpose(0, 1))
-            start += length
-        return torch.cat(pieces)
-
-    def _mask(self, number: int, window: int | None) -> Tensor | None:
-        """Return which nodes of a tree see each other, bool [n, n]; None: plainly causal.
-
-        Masks are kept for the next layer.
-        """
-        if (number, window) not in self._masks:
-            tree = self._trees[number]
-            mask = tree.mask()
-            if window is not None and max(tree.positions) >= window:
-                places = torch.tensor(tree.positions)
-                near = places.unsqueeze(1) - places < window
-                mask = near & (near.new_ones(near.shape).tril() if mask is None else mask)
-            self._masks[number, window] = None if mask is None else mask.to(self._device)
-        return self._masks[number, window]
 
 
 @dataclass(frozen=True, slots=True)

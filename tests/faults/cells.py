@@ -10,13 +10,18 @@ from signal import Signals
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 WORKER, MODEL_SERVER, RAYLET = "worker", "model server", "raylet"
 SCHEDULER, DATABASE = "scheduler", "database connection"
+ENGINE_WORKER, TRAINER_RANK = "engine worker", "trainer rank"
+BACKENDS = {  # of a job that runs alone and that workers play; all others are hurt in the service
+    ENGINE_WORKER: "one of two processes of `engine.replicas = 2`, which samples",
+    TRAINER_RANK: "one of two processes of `trainer.devices = 2`, with a real model",
+}
 COMPONENTS = {
     WORKER: "a process that claims episodes and calls the model",
     MODEL_SERVER: "the process of the job, which is its Ray worker process: one actor, one process",
     SCHEDULER: "`palestra serve`",
     DATABASE: "the PostgreSQL process of the session with which the scheduler writes",
     RAYLET: "Ray's own process on the machine of the job; Ray then takes the machine for lost",
-}
+} | BACKENDS
 SIGNALS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
 PAST_THE_LEASE = {  # what a SIGSTOP outlasts
     WORKER: "until its lease of 3 s has run out",
@@ -24,12 +29,17 @@ PAST_THE_LEASE = {  # what a SIGSTOP outlasts
     RAYLET: "until Ray has given up the machine, and the job is over; then the machine goes",
     SCHEDULER: "for 5 s, in which the job goes on without it; one of 40 s is below",
     DATABASE: "for 12 s, longer than a request is tried again",
+    ENGINE_WORKER: "for ever: it has to be given up after 3 s without progress, and replaced",
+    TRAINER_RANK: "for ever: all ranks have to be given up after 10 s of silence, and started again",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A moment in the life of a job: its model server stands still at a named point while somebody is hurt."""
+    """A moment in the life of a job: its model server stands still at a named point while somebody is hurt.
+
+    Where replies are sampled by engine workers, it is one of these that stands still in the middle of one, and is hurt.
+    """
 
     name: str
     point: str  # of `palestra/faults.py`
@@ -42,7 +52,7 @@ class Moment:
 
     def fault(self, component: str) -> str:
         """What arms a machine so that servers stop there."""
-        return f"{self.point}:{self.passes[component != WORKER]}:STOP"
+        return f"{self.point}:{self.passes[component not in (WORKER, *BACKENDS)]}:STOP"
 
 
 # A job with workers has 20 claims and ends, 40 chats; one that plays itself claims several at once.

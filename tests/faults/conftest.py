@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.register_assert_rewrite("faults.invariants")  # so that their assertions say what differs
+pytest.register_assert_rewrite("faults.invariants", "faults.backends")  # so that their assertions say what differs
 
 from nodes import cluster  # noqa: E402
 from service import Service  # noqa: E402

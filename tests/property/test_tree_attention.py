@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.trainer import tree_attention
+from palestra.trainer import block_attention, tree_attention
+from palestra.trainer.block_attention import BlockAttention
 from palestra.trainer.tree_attention import TreeAttention, branches
 from property.test_packing import tree_of
 
@@ -34,6 +35,19 @@ def with_bounds(call: int, block: int, rows: int) -> pytest.MonkeyPatch:
     patch.setattr(tree_attention, "_CALL", call)
     patch.setattr(tree_attention, "_BLOCK", block)
     return patch
+
+
+def seen_by_each(trees, window):
+    """Which nodes of trees each node sees, bool [N, N]."""
+    nodes = sum(map(len, trees))
+    seen, start = torch.zeros((nodes, nodes), dtype=torch.bool), 0
+    for tree in trees:
+        part = slice(start, start + len(tree))
+        mask = tree.mask()
+        seen[part, part] = torch.ones((len(tree), len(tree))).tril().bool() if mask is None else mask
+        start += len(tree)
+    places = torch.tensor([place for tree in trees for place in tree.positions])
+    return seen if window is None else seen & (places.unsqueeze(1) - places < window)
 
 
 @given(rows, bounds)
@@ -66,15 +80,7 @@ def test_values_and_gradients_are_those_of_one_mask(one, two, given_bounds, repe
     key, value = (torch.randn((1, groups, nodes, width), generator=draw, requires_grad=True) for _ in range(2))
     upstream = torch.randn((nodes, groups * repeats, width), generator=draw)
 
-    seen, start = torch.zeros((nodes, nodes), dtype=torch.bool), 0
-    for tree in trees:
-        part = slice(start, start + len(tree))
-        mask = tree.mask()
-        seen[part, part] = torch.ones((len(tree), len(tree))).tril().bool() if mask is None else mask
-        start += len(tree)
-    places = torch.tensor([place for tree in trees for place in tree.positions])
-    if window is not None:
-        seen &= places.unsqueeze(1) - places < window
+    seen = seen_by_each(trees, window)
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True)
     wanted = torch.autograd.grad(expected[0].transpose(0, 1), (query, key, value), upstream)
 
@@ -89,11 +95,46 @@ def test_values_and_gradients_are_those_of_one_mask(one, two, given_bounds, repe
         assert torch.allclose(gradient, right, atol=1e-5)
 
 
-def test_a_gpu_gets_the_same_from_a_mask():
-    """What is computed elsewhere than on a CPU, tried on one: there is no other here."""
-    trees = [tree_of([[1, 2, 3], [1, 2, 4]]), tree_of([[5, 6]])]
-    draw = torch.Generator().manual_seed(0)
-    query = torch.randn((1, 4, 6, 8), generator=draw)
-    key, value = (torch.randn((1, 2, 6, 8), generator=draw) for _ in range(2))
-    attend = TreeAttention(trees, torch.device("cpu"))
-    assert torch.allclose(attend._dense(query, key, value, 0.3, 2), attend(0, query, key, value, 0.3, 2), atol=1e-6)
+@given(rows, rows, st.sampled_from([None, 1, 4]))
+def test_on_a_gpu_the_blocks_of_nodes_hold_all_that_see_each_other(one, two, window):
+    """The mask of what is computed on a GPU, tried with blocks of a few nodes: there is no GPU here."""
+    trees = [tree_of(one), tree_of(two)]
+    seen = seen_by_each(trees, window)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(block_attention, "BLOCK", 4)
+    try:
+        mask = BlockAttention(trees, torch.device("cpu")).mask(window)
+    finally:
+        patch.undo()
+    count, size = len(seen), len(mask.kv_num_blocks[0, 0]) * 4
+    nodes = torch.arange(size)
+    pairs = mask.mask_mod(torch.tensor(0), torch.tensor(0), nodes[:, None], nodes)
+    assert torch.equal(pairs[:count, :count], seen)
+    assert torch.equal(pairs[count:], torch.eye(size, dtype=torch.bool)[count:])
+    listed = torch.zeros((size // 4, size // 4), dtype=torch.int64)
+    for numbers, places, kind in (
+        (mask.kv_num_blocks, mask.kv_indices, 1),
+        (mask.full_kv_num_blocks, mask.full_kv_indices, 2),
+    ):
+        for row, amount in enumerate(numbers[0, 0].tolist()):
+            listed[row, places[0, 0, row, :amount].long()] += kind
+    blocks = pairs.view(size // 4, 4, size // 4, 4).transpose(1, 2).flatten(2).sum(dim=2)
+    assert torch.equal(listed == 2, blocks == 16) or window is not None
+    assert ((blocks == 16) | (listed != 2)).all()
+    assert ((blocks > 0) <= (listed > 0)).all()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_gpu_gets_the_same_attention(window):
+    """The kernel for a GPU without a compiler, which has no gradient: there is no GPU here."""
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(0, 9, 150).tolist()
+    trees = [tree_of([prompt + draw.integers(0, 9, 60).tolist() for _ in range(3)]), tree_of([[1, 2]])]
+    nodes = sum(map(len, trees))
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn((1, 4, nodes, 16), generator=generator)
+    key, value = (torch.randn((1, 2, nodes, 16), generator=generator) for _ in range(2))
+    found = BlockAttention(trees, torch.device("cpu"))(query, key, value, 0.3, window)
+    wanted = TreeAttention(trees, torch.device("cpu"))(0, query, key, value, 0.3, window)
+    assert torch.allclose(found, wanted, atol=1e-5)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class TakenBack(Exception):
@@ -40,6 +47,16 @@ class RankGroup:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return [int(number) for number in found]
 
+    def share(self, folder: Path) -> bool:
+        """Return whether all ranks see the same files in a folder, as ranks on one machine do."""
+        mark = folder / "first-rank"
+        if self.is_first:
+            with contextlib.suppress(OSError):
+                mark.touch()
+        self.largest(0)
+        (missing,) = self.largest(int(not mark.exists()))
+        return not missing
+
     def check(self, problem: Exception | None) -> None:
         """Return if no rank has a problem.
 
@@ -52,3 +69,17 @@ class RankGroup:
         (found,) = self.largest(int(problem is not None))
         if found:
             raise TakenBack(problem) from problem
+
+
+class Problem:
+    """The first error of a rank at a request, which it raises when all ranks have come to the request's end."""
+
+    error: Exception | None = None
+
+    def catch(self, work: Callable[[], T]) -> T | None:
+        """Return what `work` returns; None: it has failed, and the error is noted."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - raised by `RankGroup.check`
+            self.error = self.error or error
+            return None

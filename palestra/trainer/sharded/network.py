@@ -8,16 +8,27 @@ Products are rounded by autocast as in one process: FSDP's own mixed precision w
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
 
 from palestra.models.causal_lm import CausalLM
 from palestra.tokens import TokenRun
 from palestra.trainer.packing import Tree
+from palestra.trainer.sharded.exchange import Exchange, ExchangedGather, ExchangedReduction
+from palestra.trainer.sharded.mapped import rows_of_rank
 from palestra.trainer.token_forward import flat_inputs
 
 
@@ -28,26 +39,43 @@ class ShardedNetwork:
         model: computes only inside of `compute`; its parameters are DTensors.
     """
 
-    def __init__(self, model: CausalLM, mesh: DeviceMesh, offload: bool) -> None:
-        """Share out the weights of a model that this rank has loaded whole.
+    def __init__(
+        self, model: CausalLM, mesh: DeviceMesh, offload: bool, dtype: torch.dtype, exchange: Exchange | None
+    ) -> None:
+        """Share out the weights of a model, which are not read yet or in this rank's memory, whole.
 
         Args:
-            model: the same on every rank; if it has an adapter, no other model may need the weights of its base.
+            model: the same on every rank; if it has an adapter, no other model may need the weights of its base. One
+                whose weights are not read yet needs `read`.
             mesh: the ranks, in one dimension.
             offload: whether what a rank has of weights, gradients and moments waits in the memory of its CPU.
+            dtype: precision of products.
+            exchange: memory by which the ranks gather and add up; None: by the process group of the mesh.
         """
-        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+        share = partial(fully_shard, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+        rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, offload_policy=policy)
+            products = _products(block) if _is_rounded(model, dtype) else []
+            for module in products:
+                for inner in _others_with_weights(module):
+                    share(inner)
+            if products:  # what is left of the layer, its norms, is gathered with the embeddings, and stays as it is
+                share(products, mp_policy=rounded)
+            else:
+                share(block)
         self.model, self._root = model, _Root(model.model)
-        fully_shard(self._root, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
+        share(self._root)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # without it, gloo can't be given the factor
                 module.set_gradient_divide_factor(1.0)
+                if exchange is not None:
+                    module.set_custom_all_gather(ExchangedGather(exchange))
+                    module.set_custom_reduce_scatter(ExchangedReduction(exchange))
         if model.base is not None:  # the whole weights, which the parts have taken the place of
             for parameter in model.base.model.parameters():
                 parameter.data = parameter.data.new_empty(0)
+        self._mesh, self._stored = mesh, torch.device("cpu" if offload else mesh.device_type)
         always = [model.model.get_input_embeddings(), *model.blocks]
         used = {id(parameter) for module in always for parameter in module.parameters()}
         self._others = [
@@ -59,12 +87,37 @@ class ShardedNetwork:
         self._tree = Tree()
         self._tree.add(TokenRun.of(np.zeros(1, np.int32), ()), np.empty(0, np.int64))
 
+    def read(self) -> None:
+        """Read this rank's rows of all weights that are still in the model's files.
+
+        Raises:
+            ModelError: a file can't be read.
+        """
+        if self.model.unread is None:
+            return
+        missing = {name: weight for name, weight in self.model.named_parameters() if weight.is_meta}
+        wanted = {name: rows_of_rank(len(p), self._mesh.get_rank(), self._mesh.size()) for name, p in missing.items()}
+        made = {id(missing[name]): self._made(missing[name], rows) for name, rows in self.model.unread.rows(wanted)}
+        for module in self.model.model.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if id(weight) in made:  # FSDP finds it there before its first pass
+                    setattr(module, name, made[id(weight)])
+
+    def _made(self, weight: nn.Parameter, rows: Tensor) -> nn.Parameter:
+        """Return a weight, [n, d] or [d], of which this rank has these rows, in the weight's precision."""
+        own = rows.to(self._stored, weight.dtype, copy=True)
+        shape, stride = weight.shape, weight.stride()
+        found = DTensor.from_local(own, self._mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(found, requires_grad=weight.requires_grad)
+
     def compute(self, work: Callable[[], Any]) -> Any:
         """Return what one pass of the model returns: tensors, whose gradient may be computed. Collective.
 
         Args:
             work: calls the model once, and anything of it that is not a layer.
         """
+        # A backward pass begins with what is gathered for all of a pass, and frees it; without one the pass has to.
+        self._root.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
         return self._root(work)
 
     def idle(self) -> Tensor:
@@ -96,3 +149,22 @@ class _Root(nn.Module):
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
+
+
+def _is_rounded(model: CausalLM, dtype: torch.dtype) -> bool:
+    """Return whether autocast rounds the matrices of a model's layers: an adapter's base has them so."""
+    return dtype != torch.float32 and model.base is None
+
+
+def _products(block: nn.Module) -> list[nn.Module]:
+    """Return the parts of a decoder layer that have linear layers: its attention and its feed-forward network."""
+    return [part for part in block.children() if any(type(module) is nn.Linear for module in part.modules())]
+
+
+def _others_with_weights(part: nn.Module) -> list[nn.Module]:
+    """Return the modules of a part of a layer that have weights and are no linear layers, such as norms of queries."""
+    return [
+        module
+        for module in part.modules()
+        if type(module) is not nn.Linear and any(True for _ in module.parameters(recurse=False))
+    ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -19,13 +20,25 @@ class ShardedOptimizer(Optimizer):
     """AdamW over the parts of this rank. All ranks call its methods together."""
 
     def clip(self, max_norm: float) -> float:
-        """Scale the gradient down to a norm over all ranks; see `Optimizer.clip`."""
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], max_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        """Scale the gradient down to a norm over all ranks; see `Optimizer.clip`.
+
+        `clip_grad_norm_` of torch does the same weight by weight through DTensor, with a message for each.
+        """
+        parts = [self.part_of(p.grad) for _, p in self.parameters if p.grad is not None]
+        device = self.parameters[0][1].device
+        norms = torch._foreach_norm(parts) if parts else ()
+        total = (
+            torch.stack([norm.to(device) for norm in norms]).square().sum() if norms else torch.zeros((), device=device)
+        )
+        dist.all_reduce(total)
+        norm = total.sqrt()
+        if parts:
+            torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return float(norm)
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the part of a DTensor, [n, d] or [d], that this rank has; see `Optimizer.part_of`."""
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_part(tensor)
 
     def write(self, folder: Path, prefix: str) -> None:
         """Write the moments of this rank; see `Optimizer.write`.
@@ -63,6 +76,11 @@ def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
         return whole
     whole = whole.to(parameter.device)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, [n, d] or [d]."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,14 @@ from palestra.trainer.gradient import Gradient, rows_of
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.optimizer import Named
 from palestra.trainer.packing import MicroBatch, pack
-from palestra.trainer.sharded.group import RankGroup, TakenBack
+from palestra.trainer.sharded.group import Problem, RankGroup, TakenBack
 from palestra.trainer.sharded.network import ShardedNetwork
 from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights, whole_of
+from palestra.trainer.sharded.publication import WeightFile
 from palestra.trainer.token_forward import TokenForward, columns_of, flat_picture_rows, hidden_with
 from palestra.trainer.torch_policy import OPTIMIZER, TorchPolicy
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
-
-T = TypeVar("T")
 
 
 class RankPolicy(TorchPolicy):
@@ -71,7 +70,7 @@ class RankPolicy(TorchPolicy):
             batch: the rows of this rank.
             outputs: what `check_outputs` has let pass.
         """
-        problem = _Problem()
+        problem = Problem()
         micro_batches = problem.catch(lambda: pack(batch, self.micro_batch_tokens)) or []
         found = dict[ForwardOutput, list[Floats]]()
         for name in sorted(outputs):
@@ -101,7 +100,7 @@ class RankPolicy(TorchPolicy):
         loss = build_loss(spec)
         if not isinstance(loss, Loss):
             raise ConfigError(f"the loss {loss.name!r} is of a critic, and this policy has none")
-        problem, before = _Problem(), self.optimizer.gradient()
+        problem, before = Problem(), self.optimizer.gradient()
 
         def prepared() -> Gradient:
             micro_batches = pack(batch, self.micro_batch_tokens)
@@ -123,7 +122,7 @@ class RankPolicy(TorchPolicy):
         assert gradient is not None
         return gradient.report(), gradient.sums.on_cpu()
 
-    def _loss(self, gradient: Gradient | None, micro: MicroBatch | None, problem: _Problem) -> Tensor:
+    def _loss(self, gradient: Gradient | None, micro: MicroBatch | None, problem: Problem) -> Tensor:
         """Return the loss of a pass, a scalar: of a micro-batch, or 0 where this rank has none left, or has failed."""
         if gradient is None or micro is None or problem.error is not None:
             return self._network.idle()
@@ -138,7 +137,7 @@ class RankPolicy(TorchPolicy):
         network: ShardedNetwork,
         micro_batches: Sequence[MicroBatch],
         work: Callable[[MicroBatch, Tensor], None],
-        problem: _Problem,
+        problem: Problem,
     ) -> None:
         """Compute as many passes as any rank needs.
 
@@ -181,14 +180,14 @@ class RankPolicy(TorchPolicy):
         Raises:
             CheckpointError: this rank or another can't write.
         """
-        problem = _Problem()
+        problem = Problem()
         self._write_weights(folder, problem)
         if moments:
             problem.catch(lambda: self.optimizer.write(folder, OPTIMIZER))
         self._group.check(problem.error)
         return_freed_memory()
 
-    def _write_weights(self, folder: Path, problem: _Problem) -> None:
+    def _write_weights(self, folder: Path, problem: Problem) -> None:
         weights = dict(_gathered(self.model.saved_parameters(), None, keep=self._group.is_first))
         if self._group.is_first:
             problem.catch(lambda: self.model.save(folder, self._tokenizer, weights))
@@ -199,13 +198,33 @@ class RankPolicy(TorchPolicy):
         Raises:
             CheckpointError: it is of another model, or can't be read.
         """
-        problem = _Problem()
+        problem = Problem()
         problem.catch(lambda: take_weights(self.parameters, self.model.read(folder), folder))
         self._group.check(problem.error)
         self.optimizer.read(folder, OPTIMIZER)
 
+    def publish_parts(self, path: Path, dtype: torch.dtype) -> None:
+        """Write the weights into a file that all ranks see, each rank its own rows. Collective.
+
+        Args:
+            path: of the file, which is replaced as a whole.
+            dtype: of weights with two dimensions or more, as engines have them; others are float32.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        file, part, problem = WeightFile(self.parameters, dtype), path.with_name(f"{path.name}.part"), Problem()
+        if self._group.is_first:
+            problem.catch(lambda: file.begin(part))
+        self._group.check(problem.error)
+        problem.catch(lambda: file.fill(part))
+        self._group.check(problem.error)
+        if self._group.is_first:
+            problem.catch(lambda: part.replace(path))
+        self._group.check(problem.error)
+
     def publish(self, path: Path, dtype: torch.dtype) -> None:
-        """Write the weights into a file, from which engines read them. Collective.
+        """Write the weights, gathered, into a file of the first rank's machine. Collective.
 
         Args:
             path: of the file, which the first rank writes.
@@ -214,28 +233,14 @@ class RankPolicy(TorchPolicy):
         Raises:
             OSError: the file can't be written.
         """
-        problem = _Problem()
+        problem = Problem()
         found = list(_gathered(self.parameters, dtype, keep=self._group.is_first))
         if self._group.is_first:
             problem.catch(lambda: write_weights(LocalWeights(found), path))
         self._group.check(problem.error)
 
 
-class _Problem:
-    """The first error of a rank at a request, which it raises when all ranks have come to the request's end."""
-
-    error: Exception | None = None
-
-    def catch(self, work: Callable[[], T]) -> T | None:
-        """Return what `work` returns; None: it has failed, and the error is noted."""
-        try:
-            return work()
-        except Exception as error:  # noqa: BLE001 - raised by `RankGroup.check`
-            self.error = self.error or error
-            return None
-
-
-def _hidden(model: CausalLM, micro: MicroBatch, problem: _Problem) -> Tensor | None:
+def _hidden(model: CausalLM, micro: MicroBatch, problem: Problem) -> Tensor | None:
     """Return the last hidden states of a micro-batch, [N, hidden]; None: a picture can't be shown, which is noted.
 
     Nothing of it is collective but the pass of the text model, which the caller makes in another way then.

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 from palestra.config import TrainerConfig
 from palestra.errors import TrainerLost
-from palestra.models.weight_file import weight_folder
+from palestra.models.owned_folder import OwnedFolder
 from palestra.threads import in_thread
 from palestra.trainer.sharded.rank_process import FOLDER
 from palestra.trainer.sharded.wire import HEADER_BYTES, Answer, Beat, Request, length_of, packed, unpacked
@@ -49,7 +47,8 @@ class RankProcesses:
             pictures: see `RankOrder`.
         """
         self._config, self._deterministic, self._pictures = config, deterministic, pictures
-        self.folder = Path(tempfile.mkdtemp(prefix="palestra-ranks-", dir=weight_folder()))
+        self._owned = OwnedFolder("palestra-ranks-")
+        self.folder = self._owned.path
         self.lost: str | None = None
         self._gone = asyncio.Event()
         self._ranks: list[_RankProcess] = []
@@ -199,7 +198,7 @@ class RankProcesses:
         self._kill()
         for rank in self._ranks:
             await rank.close()
-        await in_thread(lambda: shutil.rmtree(self.folder, ignore_errors=True))
+        await in_thread(self._owned.remove)
 
 
 class _RankProcess:

@@ -20,12 +20,14 @@ from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import device_of, reproducible_products, return_freed_memory
 from palestra.models.loading import LoadedModels
+from palestra.models.parted_loading import load_parted
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.loading import NetworkLoading
 from palestra.trainer.metrics import MetricSums
-from palestra.trainer.sharded.group import RankGroup
+from palestra.trainer.sharded.exchange import Exchange
+from palestra.trainer.sharded.group import Problem, RankGroup
 from palestra.trainer.sharded.network import ShardedNetwork
 from palestra.trainer.sharded.policy import RankPolicy
 from palestra.types.calls import PolicyVersion
@@ -97,13 +99,16 @@ class Rank:
         )
         self._mesh: DeviceMesh = init_device_mesh(self._device.type, (count,))
         self._group = RankGroup(self._device)
+        folder = self._order.meeting.parent
+        self._one_machine = self._group.share(folder)
+        self._exchange = Exchange(folder) if self._one_machine and self._device.type == "cpu" else None
 
     def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy, and keep this rank's part of it; see `Trainer.create`."""
 
         def loading() -> NetworkLoading:  # each on its own, so that no other needs whole weights that are shared out
             return NetworkLoading(
-                LoadedModels(pictures=self._pictures), getattr(torch, self._config.dtype), self._device
+                LoadedModels(load_parted, pictures=self._pictures), getattr(torch, self._config.dtype), self._device
             )
 
         problem: Exception | None = None
@@ -117,12 +122,29 @@ class Rank:
         except Exception as error:  # noqa: BLE001 - raised when all ranks have come here
             problem = error
         self._group.check(problem)
-        frozen = {name: self._shared_out(other) for name, other in beside.items()}
-        self._policies[policy] = RankPolicy(self._shared_out(model), frozen, tokenizer, self._config, self._group)
+        frozen = {name: self._network(other) for name, other in beside.items()}
+        self._policies[policy] = RankPolicy(self._network(model), frozen, tokenizer, self._config, self._group)
         return_freed_memory()
 
+    def _network(self, model: CausalLM) -> ShardedNetwork:
+        """Share out a model, and read this rank's part of it if that is still in its files.
+
+        Raises:
+            TakenBack: this rank or another can't read.
+            ModelError: flat batches don't support the architecture.
+        """
+        model.compute_in(getattr(torch, self._config.dtype))
+        network, problem = self._shared_out(model), Problem()
+        problem.catch(network.read)
+        self._group.check(problem.error)
+        if model.unread is not None:
+            with torch.no_grad():
+                network.compute(model.try_out)
+        return network
+
     def _shared_out(self, model: CausalLM) -> ShardedNetwork:
-        return ShardedNetwork(model, self._mesh, self._config.cpu_offload)
+        config = self._config
+        return ShardedNetwork(model, self._mesh, config.cpu_offload, getattr(torch, config.dtype), self._exchange)
 
     def remove(self, policy: str) -> None:
         """Forget a policy."""
@@ -175,8 +197,10 @@ class Rank:
         self._policies[policy].read(folder)
 
     def publish(self, policy: str, path: Path, dtype: str) -> None:
-        """Write the weights for engines; see `RankPolicy.publish`."""
-        self._policies[policy].publish(path, getattr(torch, dtype))
+        """Write the weights for engines; see `RankPolicy.publish` and `RankPolicy.publish_parts`."""
+        mine = self._policies[policy]
+        publish = mine.publish_parts if self._one_machine else mine.publish
+        publish(path, getattr(torch, dtype))
 
     def peak_bytes(self) -> int:
         """Return the most memory that this rank's process has had."""

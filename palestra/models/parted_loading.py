@@ -1,0 +1,113 @@
+"""Models whose weights stay in their files, for the ranks of a trainer, each of which reads its own rows.
+
+Such a model may be larger than what one rank has of memory: it is made on torch's meta device, shared out there, and
+filled afterwards. Its flat forward pass is tried when its weights are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from palestra.errors import ModelError
+from palestra.models.adapter_files import adapter_folder
+from palestra.models.catalog import exact_model, model_folder
+from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_tokenizer
+from palestra.models.loading import load_model
+from palestra.models.quiet import quiet_transformers
+from palestra.models.vision.loading import sees
+
+
+class PartedFiles:
+    """The weights in a folder of safetensors, of which any rows can be read.
+
+    Attributes:
+        shapes: of all weights, by name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers of the files.
+
+        Raises:
+            ModelError: one is damaged.
+        """
+        self._names: dict[Path, list[str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        try:
+            for path in sorted(folder.glob("model*.safetensors")):
+                with safe_open(path, framework="pt") as file:
+                    self._names[path] = list(file.keys())
+                    self.shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in self._names[path]}
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the model in {folder} can't be read: {error}") from error
+
+    def rows(self, wanted: Mapping[str, slice]) -> Iterator[tuple[str, Tensor]]:
+        """Yield rows of weights with their names, [n, d] or [d], on the CPU and as they are in the files.
+
+        Args:
+            wanted: which rows, by the names of weights.
+
+        Raises:
+            ModelError: a file can't be read.
+        """
+        for path, names in self._names.items():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in wanted.keys() & set(names):
+                        yield name, file.get_slice(name)[wanted[name]]
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"weights can't be read from {path}: {error}") from error
+
+
+def load_parted(name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
+    """Load a model's tokenizer, and a model whose weights are still in its files; see `CausalLM.unread`.
+
+    A model that sees, one with an adapter to be merged, and one that transformers stores under other names than it
+    computes with are loaded whole.
+
+    Args:
+        name: as `PolicyConfig.model` has it, or a folder.
+        dtype: of the weights with two dimensions or more.
+        device: where the weights of a model are put that is loaded whole.
+
+    Raises:
+        ModelError: missing weights, or an unsupported architecture.
+    """
+    made = None if adapter_folder(name) is not None else _without_weights(name, dtype)
+    return load_model(name, dtype, device) if made is None else (made, load_tokenizer(name))
+
+
+def _without_weights(name: str, dtype: torch.dtype) -> CausalLM | None:
+    """Return a model on the meta device; None: it has to be loaded whole."""
+    found = model_folder(name)
+    folder = found if isinstance(found, Path) else exact_model(name)
+    files = PartedFiles(folder)
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder)
+            if sees(config) or hasattr(config, "quantization_config"):
+                return None
+            with init_empty_weights(include_buffers=False):
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation=FLAT_ATTENTION
+                )
+            model.tie_weights()
+            if (folder / "generation_config.json").is_file():  # which is written beside the weights of a checkpoint
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    if set(model.state_dict()) - set(weights) or not shapes.items() <= files.shapes.items():
+        return None
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            weight.data = weight.data.to(dtype)
+    return CausalLM(model.eval(), unread=files)

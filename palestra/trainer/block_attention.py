@@ -1,0 +1,168 @@
+"""Attention within the trees of a micro-batch on a CUDA device: FlexAttention, without a mask of all nodes squared.
+
+A node sees another if that is the node itself or an ancestor: if its entry, in a walk through the tree, lies between
+the other's entry and the end of what is behind the other. So two numbers a node are the mask, and memory grows with
+nodes. Blocks of nodes of which none sees any of another are not computed at all; those of which all see all, without a
+comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from palestra.trainer.packing import Tree
+
+BLOCK = 128  # nodes: the kernel's default
+
+
+@cache
+def _kernel(device: str) -> Callable[..., Any]:
+    """Return FlexAttention compiled for a device; on a CPU as it is, slowly and with all scores: for tests."""
+    kernel: Callable[..., Any] = flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
+    return kernel
+
+
+class BlockAttention:
+    """Attention within each tree of a micro-batch; nodes of different trees do not see each other."""
+
+    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
+        """Number the nodes.
+
+        Args:
+            trees: their nodes lie one after another in the flat batch.
+            device: of queries and keys.
+        """
+        self._trees, self._device = trees, device
+        self._count = sum(map(len, trees))
+        self._blocks = -(-self._count // BLOCK)
+        self._masks: dict[int | None, BlockMask] = {}
+        places = [np.asarray(tree.positions) for tree in trees]
+        self._positions = self._padded(np.concatenate(places) if places else np.empty(0, np.int64))
+        ends = [walk(tree) for tree in trees]
+        starts = np.cumsum([0, *map(len, trees)])[:-1]
+        entries = [entry + start for (entry, _), start in zip(ends, starts, strict=True)]
+        leaves = [leave + start for (_, leave), start in zip(ends, starts, strict=True)]
+        self._entry, self._leave = self._padded(np.concatenate(entries)), self._padded(np.concatenate(leaves))
+        alone = np.arange(self._count, self._blocks * BLOCK)  # what fills the last block sees itself
+        self._entry[self._count :], self._leave[self._count :] = alone, alone + 1
+
+    def _padded(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.pad(numbers, (0, self._blocks * BLOCK - len(numbers)))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of each node to itself and its ancestors, [N, H, D].
+
+        Args:
+            query: [1, H, N, D].
+            key: [1, K, N, D].
+            value: [1, K, N, D].
+            scale: factor of the scores.
+            window: how many tokens a token sees, itself included; None: all ancestors.
+        """
+        if window not in self._masks:
+            self._masks[window] = self.mask(window)
+        more = self._blocks * BLOCK - self._count
+        padded = (F.pad(each, (0, 0, 0, more)) for each in (query, key, value))
+        out: Tensor = _kernel(self._device.type)(*padded, block_mask=self._masks[window], scale=scale, enable_gqa=True)
+        return out[0, :, : self._count].transpose(0, 1)
+
+    def mask(self, window: int | None) -> BlockMask:
+        """Return which blocks of nodes see which, and what decides within a block.
+
+        Args:
+            window: how many tokens a token sees, itself included; None: all ancestors.
+        """
+        entry, leave, place = (
+            torch.from_numpy(numbers).to(self._device) for numbers in (self._entry, self._leave, self._positions)
+        )
+
+        def sees(_batch: Tensor, _head: Tensor, node: Tensor, other: Tensor) -> Tensor:
+            found = (entry[other] <= entry[node]) & (entry[node] < leave[other])
+            return found if window is None else found & (place[node] - place[other] < window)
+
+        seen = self._seen_pairs()
+        some, full = seen > 0, seen == BLOCK * BLOCK
+        if window is not None:
+            places = self._positions.reshape(self._blocks, BLOCK)
+            some &= places.min(axis=1)[:, None] - places.max(axis=1) < window
+            full &= places.max(axis=1)[:, None] - places.min(axis=1) < window
+        last = self._blocks - 1
+        some[last, last] = True  # also if only what fills the block is in it
+        return BlockMask.from_kv_blocks(
+            *_indices(some & ~full, self._device),
+            *_indices(full & some, self._device),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=sees,
+            seq_lengths=(self._blocks * BLOCK, self._blocks * BLOCK),
+        )
+
+    def _seen_pairs(self) -> NDArray[np.int64]:
+        """Return how many pairs of nodes of two blocks see each other, [blocks, blocks]."""
+        found, start = np.zeros((self._blocks, self._blocks), np.int64), 0
+        for tree in self._trees:
+            for first, last, above in _chains(tree):
+                first, last = first + start, last + start
+                rows, at = _spread(first, last)
+                for begin, end in above:
+                    columns, to = _spread(begin + start, end + start)
+                    found[at, to] += rows[:, None] * columns
+                found[at, at] += np.tril(rows[:, None] * rows, -1) + np.diag(rows * (rows + 1) // 2)
+            start += len(tree)
+        return found
+
+
+def walk(tree: Tree) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each node when a walk through the tree, parents first, enters it and leaves what is behind it, [n]."""
+    behind = np.zeros(len(tree), np.int64)  # nodes that are behind a node in chains which begin there
+    for first, last, parent in reversed(tree.runs):
+        if parent >= 0:
+            behind[parent] += last - first + behind[first:last].sum()
+    entry, leave = np.zeros(len(tree), np.int64), np.zeros(len(tree), np.int64)
+    next_entry, roots = np.zeros(len(tree), np.int64), 0
+    for first, last, parent in tree.runs:
+        sizes = 1 + behind[first:last]
+        start = roots if parent < 0 else next_entry[parent]
+        entry[first:last] = start + np.cumsum(sizes) - sizes
+        leave[first:last] = start + sizes.sum()
+        next_entry[first:last] = entry[first:last] + 1  # chains that begin behind a node come before its next one
+        if parent < 0:
+            roots = start + sizes.sum()
+        else:
+            next_entry[parent] = start + sizes.sum()
+    return entry, leave
+
+
+def _chains(tree: Tree) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Yield the chains of a tree: first node, one past the last, and the ranges of nodes above it."""
+    above: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # by the first node: one past the last, and what is above
+    firsts = [first for first, _, _ in tree.runs]
+    for first, last, parent in tree.runs:
+        ranges = list[tuple[int, int]]()
+        if parent >= 0:
+            chain = firsts[int(np.searchsorted(firsts, parent, side="right")) - 1]
+            ranges = [*above[chain][1], (chain, parent + 1)]
+        above[first] = (last, ranges)
+        yield first, last, ranges
+
+
+def _spread(first: int, last: int) -> tuple[NDArray[np.int64], slice]:
+    """Return how many nodes of a range are in each of its blocks, and which blocks these are."""
+    blocks = np.arange(first // BLOCK, (last - 1) // BLOCK + 1)
+    inside = np.minimum(last, (blocks + 1) * BLOCK) - np.maximum(first, blocks * BLOCK)
+    return inside, slice(int(blocks[0]), int(blocks[-1]) + 1)
+
+
+def _indices(pairs: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each block sees, int32 [1, 1, n], and their numbers first in each row, [1, 1, n, n]."""
+    order = np.argsort(~pairs, axis=1, kind="stable")
+    count, numbers = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (pairs.sum(axis=1), order))
+    return count[None, None], numbers[None, None]

@@ -1,0 +1,134 @@
+"""Jobs whose engines and trainers are processes of their own, one of which is hurt while the job stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import safetensors.torch
+import torch
+from outcome import assert_complete, assert_same_metrics
+from servers import SCRIPTED, TINY, Job, run_through, until
+
+from faults.cells import ENGINE_WORKER, TRAINER_RANK, Cell
+
+STUCK_SECONDS, SILENT_SECONDS = 3.0, 10.0
+OVER_SECONDS = 240.0  # in which a job is over whatever was hurt
+Settings = dict[str, Any]
+
+
+def settings_of(component: str) -> Settings:
+    """The job of a component; a checkpoint after each step, so that little has to be repeated."""
+    pool = {"replicas": 2, "stuck_seconds": STUCK_SECONDS}
+    trained: dict[str, Settings] = {
+        ENGINE_WORKER: SCRIPTED | {"engine": SCRIPTED["engine"] | pool | {"delay_seconds": 0.05}},
+        TRAINER_RANK: TINY
+        | {"trainer": {"threads": 1, "devices": 2, "dtype": "float32", "rank_timeout_seconds": SILENT_SECONDS}},
+    }
+    return trained[component] | {"checkpoint": {"every_steps": 1}}
+
+
+PROGRAMS = {ENGINE_WORKER: "palestra.runtime.engine_process", TRAINER_RANK: "palestra.trainer.sharded.rank_process"}
+
+
+def undisturbed(component: str, folder: Path) -> Job:
+    """The job of a component, played to its end."""
+    with Job(folder, settings_of(component), fresh=True) as job:
+        run_through(job, [])
+        assert_complete(job)
+    return job
+
+
+def play(cell: Cell, folder: Path, other: Callable[[str], Job]) -> None:
+    """Provoke a fault, wait until the job is over, and look at what it leaves.
+
+    `other` returns the job of a component that nothing has disturbed.
+    """
+    at_start, cancelled = cell.moment.point == "during_start", cell.moment.asks_to_cancel
+    wanted = None if cancelled else other(cell.component)
+    with Job(folder, settings_of(cell.component) | ({"steps": 100_000} if cancelled else {}), fresh=True) as job:
+        server = job.serve(fault=cell.moment.fault(cell.component))
+        if not at_start:
+            job.wait_until_it_listens()
+            job.work()
+        if cancelled:
+            until(lambda: job.checkpoints() or server.popen.poll() is not None, "it trains", OVER_SECONDS)
+            server.send(signal.SIGINT)
+        top = psutil.Process(server.popen.pid)
+        held = until(lambda: next(stopped(top), None), f"it stops {cell.moment.name}", OVER_SECONDS)
+        children = top.children(recursive=True)
+        backends = [child for child in children if PROGRAMS[cell.component] in child.cmdline()]
+        victim = held if held in backends else backends[0]
+        victim.send_signal(cell.signal)
+        with others_go_on(top, victim):
+            if at_start:
+                job.wait_until_it_listens()
+                job.work()
+            if cancelled:
+                server.wait(OVER_SECONDS)
+                assert_what_was_trained_is_there(job)
+            else:
+                job.finish(OVER_SECONDS)
+        until(lambda: not any(map(lives, children)), "its processes are gone")
+    if wanted is not None:
+        assert_complete(job)
+        assert_same_metrics(job, wanted)
+        assert weights_of(job) == weights_of(wanted)
+
+
+def stopped(top: psutil.Process) -> Iterator[psutil.Process]:
+    """The processes of a job that stand still."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (top, *top.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    yield process
+
+
+@contextlib.contextmanager
+def others_go_on(top: psutil.Process, victim: psutil.Process) -> Iterator[None]:
+    """Meanwhile, all processes of the job but one go on where they meet the point."""
+    over = threading.Event()
+
+    def release() -> None:
+        while not over.wait(0.05):
+            for process in stopped(top):
+                if process != victim:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.resume()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def assert_what_was_trained_is_there(job: Job) -> None:
+    """The newest checkpoint is of the last step that the job tells of, and nothing accepted is lost."""
+    assert job.checkpoints()[-1].name == f"step-{int(job.metrics()[-1]['step']):06d}", job.servers[-1].output
+    rows = job.query("SELECT episode_id FROM episodes WHERE state = 'completed'")
+    assert {one["episode"] for one in job.worker_log("ended")} <= {row["episode_id"] for row in rows}
+
+
+def weights_of(job: Job) -> str | dict[str, list[int]]:
+    """What the newest checkpoint has, bit by bit."""
+    folder = job.checkpoints()[-1]
+    if (folder / "weights.txt").exists():
+        return job.weights()
+    found = safetensors.torch.load_file(folder / "model.safetensors")
+    return {name: tensor.flatten().view(torch.int32).tolist() for name, tensor in found.items()}
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process has not ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
