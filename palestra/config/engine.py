@@ -6,26 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from palestra.config.engine_pool import PooledEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.renames import new_value
 from palestra.config.section import Positive, Section
-
-
-class PooledEngineConfig(Section):
-    """What engines have in common that may be several inference workers, each a process of its own."""
-
-    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
-        1,
-        description="Inference workers, each a process with the models; 1: the engine is in the job's process.",
-    )
-    sync: Literal["rolling", "all"] = Field(
-        "rolling",
-        description="How new weights reach several workers. `rolling`: one after another, so that the others go on; "
-        "`all`: all together.",
-    )
-    stuck_seconds: float = Field(
-        60.0, gt=0, description="One of several workers that has work, and does none for so long, is replaced."
-    )
 
 
 class EmbeddedEngineConfig(PooledEngineConfig):

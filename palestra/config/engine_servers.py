@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from palestra.config.section import Positive, Seconds, Section
+from palestra.config.engine_pool import PooledEngineConfig
+from palestra.config.section import Positive, Seconds
 
 if TYPE_CHECKING:
     from palestra.config.policy import PolicyConfig
@@ -25,23 +26,46 @@ def _without_path(url: Any) -> Any:
 
 
 Url = Annotated[str, BeforeValidator(_without_path), Field(pattern=r"^https?://[^\s/?#]+$")]
+
+
+def _one_or_several(urls: Any) -> Any:
+    """Return one address or several as a tuple, because a union of pydantic's would not name the key of a mistake."""
+    return (urls,) if isinstance(urls, str) else urls
+
+
+def _each_once(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse an address that is given twice: its server would be two workers."""
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"{url} is given twice")
+    return urls
+
+
+Urls = Annotated[
+    tuple[Url, ...],
+    BeforeValidator(_one_or_several),
+    Field(min_length=1, max_length=64),
+    AfterValidator(_each_once),
+    PlainSerializer(lambda urls: urls[0] if len(urls) == 1 else list(urls), str | list[str]),
+]
 # Keys of a server that the job starts, which would have no effect on one that runs already.
 _OF_STARTED = ("cache_gib", "threads", "compile", "prefill_tokens", "tensor_parallel", "startup_seconds")
 
 
-class VllmEngineConfig(Section):
+class VllmEngineConfig(PooledEngineConfig):
     """`kind = "vllm"`: a vLLM server, which the job starts in an environment of its own, or which runs already."""
 
     kind: Literal["vllm"] = Field("vllm", description="The kind of engine; each has keys of its own.")
     python: Path | None = Field(
         None,
         description="Interpreter of an environment with vLLM 0.32 or newer, with which the job starts a server for "
-        "each policy. None: `url` names a server.",
+        "each policy, and for each of several workers. None: `url` names a server.",
     )
-    url: Url | None = Field(
+    url: Urls | None = Field(
         None,
         description="URL of a vLLM server that runs already, for a job of one policy; it has to be started as "
-        "`docs/engines.md` says. None: the job starts one.",
+        "`docs/engines.md` says. A list of several, on any machines: each is an inference worker. None: the job starts "
+        "them.",
     )
     key_variable: str | None = Field(
         None,
@@ -86,18 +110,26 @@ class VllmEngineConfig(Section):
     @model_validator(mode="after")
     def _is_one_server(self) -> VllmEngineConfig:
         _check_place(self.python, self.url, {"key_variable": self.key_variable, "weights_dir": self.weights_dir})
-        if self.url is not None and (unused := [key for key in _OF_STARTED if key in self.model_fields_set]):
-            raise ValueError(f"{unused[0]} is of a server that the job starts; leave it out, or leave out url")
+        # By value: a configuration that was written with its defaults is read again.
+        changed = [key for key in _OF_STARTED if getattr(self, key) != VllmEngineConfig.model_fields[key].default]
+        if self.url is not None and changed:
+            raise ValueError(f"{changed[0]} is of a server that the job starts; leave it out, or leave out url")
+        _check_replicas(self.replicas, self.url)
         return self
 
+    @property
+    def workers(self) -> int:
+        """Return how many inference workers a job begins with: servers to start, or addresses."""
+        return self.replicas if self.url is None else len(self.url)
 
-class SglangEngineConfig(Section):
+
+class SglangEngineConfig(PooledEngineConfig):
     """`kind = "sglang"`: an SGLang server that runs already."""
 
     kind: Literal["sglang"] = Field("sglang", description="The kind of engine; each has keys of its own.")
-    url: Url = Field(
+    url: Urls = Field(
         description="URL of an SGLang server that runs already, for a job of one policy, such as "
-        "`http://127.0.0.1:30000`."
+        "`http://127.0.0.1:30000`. A list of several, on any machines: each is an inference worker.",
     )
     key_variable: str | None = Field(
         None,
@@ -111,10 +143,28 @@ class SglangEngineConfig(Section):
         "machine.",
     )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the weights that are sent.")
-    max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Requests that are sent at the same time.")
+    max_batch: Annotated[int, Field(ge=2)] = Field(
+        64, description="Requests that are sent to a server at the same time."
+    )
+
+    @model_validator(mode="after")
+    def _has_an_address_for_each_worker(self) -> SglangEngineConfig:
+        _check_replicas(self.replicas, self.url)
+        return self
+
+    @property
+    def workers(self) -> int:
+        """Return how many inference workers a job begins with: one for each address."""
+        return len(self.url)
 
 
-def _check_place(python: Path | None, url: str | None, of_url: dict[str, Any]) -> None:
+def _check_replicas(replicas: int, urls: tuple[str, ...] | None) -> None:
+    """Refuse workers without a server: servers that run already are counted by their addresses."""
+    if urls is not None and replicas not in (1, len(urls)):
+        raise ValueError(f"replicas is {replicas}, and url names {len(urls)}; give a list of as many addresses")
+
+
+def _check_place(python: Path | None, url: tuple[str, ...] | None, of_url: dict[str, Any]) -> None:
     """Refuse a configuration that names no server, or two, or has keys for one that it does not name."""
     if (python is None) == (url is None):
         raise ValueError(
@@ -128,7 +178,7 @@ def check_served(
     engine: VllmEngineConfig | SglangEngineConfig,
     policies: Mapping[str, PolicyConfig],
     deterministic: bool,
-    pools: bool,
+    pools: Collection[str],
 ) -> None:
     """Refuse a job that its engine's servers can't play.
 
@@ -136,21 +186,21 @@ def check_served(
         engine: the job's.
         policies: by name.
         deterministic: whether results have to be the same bit for bit.
-        pools: whether past versions play.
+        pools: policies whose past versions play.
 
     Raises:
-        ValueError: it has adapters, past versions, several policies on one server, or has to be deterministic.
+        ValueError: past versions of whole weights play, several policies are on one server, or the job has to be
+            deterministic.
     """
     whose = f"engine.kind = {engine.kind!r}"
     if deterministic:
         raise ValueError(
             f"deterministic = true needs engine.kind = 'embedded': results of {whose} depend on its batches"
         )
-    if pools:
+    if whole := [name for name in pools if policies[name].adapter is None]:
         raise ValueError(
-            f"roles with a pool of past versions need engine.kind = 'embedded'; a server of {whose} has one"
+            f"roles with a pool of past versions need policies.{whole[0]}.adapter with {whose}, whose server has the "
+            "whole weights of one version; or take engine.kind = 'embedded'"
         )
-    if adapted := [name for name, policy in policies.items() if policy.adapter is not None]:
-        raise ValueError(f"policies.{adapted[0]}.adapter needs engine.kind = 'embedded': {whose} gets full weights")
     if engine.url is not None and len(policies) > 1:
-        raise ValueError(f"engine.url names one server, which samples from one policy, and there are {len(policies)}")
+        raise ValueError(f"a server of engine.url samples from one policy, and there are {len(policies)}")

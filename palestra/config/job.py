@@ -13,7 +13,8 @@ from pydantic_core import to_json
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.devices import check_devices
-from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, PooledEngineConfig
+from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.engine_pool import PooledEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
@@ -160,7 +161,9 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _fits_its_engine(self) -> JobConfig:
         if isinstance(self.engine, VllmEngineConfig | SglangEngineConfig):
-            check_served(self.engine, self.policies, self.deterministic, bool(self.players.pools))
+            players = self.players
+            pools = [players.named[agent] for agent in players.pools]
+            check_served(self.engine, self.policies, self.deterministic, pools)
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,18 +175,32 @@ def write_adapter(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor] 
         weights: its matrices, [r, in] and [out, r], by name, where this process has parts of them; None: its own.
     """
     named = dict(adapter.named_parameters()) if weights is None else weights
-    tensors = {f"{_PREFIX}{name}": p.detach().contiguous() for name, p in named.items()}
+    write_matrices(folder, adapter.config, adapter.base, adapter.targets, named)
+
+
+def write_matrices(
+    folder: Path, config: AdapterConfig, base: str, targets: Sequence[str], weights: Mapping[str, Tensor]
+) -> None:
+    """Write the matrices of an adapter into a folder, for `read_adapter` and for PEFT.
+
+    Args:
+        folder: where to write; it has to exist.
+        config: rank and scale.
+        base: name of the model.
+        targets: ends of names that stand for the layers of these matrices and no others.
+        weights: [r, in] and [out, r], by the names of `Adapter.named_parameters`.
+    """
+    tensors = {f"{_PREFIX}{name}": p.detach().contiguous() for name, p in weights.items()}
     safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config, alpha = adapter.config, adapter.config.alpha
     written = {
         **_PLAIN,
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapter.base,
+        "base_model_name_or_path": base,
         "r": config.rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "lora_dropout": 0.0,
         "use_rslora": config.rslora,
-        "target_modules": adapter.targets,
+        "target_modules": list(targets),
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(written, indent=2), encoding="utf-8")

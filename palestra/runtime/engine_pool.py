@@ -1,4 +1,4 @@
-"""Builds the parts of a job whose engine is a pool of worker processes (`engine.replicas`)."""
+"""Builds the parts of a job whose engine is a pool of workers: processes, or servers (`engine.replicas`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
-from palestra.config.engine import PooledEngineConfig
-from palestra.engine.pool.manager import InferenceManager, PoolOptions
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, SglangEngineConfig, VllmEngineConfig
+from palestra.config.engine_pool import PooledEngineConfig
+from palestra.engine.pool.manager import InferenceManager, PoolOptions, StartWorker
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
 from palestra.grammars.pool import Grammars
@@ -44,39 +44,58 @@ async def pooled_parts(
         PalestraError: a worker can't be started; see `build_parts`.
     """
     if isinstance(settings, FakeEngineConfig):
-        engine, _ = await _opened(config, settings, weights, _keep_nothing, None)
+        engine = await _opened(config, settings, EngineProcesses(config, weights).start, _keep_nothing)
         fake = await in_thread(lambda: build_parts(config))
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
+    if isinstance(settings, VllmEngineConfig | SglangEngineConfig):
+        return await _served_parts(config, settings, weights)
     assert isinstance(settings, EmbeddedEngineConfig)
     shared = await in_thread(lambda: _share(settings))
-    ordered = config.model_copy(update={"engine": shared})
-    engine, models = await _opened(ordered, shared, weights, _keep_in(shared), pictures)
+    processes = EngineProcesses(
+        config.model_copy(update={"engine": shared}), weights, None if pictures is None else pictures.folder
+    )
+    engine = await _opened(config, shared, processes.start, _keep_in(shared))
     try:
-        return await in_thread(lambda: _parts(config, weights, engine, models, pictures))
+        return await in_thread(lambda: _parts(config, weights, engine, processes.models, pictures))
+    except BaseException:
+        await engine.close()
+        raise
+
+
+async def _served_parts(
+    config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]
+) -> Parts:
+    """Build a job whose workers are servers of another project, beside a trainer in this process."""
+    from palestra.models.loading import LoadedModels
+    from palestra.runtime.served_models import read_served_models, served_runtimes
+    from palestra.runtime.served_pool import ServerWorkers
+
+    models = await in_thread(lambda: read_served_models(config, weights))
+    workers = ServerWorkers(config, settings, models)
+    engine = await _opened(config, settings, workers.start, _keep_in(settings), workers.most)
+    try:
+        runtimes = await in_thread(lambda: served_runtimes(config, models, engine))
+        return await in_thread(lambda: parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, None))
     except BaseException:
         await engine.close()
         raise
 
 
 async def _opened(
-    config: JobConfig,
-    settings: PooledEngineConfig,
-    weights: Mapping[str, str],
-    keep: Keep,
-    pictures: StoredPictures | None,
-) -> tuple[InferenceManager, Mapping[str, SampledModel]]:
-    """Return a pool whose workers serve, and the models that they have."""
-    processes = EngineProcesses(config, weights, None if pictures is None else pictures.folder)
+    config: JobConfig, settings: PooledEngineConfig, start: StartWorker, keep: Keep, most: int | None = None
+) -> InferenceManager:
+    """Return a pool whose workers serve."""
     options = PoolOptions(
-        replicas=settings.replicas,
+        replicas=settings.workers,
+        most=most,
         sync=settings.sync,
         stuck_seconds=settings.stuck_seconds,
         prefix_tokens=settings.prefix_cache_tokens if isinstance(settings, EmbeddedEngineConfig) else 32768,
     )
-    pool = InferenceManager(processes.start, list(config.policies), keep, options)
+    pool = InferenceManager(start, list(config.policies), keep, options)
     await pool.open()
-    return pool, processes.models
+    return pool
 
 
 def _share(settings: EmbeddedEngineConfig) -> EmbeddedEngineConfig:
@@ -91,7 +110,7 @@ def _share(settings: EmbeddedEngineConfig) -> EmbeddedEngineConfig:
     return settings.model_copy(update={"threads": threads, "cache_gib": cache})
 
 
-def _keep_in(settings: EmbeddedEngineConfig) -> Keep:
+def _keep_in(settings: EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig) -> Keep:
     """Return a function that keeps weights in the precision in which the workers have them."""
 
     async def keep(policy: str, source: WeightSource) -> KeptWeights:

@@ -111,10 +111,12 @@ def _embedded(
 def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
     """Build a job whose engine is a server of another project, beside a trainer in this process."""
     from palestra.models.loading import LoadedModels
-    from palestra.runtime.engine_servers import served_engine
+    from palestra.runtime.engine_servers import EngineServers
+    from palestra.runtime.served_models import read_served_models, served_runtimes
 
-    engine, runtimes = served_engine(config, settings, weights)
-    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, None)
+    models = read_served_models(config, weights)
+    engine = EngineServers(config, settings, models).engine()
+    return parts_with_trainer(config, engine, served_runtimes(config, models, engine), LoadedModels(), weights, None)
 
 
 def load_engine(

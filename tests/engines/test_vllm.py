@@ -242,7 +242,7 @@ async def test_a_call_that_is_given_up_ends_at_the_server_too(engine):
         await anext(pieces)
     api = engine._policies["policy"].api
     async with asyncio.timeout(20):
-        while "vllm:num_requests_running" in (text := (await api._http.get("/metrics", 10)).text):
+        while "vllm:num_requests_running" in (text := await api._http.get_text("/metrics", 10)):
             line = next(line for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
             if line.endswith(" 0.0"):
                 break

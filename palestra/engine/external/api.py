@@ -65,16 +65,24 @@ class EngineApi(Protocol):
         """
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+    def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply. Closing the iterator cancels it at the server.
+
+        Args:
+            request: what is asked for.
+            adapter: name of a loaded adapter, whose replies name no versions; None: the server's own weights.
 
         Raises:
             InvalidRequest: the server can't sample in this way; nothing was sampled.
         """
         ...
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], adapter: str | None) -> list[float]:
         """Return the log-probability of each of P tokens but the first, see `Engine.score`: [P - 1].
+
+        Args:
+            ids: [P] tokens.
+            adapter: name of a loaded adapter; None: the server's own weights.
 
         Raises:
             InvalidRequest: the server can't read these ids.
@@ -96,6 +104,19 @@ class EngineApi(Protocol):
             path: a safetensors file, or what the server needs beside it in the same folder.
             version: of the weights.
         """
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter beside those that the server has; replies that are being sampled go on meanwhile.
+
+        Args:
+            name: that no adapter of the server has had.
+            folder: in PEFT's format; it has to stay until the adapter is unloaded.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Free the memory of an adapter of which nothing is being sampled."""
         ...
 
     async def set_version(self, version: PolicyVersion) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx2
 
+from palestra.engine.external.bounded import read_body, read_lines
 from palestra.errors import EngineFailure, InvalidRequest
 
 CONNECT_SECONDS = 10.0
@@ -53,8 +56,8 @@ class EngineConnection:
             transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits),
         )
 
-    async def get(self, path: str, seconds: float) -> httpx2.Response:
-        """Return the answer to a GET request.
+    async def get(self, path: str, seconds: float) -> Any:
+        """Return the JSON of the answer to a GET request; None: the answer is empty.
 
         Args:
             path: of the route.
@@ -63,7 +66,11 @@ class EngineConnection:
         Raises:
             EngineFailure: there is no answer in time, or an error.
         """
-        return await self._sent("GET", path, None, seconds)
+        return self._json(path, await self._sent("GET", path, None, seconds))
+
+    async def get_text(self, path: str, seconds: float) -> str:
+        """Return the answer to a GET request as it is; see `get`."""
+        return (await self._sent("GET", path, None, seconds)).decode(errors="replace")
 
     async def post(
         self, path: str, body: Mapping[str, Any], seconds: float, query: Mapping[str, str] | None = None
@@ -80,11 +87,7 @@ class EngineConnection:
             InvalidRequest: the server refuses the request.
             EngineFailure: there is no answer in time, or another error.
         """
-        answer = await self._sent("POST", path, body, seconds, query)
-        try:
-            return answer.json() if answer.content else None
-        except ValueError as error:
-            raise EngineFailure(f"{self._address}{path} answered with no JSON: {answer.text[:200]!r}") from error
+        return self._json(path, await self._sent("POST", path, body, seconds, query))
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Yield the JSON of each event of an answer, until `[DONE]`. Closing the iterator closes the connection.
@@ -102,15 +105,15 @@ class EngineConnection:
         timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
         try:
             async with self._http.stream("POST", path, json=body, timeout=timeout) as answer:
-                if answer.is_error:
-                    await answer.aread()
-                self._check(path, answer)
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    if (data := line[5:].strip()) == "[DONE]":
-                        return
-                    yield self._event(path, data)
+                if not answer.is_success:
+                    self._refuse(path, answer, await read_body(answer, f"{self._address}{path}"))
+                async with aclosing(read_lines(answer, f"{self._address}{path}")) as lines:
+                    async for line in lines:
+                        if not line.startswith(b"data:"):
+                            continue
+                        if (data := line[5:].strip()) == b"[DONE]":
+                            return
+                        yield self._event(path, data)
         except (httpx2.RequestError, httpx2.StreamError) as error:
             raise self._failure(path, error) from error
         raise EngineFailure(f"{self._address}{path}: the stream ended before the reply")
@@ -121,14 +124,28 @@ class EngineConnection:
 
     async def _sent(
         self, method: str, path: str, body: Any, seconds: float, query: Mapping[str, str] | None = None
-    ) -> httpx2.Response:
+    ) -> bytes:
+        """Return the body of a good answer, all of which has to be there in time."""
         timeout = httpx2.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         try:
-            answer = await self._http.request(method, path, json=body, params=query, timeout=timeout)
-        except httpx2.RequestError as error:
+            async with (
+                asyncio.timeout(seconds),
+                self._http.stream(method, path, json=body, params=query, timeout=timeout) as answer,
+            ):
+                found = await read_body(answer, f"{self._address}{path}")
+        except TimeoutError as error:
+            raise EngineFailure(f"{self._address}{path} has not answered within {seconds:g} s") from error
+        except (httpx2.RequestError, httpx2.StreamError) as error:
             raise self._failure(path, error) from error
-        self._check(path, answer)
-        return answer
+        if not answer.is_success:
+            self._refuse(path, answer, found)
+        return found
+
+    def _json(self, path: str, body: bytes) -> Any:
+        try:
+            return json.loads(body) if body else None
+        except (ValueError, RecursionError) as error:
+            raise EngineFailure(f"{self._address}{path} answered with no JSON: {_shown(body)}") from error
 
     def _failure(self, path: str, error: Exception) -> EngineFailure:
         where = f"{self._address}{path}: {type(error).__name__}: {error}".rstrip(": ")
@@ -136,22 +153,20 @@ class EngineConnection:
             where += "; no server listens at engine.url: start the engine's server, or correct the address"
         return EngineFailure(where)
 
-    def _check(self, path: str, answer: httpx2.Response) -> None:
-        """Raise the error of an answer, if it is one."""
-        if answer.is_success:
-            return
-        said = _message(answer)
+    def _refuse(self, path: str, answer: httpx2.Response, body: bytes) -> NoReturn:
+        """Raise the error that an answer is."""
+        said = _message(body) or answer.reason_phrase
         if answer.status_code in _REFUSED:
             raise InvalidRequest(f"the engine refuses this request: {said}")
         if answer.status_code in _OTHER_KEY:
             said += "; engine.key_variable has to name the variable with the key that the engine's server was given"
         raise EngineFailure(f"{self._address}{path} answered {answer.status_code}: {said}")
 
-    def _event(self, path: str, data: str) -> Any:
+    def _event(self, path: str, data: bytes) -> Any:
         try:
             event = json.loads(data)
-        except ValueError as error:
-            raise EngineFailure(f"{self._address}{path} sent an event that is no JSON: {data[:200]!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise EngineFailure(f"{self._address}{path} sent an event that is no JSON: {_shown(data)}") from error
         if isinstance(event, dict) and (refused := event.get("error")):
             # A stream has begun with 200 before the request was looked at.
             if isinstance(refused, dict) and refused.get("code") in _REFUSED:
@@ -160,12 +175,17 @@ class EngineConnection:
         return event
 
 
-def _message(answer: httpx2.Response) -> str:
-    """Return what a server says of an error, in one line."""
+def _shown(body: bytes) -> str:
+    """Return the beginning of what a server has sent, for a message."""
+    return repr(body[:200].decode(errors="replace"))
+
+
+def _message(body: bytes) -> str:
+    """Return what a server says of an error, in one line; "": nothing."""
     try:
-        return _said(answer.json())
-    except ValueError:
-        return " ".join(answer.text.split())[:300] or answer.reason_phrase
+        return _said(json.loads(body))
+    except (ValueError, RecursionError):
+        return " ".join(body[:1000].decode(errors="replace").split())[:300]
 
 
 def _said(body: Any) -> str:

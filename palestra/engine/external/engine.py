@@ -12,6 +12,7 @@ from typing import cast
 from palestra.engine.base import EngineLoad, EngineRequest
 from palestra.engine.external.api import Chunk
 from palestra.engine.external.reply import Reply
+from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.errors import EngineFailure, InvalidRequest, ModelError, PalestraError
 from palestra.models.weights import WeightSource
@@ -20,20 +21,24 @@ from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import race, together
 
 LOOK_SECONDS = 2.0  # between two looks at a server
+DOUBT_SECONDS = 5.0  # what a server may take to say that it is well, after one of its calls has failed
 SILENT_SECONDS = 60.0  # a server that does not answer for so long has failed
 
 
 class ExternalEngine:
     """Implements `Engine` with servers. Their answers are checked, and an update of weights is never half done."""
 
-    def __init__(self, policies: Mapping[str, ServedPolicy], finish: bool) -> None:
+    def __init__(self, policies: Mapping[str, ServedPolicy], finish: bool, is_worker: bool = False) -> None:
         """Take over servers that are ready.
 
         Args:
             policies: by name, each with a server of its own.
             finish: whether new weights wait until the replies that are being sampled are complete.
+            is_worker: whether a pool has another engine for the calls of one that has failed, so that a call that
+                fails is reason enough to look whether its server has.
         """
-        self._policies, self._finish = dict(policies), finish
+        self._policies, self._finish, self._is_worker = dict(policies), finish, is_worker
+        self._added: dict[str, ServedAdapter] = {}  # policies beside the first one of a server, by name
         self._running = asyncio.Event()
         self._running.set()
         self._pausing = asyncio.Lock()
@@ -53,24 +58,25 @@ class ExternalEngine:
         """
         policy = self._policy(request.policy)
         _check_prompt(request.prompt, policy)
-        await self._check_servers()
+        await self.check_servers()
         async with contextlib.AsyncExitStack() as stack:
             self._waiting += 1
             try:
-                await stack.enter_async_context(policy.turn(self._running))
+                turn = await stack.enter_async_context(policy.turn(self._running, request.policy))
             finally:
                 self._waiting -= 1
             self._check_open()
-            reply, before = Reply(request, policy.version, policy.bounds), len(policy.sent)
-            chunks = cast("AsyncGenerator[Chunk, None]", policy.api.generate(request))
+            reply = Reply(request, turn.version, policy.bounds)
+            chunks = cast("AsyncGenerator[Chunk, None]", policy.api.generate(request, turn.adapter))
             async with aclosing(chunks):
                 try:
                     async for chunk in chunks:
-                        for piece in reply.take(chunk, policy.sent[before:]):
+                        for piece in reply.take(chunk, turn.sent):
                             self._sampled_tokens += len(piece.ids)
                             yield piece
                 except EngineFailure:
                     self._check_open()  # a stream that ended because the engine was stopped says so
+                    await self._look_after(policy)
                     raise
             reply.check_finished()
 
@@ -88,10 +94,15 @@ class ExternalEngine:
         """
         served = self._policy(policy)
         _check_prompt(prompt, served)
-        await self._check_servers()
-        async with served.turn(self._running):
+        await self.check_servers()
+        async with served.turn(self._running, policy) as turn:
             self._check_open()
-            found = await served.api.score(prompt.ids.tolist())
+            try:
+                found = await served.api.score(prompt.ids.tolist(), turn.adapter)
+            except EngineFailure:
+                self._check_open()
+                await self._look_after(served)
+                raise
         if wrong := [logprob for logprob in found if not math.isfinite(logprob) or logprob > 0]:
             raise EngineFailure(f"the engine says that the logprob of a token of the prompt is {wrong[0]}")
         return found
@@ -108,43 +119,68 @@ class ExternalEngine:
         """
         served = self._policy(policy)
         self._check_open()
-        await self._check_servers()
-        path = await in_thread(lambda: served.write(source, version))
+        await self.check_servers()
+        new = await in_thread(lambda: served.prepare(policy, source, version))
         try:
             # Not between the two halves of a pause or of its end.
-            async with self._pausing:
+            async with self._failing(served, version), self._pausing:
                 finish = self._finish or not served.api.splits_versions
-                await served.replace(path, version, finish, not self._running.is_set())
+                await served.take(policy, new, version, finish, not self._running.is_set())
+        finally:
+            if new.is_own:
+                new.path.unlink(missing_ok=True)
+
+    @contextlib.asynccontextmanager
+    async def _failing(self, served: ServedPolicy, version: PolicyVersion) -> AsyncIterator[None]:
+        """Let the engine fail as a whole where new weights could not be taken: they may be there in part."""
+        try:
+            yield
         except (EngineFailure, InvalidRequest) as error:
             self._check_open()
-            why = f"the engine of {policy!r} has failed while it got version {version}: {error}"
+            why = f"the engine of {served.name!r} has failed while it got version {version}: {error}"
             self._broken.put_nowait(why)
             raise EngineFailure(why) from error
-        finally:
-            path.unlink(missing_ok=True)
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Give a policy that is there other weights; a server has one model, so that no other can be added.
+        """Let the server of a policy with an adapter load one more; a server of whole weights has no room for others.
 
         Args:
-            name: of the policy.
+            name: of the new policy, or of one that gets other weights.
             like: name of the policy whose kind of model it has.
             version: what tokens that are sampled from it say.
-            source: tensors of the model's names and shapes.
+            source: matrices of an adapter; None: those that `like` has.
+
+        Raises:
+            ModelError: it has no room for them, or they do not fit.
         """
-        if name not in self._policies or source is None:
+        if name in self._policies and source is not None:
+            await self.sync_weights(name, version, source)
+            return
+        served = self._policy(like)
+        if not isinstance(served, ServedAdapter):
             raise ModelError(
-                f"this engine can't get the policy {name!r}: a server has one model; engine.kind = 'embedded' can play "
-                "against past versions"
+                f"this engine can't get the policy {name!r}: a server has the whole weights of one model; train an "
+                "adapter (policies.NAME.adapter), or take engine.kind = 'embedded'"
             )
-        await self.sync_weights(name, version, source)
+        self._check_open()
+        await self.check_servers()
+        if source is None:
+            served.copy(name, like)
+        else:
+            new = await in_thread(lambda: served.prepare(name, source, version))
+            async with self._failing(served, version):
+                await served.take(name, new, version, finish=False, paused=not self._running.is_set())
+        self._added[name] = served
 
     async def remove_policy(self, name: str) -> None:
-        """Do nothing: no policy can have been added."""
+        """Free the memory of an added policy; its requests fail. An unknown name is ignored."""
+        served = self._added.pop(name, None)
+        if served is not None:
+            await served.remove(name)
 
     async def pause(self) -> None:
         """Finish the forward passes that run, and begin no other until `resume`."""
-        await self._check_servers()
+        await self.check_servers()
         async with self._pausing:
             if self._running.is_set():
                 self._running.clear()
@@ -163,7 +199,7 @@ class ExternalEngine:
         Raises:
             ModelError: the engine has no such policy.
         """
-        return self._policy(policy).version
+        return self._policy(policy).version_of(policy)
 
     def load(self) -> EngineLoad:
         """Return how many requests wait and run, and what the servers said of themselves at the last look."""
@@ -189,11 +225,7 @@ class ExternalEngine:
         self._closing.set()
         self._running.set()
         for policy in self._policies.values():
-            if policy.process is not None:
-                await in_thread(policy.process.stop)
-            await policy.api.close()
-            with contextlib.suppress(OSError):
-                policy.folder.rmdir()
+            await policy.close()
 
     async def _watch(self, name: str, policy: ServedPolicy) -> str:
         """Return why a policy's server can't go on; a server that was stopped never returns."""
@@ -214,7 +246,20 @@ class ExternalEngine:
                 return f"the engine of {name!r} has not answered for {SILENT_SECONDS:.0f} s: {problem}"
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _check_servers(self) -> None:
+    async def _look_after(self, policy: ServedPolicy) -> None:
+        """Say that a worker has failed if its server does not answer, before the call that failed says so."""
+        if not self._is_worker:
+            return
+        try:
+            async with asyncio.timeout(DOUBT_SECONDS):
+                policy.counters = await policy.api.counters()
+        except TimeoutError:
+            return  # busy, perhaps; the pool looks for progress
+        except PalestraError as error:
+            ended = None if policy.process is None else await in_thread(policy.process.how_it_ended)
+            self._broken.put_nowait(f"the engine of {policy.name!r} has ended: {ended or error}")
+
+    async def check_servers(self) -> None:
         """Ask each server once, before anything else is sent, whether it fits its policy.
 
         Raises:
@@ -225,9 +270,7 @@ class ExternalEngine:
         async with self._checked:
             for name in sorted(self._unchecked):
                 policy = self._policies[name]
-                await policy.api.check()
-                await policy.api.resume()  # a job that was killed may have left a server paused
-                await policy.api.set_version(policy.version)
+                await policy.begin()
                 self._unchecked.discard(name)
 
     def _check_open(self) -> None:
@@ -235,9 +278,11 @@ class ExternalEngine:
             raise EngineFailure("the engine was stopped")
 
     def _policy(self, name: str) -> ServedPolicy:
-        if name not in self._policies:
-            raise ModelError(f"this engine has the policies {', '.join(map(repr, self._policies))}, not {name!r}")
-        return self._policies[name]
+        found = self._policies.get(name) or self._added.get(name)
+        if found is None:
+            known = ", ".join(map(repr, (*self._policies, *self._added)))
+            raise ModelError(f"this engine has the policies {known}, not {name!r}")
+        return found
 
 
 def _check_prompt(prompt: TokenSequence, policy: ServedPolicy) -> None:

@@ -111,6 +111,17 @@ class ServerProcess:
             return None
         return f"{self._reason()} (log: {self._log})"
 
+    def how_it_ended(self) -> str | None:
+        """Return what `ended` says, a moment after the server has closed its connections; None: it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(1.0)
+        return self.ended()
+
+    def kill(self) -> None:
+        """End the server and all of its processes without waiting, even if they stand still; `stop` cleans up."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
     def stop(self) -> None:
         """End the server and all of its processes, and wait for that."""
         self._finalizer()

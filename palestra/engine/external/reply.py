@@ -66,7 +66,8 @@ class Reply:
         self._check(chunk)
         self._count += len(chunk.ids)
         self._last = chunk.ids[-1] if chunk.ids else self._last
-        self._kept.append(chunk)
+        if chunk.ids:
+            self._kept.append(chunk)
         if chunk.finish is not None:
             self._check_end(chunk.finish)
             self._finished = True

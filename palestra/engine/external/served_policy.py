@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,16 +16,53 @@ from palestra.engine.external.api import Counters, EngineApi
 from palestra.engine.external.process import ServerProcess
 from palestra.engine.external.reply import Bounds
 from palestra.errors import ModelError
-from palestra.models.weight_file import write_weights
+from palestra.models.weight_file import FileWeights, write_weights
 from palestra.models.weights import LocalWeights, WeightSource
+from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a request is sampled from that may be sent.
+
+    Attributes:
+        version: of the weights with which it begins.
+        adapter: name of the adapter at the server; None: the server's own weights.
+        log: versions of the weights that the server gets, as they come.
+        before: how many of them came before the request.
+    """
+
+    version: PolicyVersion
+    adapter: str | None
+    log: Sequence[PolicyVersion]
+    before: int
+
+    @property
+    def sent(self) -> Sequence[PolicyVersion]:
+        """Return the versions of the weights that were sent to the server since the request was."""
+        return self.log[self.before :]
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """New weights on their way to a server.
+
+    Attributes:
+        path: of the file, or of the folder of an adapter.
+        is_own: whether the file was written for this update, and is removed after it.
+    """
+
+    path: Path
+    is_own: bool
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedPolicy:
-    """A policy and the server that samples from it.
+    """A policy whose whole weights are in a server, and the server that samples from it.
 
     Attributes:
+        name: of the policy.
         api: the server's routes.
         bounds: what its replies have to keep.
         shapes: of the weights that an update has to bring, by name.
@@ -39,6 +77,7 @@ class ServedPolicy:
         counters: what the server has said of itself at last.
     """
 
+    name: str
     api: EngineApi
     bounds: Bounds
     shapes: dict[str, tuple[int, ...]]
@@ -60,12 +99,32 @@ class ServedPolicy:
         self._idle.set()
         self._updating = asyncio.Lock()
 
+    async def begin(self) -> None:
+        """Ask the server whether it fits the policy, and make it ready; before anything else is sent.
+
+        Raises:
+            ConfigError: it does not fit.
+            EngineFailure: it does not answer.
+        """
+        await self.api.check()
+        await self.api.resume()  # a job that was killed may have left a server paused
+        await self.api.set_version(self.version)
+
+    def version_of(self, name: str) -> PolicyVersion:
+        """Return the version of the weights that a request which begins now is sampled from.
+
+        Args:
+            name: of a policy that the server has.
+        """
+        return self.version
+
     @contextlib.asynccontextmanager
-    async def turn(self, may_run: asyncio.Event) -> AsyncIterator[None]:
+    async def turn(self, may_run: asyncio.Event, name: str) -> AsyncIterator[Turn]:
         """Wait until a request may be sent, and count it while the block is open.
 
         Args:
             may_run: set unless the engine is paused.
+            name: of the policy that is asked.
         """
         async with self._room:
             while not (self._open.is_set() and may_run.is_set()):
@@ -74,37 +133,51 @@ class ServedPolicy:
             self.running += 1
             self._idle.clear()
             try:
-                yield
+                with self._turn(name) as turn:
+                    yield turn
             finally:
                 self.running -= 1
                 if not self.running:
                     self._idle.set()
 
-    def write(self, source: WeightSource, version: PolicyVersion) -> Path:
-        """Write new weights into a file, and return its path.
+    @contextlib.contextmanager
+    def _turn(self, name: str) -> Iterator[Turn]:
+        """Say what a request of a policy is sampled from."""
+        yield Turn(self.version, None, self.sent, len(self.sent))
+
+    def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
+        """Write new weights for the server. A file that a server of this machine can read is left as it is.
+
+        Args:
+            name: of the policy.
+            source: the weights.
+            version: of the weights.
 
         Raises:
             ModelError: they do not fit the server's model, or there is no room for the file.
         """
         named = list(source.tensors())
-        for name, tensor in named:
-            if self.shapes.get(name) != tuple(tensor.shape):
-                raise ModelError(f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}")
-        if missing := self.shapes.keys() - {name for name, _ in named}:
+        for weight, tensor in named:
+            if self.shapes.get(weight) != tuple(tensor.shape):
+                raise ModelError(f"the engine's model has no weight {weight} of shape {tuple(tensor.shape)}")
+        if missing := self.shapes.keys() - {weight for weight, _ in named}:
             raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
+        if isinstance(source, FileWeights) and self.process is not None:
+            return NewWeights(source.path, is_own=False)
         path = self.folder / f"{version}.safetensors"
         try:
             write_weights(LocalWeights(named), path, self.dtype)
             os.chmod(path, 0o600)
         except OSError as error:
             raise ModelError(f"new weights can't be written to {self.folder}: {error}") from error
-        return path
+        return NewWeights(path, is_own=True)
 
-    async def replace(self, path: Path, version: PolicyVersion, finish: bool, paused: bool) -> None:
+    async def take(self, name: str, new: NewWeights, version: PolicyVersion, finish: bool, paused: bool) -> None:
         """Let the server read new weights while it is paused.
 
         Args:
-            path: of the file.
+            name: of the policy.
+            new: what `prepare` has returned.
             version: of the weights.
             finish: whether replies that are being sampled are finished first; others go on under the new weights.
             paused: whether the engine is paused already, and stays so.
@@ -120,9 +193,16 @@ class ServedPolicy:
                 self.sent.append(version)
                 if not paused:
                     await self.api.pause()
-                await self.api.load_weights(path, version)
+                await self.api.load_weights(new.path, version)
                 self.version = version
                 if not paused:
                     await self.api.resume()
             finally:
                 self._open.set()
+
+    async def close(self) -> None:
+        """End the server, if the job has started it, and close the connections."""
+        if self.process is not None:
+            await in_thread(self.process.stop)
+        await self.api.close()
+        await in_thread(lambda: shutil.rmtree(self.folder, ignore_errors=True))

@@ -42,12 +42,14 @@ class PoolOptions:
 
     Attributes:
         replicas: workers at the start.
+        most: workers that there may be, because each needs a place of its own; None: any number.
         sync: whether new weights reach the workers one after another, so that the others go on, or all together.
         stuck_seconds: a worker that has work and does none for so long is replaced.
         prefix_tokens: tokens of each policy whose place is remembered, for each worker.
     """
 
     replicas: int
+    most: int | None = None
     sync: Literal["rolling", "all"] = "rolling"
     stuck_seconds: float = 60.0
     prefix_tokens: int = 32768
@@ -327,6 +329,10 @@ class InferenceManager:
         """
         if replicas < 1:
             raise InvalidRequest("a pool has at least one worker", "replicas")
+        if self._options.most is not None and replicas > self._options.most:
+            raise InvalidRequest(
+                f"replicas is {replicas}, and this job has servers for {self._options.most} workers", "replicas"
+            )
         self._check_open()
         stay = [worker for worker in self._workers if not worker.is_draining]
         for worker in sorted(stay, key=lambda one: (one.is_ready, -one.requests))[: max(len(stay) - replicas, 0)]:

@@ -40,11 +40,11 @@ class SglangApi:
 
     async def check(self) -> None:
         """Ask the server whether it generates; see `EngineApi`."""
-        found = (await self._http.get("/get_model_info", _QUICK)).json()
+        found = await self._http.get("/get_model_info", _QUICK)
         if not isinstance(found, dict) or not found.get("is_generation", True):
             raise ConfigError("the engine's server has a model that does not generate")
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply; each event repeats what came before it, unless the server was told otherwise."""
         top = request.sampling.top_logprobs
         body = {
@@ -54,21 +54,21 @@ class SglangApi:
             "logprob_start_len": -1,
             "top_logprobs_num": top,
             "stream": True,
-        }
+        } | _adapter(adapter)
         seen = 0
         async with aclosing(self._http.stream("/generate", body)) as events:
             async for event in events:
                 chunk, seen = _chunk(event, seen, top)
                 yield chunk
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], adapter: str | None) -> list[float]:
         """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
         body = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
-        }
+        } | _adapter(adapter)
         found = await self._http.post("/generate", body, _LOADING)
         try:
             said = found["meta_info"]["input_token_logprobs"]
@@ -106,17 +106,33 @@ class SglangApi:
             if file.is_file() and not file.name.endswith(_OF_WEIGHTS):
                 shutil.copy(file, folder)
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Let the server read the folder; see `EngineApi`."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        answer = await self._http.post("/load_lora_adapter", body, _LOADING)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineFailure(f"the server did not take the adapter: {answer}; docs/engines.md has its command")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let the server forget an adapter; see `EngineApi`."""
+        await self._http.post("/unload_lora_adapter", {"lora_name": name}, _QUICK)
+
     async def set_version(self, version: PolicyVersion) -> None:
         """Do nothing: no answer names a version, see `EngineApi`."""
 
     async def counters(self) -> Counters:
         """Ask for the server's health; see `EngineApi`."""
-        await self._http.get("/health", _QUICK)
+        await self._http.get_text("/health", _QUICK)
         return Counters()
 
     async def close(self) -> None:
         """Close the connections; see `EngineApi`."""
         await self._http.close()
+
+
+def _adapter(name: str | None) -> dict[str, str]:
+    """Return the field of a request that names an adapter."""
+    return {} if name is None else {"lora_path": name}
 
 
 def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:

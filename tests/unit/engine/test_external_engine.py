@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
 import torch
 
 from palestra.engine.base import Engine
+from palestra.engine.external import bounded
 from palestra.engine.external import engine as module
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
@@ -267,7 +269,7 @@ async def test_an_engine_that_fails_in_an_update_has_failed(vllm, tmp_path):
 
 async def test_other_policies_can_not_be_added(vllm, tmp_path):
     async with on_server(vllm, tmp_path) as engine:
-        with pytest.raises(ModelError, match="a server has one model"):
+        with pytest.raises(ModelError, match="the whole weights of one model"):
             await engine.add_policy("past", "policy", SECOND, NEW)
         await engine.remove_policy("past")
         with pytest.raises(ModelError, match="has the policies 'policy', not 'past'"):
@@ -403,6 +405,100 @@ async def test_an_address_without_a_server_is_said_with_its_key_of_the_configura
         with pytest.raises(EngineFailure, match=rf":{port}/version: ConnectError.*no server listens at engine\.url"):
             await connection.get("/version", 5.0)
         await connection.close()
+
+
+@asynccontextmanager
+async def program(answer):
+    """The address of a program that answers every connection with bytes, one piece after another."""
+
+    tasks = []
+
+    async def serve(reader, writer):
+        tasks.append(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        with suppress(ConnectionError):
+            for piece in answer:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        connection = EngineConnection(Address(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        yield connection
+        await connection.close()
+        await asyncio.gather(*tasks)
+
+
+PAGE = b"HTTP/1.1 200 OK\r\ncontent-length: 13\r\n\r\n<html></html>"
+LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([b"220 mail.example ESMTP\r\n"], "/version: RemoteProtocolError"),
+        ([PAGE], "/version answered with no JSON: '<html></html>'"),
+        ([LONG, *[b"1"] * 1000], r"/version has not answered within 0\.5 s"),
+        ([b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", *[b"[" * 60_000] * 5], "/version answered with no JSON"),
+        ([b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", b"[" * 3_000_000], "more than 2,000,000 bytes"),
+        ([b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n"], "answered 302: Found"),
+    ],
+    ids=["mail", "page", "dribble", "nested", "endless", "redirect"],
+)
+async def test_another_program_at_the_port_is_one_line_in_time(monkeypatch, answer, said):
+    monkeypatch.setattr(bounded, "MOST_BYTES", 2_000_000)
+    async with program(answer) as connection, asyncio.timeout(3):
+        with pytest.raises(EngineFailure, match=said) as raised:
+            await connection.get("/version", 0.5)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+async def test_a_line_without_an_end_is_not_kept(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded, "MOST_BYTES", 2_000_000)
+    async with on_server(server, tmp_path) as engine:
+        server.noise = b"data: " + b"[" * 3_000_000
+        with pytest.raises(EngineFailure, match="a line of more than 2,000,000 bytes"):
+            await pieces_of(engine)
+        server.noise = b"data: " + b"[" * 1_000_000 + b"\n"
+        with pytest.raises(EngineFailure, match="an event that is no JSON"):
+            await pieces_of(engine)
+        server.noise = b": a remark\r\n\r\n" * 1000
+        assert len(await pieces_of(engine)) == 6
+
+
+async def test_lines_are_the_same_however_they_are_cut():
+    whole = b"data: 1\r\n\r\ndata: 2\n\ndata: [3,\xc3\xa4]"
+    expected = [b"data: 1", b"", b"data: 2", b"", b"data: [3,\xc3\xa4]"]
+    for size in range(1, len(whole) + 1):
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+
+        class Answer:
+            async def aiter_bytes(self, pieces=pieces):
+                for piece in pieces:
+                    yield piece
+
+        assert [line async for line in bounded.read_lines(Answer(), "there")] == expected
+
+
+@pytest.mark.parametrize("text", ["vllm:prompt_tokens_total{a} many", "vllm:iteration_tokens_total_count{a} NaN"])
+async def test_metrics_that_can_not_be_read_are_no_health(vllm, tmp_path, text):
+    async with on_server(vllm, tmp_path) as engine:
+        vllm.metrics = text
+        with pytest.raises(EngineFailure, match="where a number is expected"):
+            await engine._policies["policy"].api.counters()
+
+
+@pytest.mark.parametrize("info", [None, {}, {"model_config": {}}, {"model_config": 3}])
+async def test_settings_that_can_not_be_read_are_one_line(vllm, tmp_path, info):
+    vllm.info = info
+    async with on_server(vllm, tmp_path) as engine:
+        with pytest.raises(ConfigError, match="describes itself in a way that can't be read"):
+            await pieces_of(engine)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.config import VllmEngineConfig
+from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
 from palestra.engine.external.process import SUPERVISOR, ServerProcess
 from palestra.engine.vllm.command import installed_vllm, vllm_command, vllm_variables
@@ -175,10 +175,10 @@ def test_an_environment_is_asked_for_its_vllm(tmp_path):
         installed_vllm(tmp_path / "nothing")
 
 
-def command_of(is_cpu: bool = True, **settings) -> str:
+def command_of(is_cpu: bool = True, adapter: AdapterConfig | None = None, **settings) -> str:
     config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
     address = Address(url="http://engine", socket=Path("/tmp/p/http"), key="k")
-    return " ".join(vllm_command(config, Path("/model"), 512, address, is_cpu))
+    return " ".join(vllm_command(config, Path("/model"), 512, address, is_cpu=is_cpu, adapter=adapter))
 
 
 def test_what_the_command_of_vllm_says():
@@ -190,10 +190,56 @@ def test_what_the_command_of_vllm_says():
     assert "--enforce-eager" not in command_of(compile=True)
     assert "--tensor-parallel-size 4" in command_of(tensor_parallel=4)
     assert "--kv-cache-memory-bytes 2147483648" in command_of(is_cpu=False, cache_gib=2)
+    assert "--weight-transfer-config" in plain
+    assert "--enable-lora" not in plain
     # A seeded prompt that is split over passes ends vLLM's engine on CPUs, so that each pass has room for the longest.
     seeded = command_of(seeds=True, prefill_tokens=128)
     assert "--no-enable-chunked-prefill" in seeded
     assert "--max-num-batched-tokens 512" in seeded
+
+
+def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights():
+    found = command_of(adapter=AdapterConfig(rank=9))
+    assert "--enable-lora --max-lora-rank 16" in found
+    assert "--weight-transfer-config" not in found
+    with pytest.raises(ConfigError, match="adapters of rank 512 at most, and the policy's has 513"):
+        command_of(adapter=AdapterConfig(rank=513))
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "cores"),
+    [
+        ({}, 0, "auto"),
+        ({"threads": 2}, 0, "0-1"),
+        ({"replicas": 2}, 1, "4-7"),
+        ({"replicas": 3}, 2, "4-5"),
+        ({"replicas": 16}, 9, "1-1"),
+        ({"replicas": 2, "threads": 4}, 1, "4-7"),
+        ({"replicas": 3, "threads": 3}, 2, "5-7"),  # 9 threads on 8 cores: two workers share some
+        ({"replicas": 2, "threads": 8}, 1, "0-7"),
+    ],
+)
+def test_each_worker_has_cores_of_its_own(monkeypatch, tmp_path, settings, place, cores):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
+    found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, is_cpu=True, place=place)
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == cores
+
+
+def test_each_worker_has_cards_of_its_own(monkeypatch, tmp_path):
+    def cards(place: int, **settings) -> str | None:
+        config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
+        address = Address(url="http://engine", key="k")
+        return vllm_variables(config, address, tmp_path, is_cpu=False, place=place).get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cards(0) is None
+    assert cards(1, replicas=2, tensor_parallel=2) == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert cards(0) == "4,5,7"
+    assert [cards(place, replicas=3) for place in range(3)] == ["4", "5", "7"]
+    with pytest.raises(ConfigError, match="to name 4 cards, and it names 3; lower"):
+        cards(1, replicas=2, tensor_parallel=2)
 
 
 def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):

@@ -1,0 +1,117 @@
+"""What a job knows of the models that servers sample from: their files, without their weights being loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.config import DEFAULT_CONTEXT, AdapterConfig, JobConfig
+from palestra.engine.base import Engine
+from palestra.engine.external.model_files import ModelFiles, read_model_files
+from palestra.engine.external.reply import Bounds
+from palestra.errors import ConfigError, ModelError
+from palestra.models.adapter_files import adapter_folder, saved_adapter
+from palestra.models.catalog import exact_model, model_folder
+from palestra.renderers import Renderer, select_renderer
+from palestra.session import PolicyRuntime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """What a server, a session and the engine have to know of a policy.
+
+    Attributes:
+        name: of the policy.
+        files: of the model whose whole weights the server loads.
+        tokenizer: of the model.
+        renderer: of the tokenizer.
+        bounds: what replies have to keep.
+        adapter: rank and scale of the adapters that the server gets; None: it gets whole weights.
+        first_adapter: folder of the adapter with which the policy begins; None: it begins with the model itself.
+    """
+
+    name: str
+    files: ModelFiles
+    tokenizer: Any
+    renderer: Renderer
+    bounds: Bounds
+    adapter: AdapterConfig | None
+    first_adapter: Path | None
+
+
+def read_served_models(config: JobConfig, weights: Mapping[str, str]) -> list[ServedModel]:
+    """Read the files of all policies' models, except for their weights.
+
+    Args:
+        config: the job.
+        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+
+    Raises:
+        ModelError: files are missing, or the tokenizer does not fit the model.
+        ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, or a
+            model sees.
+    """
+    return [_read(config, name, weights.get(name, policy.model)) for name, policy in config.policies.items()]
+
+
+def _read(config: JobConfig, name: str, model: str) -> ServedModel:
+    from palestra.models.causal_lm import load_tokenizer
+
+    policy, saved = config.policies[name], saved_adapter(model)
+    if saved is not None and policy.adapter is None and config.kind == "training" and not policy.frozen:
+        raise ConfigError(
+            f"{model} is an adapter, and engine.kind = {config.engine.kind!r} trains it as one only: set "
+            f"policies.{name}.adapter"
+        )
+    base = model if saved is None else saved.base
+    found = model_folder(base)
+    files = read_model_files(found if isinstance(found, Path) else exact_model(base))
+    if files.sees:
+        raise ConfigError(
+            f"{model} sees pictures, and engine.kind = {config.engine.kind!r} is for models that read text only; take "
+            "engine.kind = 'embedded'"
+        )
+    if policy.max_context > files.max_positions and policy.max_context != DEFAULT_CONTEXT:
+        raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {files.max_positions} positions")
+    tokenizer = load_tokenizer(model)
+    if len(tokenizer) > files.vocab_size:
+        raise ModelError(f"the tokenizer of {model} has {len(tokenizer)} tokens, and its weights {files.vocab_size}")
+    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
+    return ServedModel(
+        name=name,
+        files=files,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        bounds=Bounds(
+            vocab_size=files.vocab_size,
+            stop_ids=frozenset(renderer.stop_ids),
+            max_context=min(policy.max_context, files.max_positions),
+        ),
+        adapter=policy.adapter if saved is None else saved.config,
+        first_adapter=adapter_folder(model),
+    )
+
+
+def served_runtimes(config: JobConfig, models: Sequence[ServedModel], engine: Engine) -> dict[str, PolicyRuntime]:
+    """Return what the sessions know of the policies, by name.
+
+    Args:
+        config: the job.
+        models: of its policies.
+        engine: that samples from them.
+    """
+    from palestra.grammars.pool import Grammars
+    from palestra.grammars.vocabulary import vocabulary_of
+
+    return {
+        each.name: PolicyRuntime(
+            name=each.name,
+            config=config.policies[each.name].model_copy(update={"max_context": each.bounds.max_context}),
+            renderer=each.renderer,
+            engine=engine,
+            grammars=Grammars(vocabulary_of(each.tokenizer, each.bounds.vocab_size)),
+        )
+        for each in models
+    }
