@@ -1,7 +1,7 @@
 """`Blobs`: the folder of pictures beside a run's store, each of which is kept once, under the SHA-256 of its bytes.
 
-What nothing needs any more is removed by `remove_unused`. A picture is in use from the moment at which it was put or
-named, for as long as the caller of `remove_unused` says; whatever needs it for longer is the caller's to know.
+`remove_unused` removes pictures that nothing needs any more. A picture is in use from the moment at which it was put or
+renewed, for as long as the caller of `remove_unused` says; the caller has to know which pictures are needed for longer.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Blobs:
         """
         removed = 0
         for digest in sorted(digests):
-            with self._lock:  # for each file, so that nobody waits who puts a picture
+            with self._lock:  # once for each file, so that those who put pictures wait for one removal at most
                 if not self._used_at.get(digest, self._opened) < self._monotonic() - seconds:
                     continue
                 path = self.path(digest)
@@ -134,7 +134,7 @@ class Blobs:
                 if self._stored is not None:
                     self._stored -= size
                 removed += 1
-        with self._lock:  # without a writer, whatever has such a name is left over
+        with self._lock:  # while there is no writer, a file with such a name was left by a crash
             for path in self.folder.glob("??/.*"):
                 path.unlink(missing_ok=True)
         return removed

@@ -1,8 +1,8 @@
 """Removes the pictures that no recorded call names: of calls that were refused, of uploads that were never used.
 
 A call names its pictures when it is recorded, which is at most one attempt at an episode after they were put or
-renewed. Until then, and for an hour more, a picture stays in any case. So nothing has to be told which calls are in
-flight, and a process that dies at any moment leaves at worst a picture that the next one removes.
+renewed. Until then, and for an hour more, a picture stays in any case. So this module need not know which calls are
+in flight, and a process that dies at any moment leaves at worst a picture that the next one removes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ class FindIt(BrowserEnvironment):
 
     async def progress(self, answer: str | None) -> Progress:
         value = await self.opened().page.evaluate("() => document.querySelector('input')?.value ?? ''")
-        return Progress(reward=float(value == "ada"), terminated=value == "ada")
+        return Progress(reward=float(value == "ada"), over=value == "ada")
 
 
 def centre(pixels: Pixels, colour: tuple[int, int, int]) -> tuple[int, int] | None:
@@ -78,7 +77,7 @@ class Looking(FakeEngine):
     """Says what a function says that sees the newest picture of the prompt."""
 
     def __init__(self, pictures: Blobs, says: Callable[[list[Pixels]], str], stop: int) -> None:
-        super().__init__(lambda ids, sampling: self._reply)
+        super().__init__(lambda ids, sampling: ())
         self._pictures, self._says, self._stop = pictures, says, stop
         self.seen: list[list[str]] = []
 
@@ -86,13 +85,11 @@ class Looking(FakeEngine):
         digests = [span.digest for span in request.prompt.media]
         self.seen.append(digests)
         shown = [np.asarray(decode(self._pictures.get(digest))) for digest in digests]
-        self._reply = [*self._says(shown).encode(), self._stop]
-        async for piece in super().generate(request):
-            yield piece
+        yield self._sampled(request, (*self._says(shown).encode(), self._stop))
 
 
 async def played(folder: Path, environment: Any, says: Callable[[list[Pixels]], str], tasks: list[dict[str, Any]]):
-    """Train a step with one episode a task; returns the trajectories, and what the engine saw."""
+    """Train a step with two episodes a task; returns the trajectories, and what the engine saw."""
     renderer = SeeingRenderer()
     engine = Looking(Blobs(folder / FOLDER), says, renderer.stop_ids[0])
 
@@ -112,7 +109,7 @@ async def played(folder: Path, environment: Any, says: Callable[[list[Pixels]], 
         "server": {"port": 0},
         "steps": 1,
         "policies": {"policy": {"max_context": 8192}},
-        "rollout": {"group_size": 1, "groups_per_step": len(tasks)},
+        "rollout": {"group_size": 2, "groups_per_step": len(tasks)},
         "environment": {"max_concurrency": 1},
         "evaluation": {"every_steps": 0},
     }
@@ -123,7 +120,7 @@ async def played(folder: Path, environment: Any, says: Callable[[list[Pixels]], 
             await store.tasks.push("train", [Task(task_id=str(n), data=task) for n, task in enumerate(tasks)], "tasks")
             await store.tasks.seal()
             await asyncio.wait_for(job.run(), 120)
-            names = [f"train-{group:06d}-00" for group in range(len(tasks))]
+            names = [f"train-{group:06d}-{sample:02d}" for group in range(len(tasks)) for sample in range(2)]
             return await store.calls.trajectories(names), engine.seen
 
 
@@ -175,20 +172,21 @@ async def test_a_window_is_filled_in_by_its_screenshots_alone(tmp_path):
         "buttons": ["Save"],
         "expected": {"pressed": "Save", "values": {"Name": "Ada"}},
     }
-    places: list[tuple[int, int]] = []
 
     def says(shown: list[Pixels]) -> str:
-        if not places:  # the field is the widest run of white
-            white = (shown[0] == 255).all(-1)
-            row = int(white.sum(1).argmax())
-            places.append((int(np.flatnonzero(white[row]).mean()), row))
-        changed = [int((one != other).any(-1).sum()) for one, other in pairwise(shown)]
+        white = (shown[0] == 255).all(-1)
+        widths = white.sum(1)
+        field = np.flatnonzero(widths > widths.max() // 2)  # its rows: nothing else is so wide and white
+        row = int(field.mean())
         if len(shown) == 1:
-            return f"click {places[0][0]} {places[0][1]}"
+            return f"click {int(np.flatnonzero(white[row]).mean())} {row}"
         if len(shown) == 2:
             return "type Ada"
-        assert changed[1] > 20  # the letters
-        return ("key Tab", "key space")[len(shown) - 3]
+        assert (shown[1] != shown[2]).any(-1).sum() > 20  # the letters
+        below = (shown[2] < 100).all(-1)
+        below[: field.max() + 5] = False  # what is dark below the field is the button's text
+        top, left = np.argwhere(below).mean(0).round().astype(int).tolist()
+        return f"click {left} {top}"
 
     trajectories, seen = await played(
         tmp_path,
@@ -196,4 +194,4 @@ async def test_a_window_is_filled_in_by_its_screenshots_alone(tmp_path):
         says,
         [task],
     )
-    checked(trajectories, seen, turns=4)
+    checked(trajectories, seen, turns=3)
