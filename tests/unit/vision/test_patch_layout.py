@@ -172,6 +172,11 @@ def test_a_layout_has_the_limits_of_the_models_processor(settings, wanted, tmp_p
     assert (theirs.patch_size * theirs.merge_size, theirs.size["shortest_edge"], theirs.size["longest_edge"]) == wanted
 
 
+def test_a_screenshot_has_as_many_placeholders_as_the_page_says():
+    planes = [PatchLayout(side=28, least=3136, most=most).plane(1920, 1080) for most in (12_845_056, 1_003_520)]
+    assert [rows * columns for rows, columns in planes] == [2691, 1222]
+
+
 def test_pictures_that_are_not_resized_are_not_supported():
     files = {"preprocessor_config.json": b'{"do_resize": false}'}
     with pytest.raises(ModelError, match="do_resize"):
