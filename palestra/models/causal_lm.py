@@ -99,7 +99,7 @@ def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
         embedded: embeddings of all tokens, [N, hidden]; those of pictures take their places, in the same precision.
         pictures: has what the first layers add to their output as well, if the family has that (DeepStack).
     """
-    first, *further = pictures.values.to(embedded.dtype).split(embedded.shape[1], dim=1)
+    first, *further = torch.split(pictures.values.to(embedded.dtype), embedded.shape[1], dim=1)
     given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, pictures.rows, first).unsqueeze(0)}
     if further:
         places = torch.zeros(len(embedded), dtype=torch.bool, device=embedded.device)

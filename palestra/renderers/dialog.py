@@ -69,9 +69,10 @@ class DialogRenderer(Renderer):
         self.vocabulary = Vocabulary(tokenizer)
         self.format, self._first = written, list(first)
         end = tokenizer.eos_token if written.end is None else written.end
-        self._end = None if end is None else tokenizer.convert_tokens_to_ids(end)
-        if self._end is None or self._end == tokenizer.unk_token_id:
+        found = None if end is None else tokenizer.convert_tokens_to_ids(end)
+        if found is None or found == tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no {end or 'token that ends a reply'}")
+        self._end: int = found
         self.stop_ids = tuple(dict.fromkeys((self._end, tokenizer.eos_token_id)))
         self._pictures, self._encode = pictures, plain_encoder(tokenizer)
         self.picture_layout = pictures.layout

@@ -32,7 +32,7 @@ class PictureLayout(Protocol):
 
     @property
     def marker(self) -> str:
-        """Return what the model's chat template writes for a picture, whatever its size."""
+        """Return what the chat template of the model writes for a picture of any size."""
         ...
 
     def grid(self, width: int, height: int) -> tuple[int, int]:

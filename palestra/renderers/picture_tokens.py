@@ -45,7 +45,7 @@ class PictureTokens:
         return self._encoded(self.layout.text(*self._pictures.size(digest)))
 
     def as_marked(self) -> PictureTokens:
-        """Return a writer of what the model's chat template writes for a picture, whatever picture it is."""
+        """Return a writer that writes for every picture what the chat template of the model does."""
         return _Marked(self._tokenizer, self.layout, self._pictures)
 
     def _encode(self, text: str) -> tuple[int, ...]:

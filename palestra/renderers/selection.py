@@ -107,7 +107,8 @@ def _shows_alike(tokenizer: Any, made: Renderer, probe: Probe) -> bool:
     # A processor leaves out the token with which its tokenizer begins, if the template has written it.
     begun = tokenizer.bos_token is not None and shown.startswith(tokenizer.bos_token)
     wanted: list[int] = tokenizer.encode(shown, add_special_tokens=not begun)
-    return made.render(messages_of(probe)).ids.tolist() == wanted
+    found: list[int] = made.render(messages_of(probe)).ids.tolist()
+    return found == wanted
 
 
 def _select(tokenizer: Any) -> Any:

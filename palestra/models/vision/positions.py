@@ -1,4 +1,4 @@
-"""Positions of three numbers, by which tokens of a picture lie in a plane (M-RoPE: Wang et al. 2024, Qwen2-VL, 2.1)."""
+"""Positions of three numbers, by which tokens of a picture lie in a plane (M-RoPE; Wang et al. 2024, "Qwen2-VL")."""
 
 from __future__ import annotations
 

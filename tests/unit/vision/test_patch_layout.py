@@ -15,6 +15,7 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.models.vision.tiny import chat_template
 from palestra.renderers import ChatMLRenderer, PictureTokens, layout_of, select_renderer
 from palestra.renderers.patch_layout import PatchLayout
+from palestra.renderers.probes import PLAIN, WITH_TOOLS, messages_of
 from unit.vision.seeing import Shown, image_processor, noise, renderer_of, seeing_once, user
 
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -96,8 +97,9 @@ def test_a_conversation_has_the_ids_of_transformers_processor_and_template():
     assert [span.digest for span in found.media] == [one.digest, other.digest, other.digest]
 
 
-def test_a_conversation_has_the_ids_of_the_packages_renderer_for_qwen3():
-    """An oracle that shares nothing with ours; its tags of tools and thoughts have tokens, and no text has one here."""
+@pytest.fixture
+def qwen3():
+    """A tokenizer with the tags of Qwen3-VL, and the package's renderer for it, which shares nothing with ours."""
     from renderers.qwen3_vl import Qwen3VLRenderer
 
     class Processor:
@@ -105,32 +107,42 @@ def test_a_conversation_has_the_ids_of_the_packages_renderer_for_qwen3():
 
     tokenizer = load_tokenizer(TINY_QWEN_VL)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>"])
-    theirs = Qwen3VLRenderer(tokenizer, processor=Processor())
+    return tokenizer, Qwen3VLRenderer(tokenizer, processor=Processor())
+
+
+@pytest.mark.parametrize("probe", [*PLAIN, *WITH_TOOLS])
+def test_texts_and_tools_have_the_ids_of_the_packages_renderer_for_qwen3(qwen3, probe):
+    tokenizer, theirs = qwen3
+    wanted = theirs.render_ids(list(probe.messages), tools=list(probe.tools) or None, add_generation_prompt=True)
+    assert ChatMLRenderer(tokenizer).render(messages_of(probe), probe.tools).ids.tolist() == list(wanted)
+
+
+def test_pictures_have_the_ids_of_the_packages_renderer_for_qwen3(qwen3):
+    tokenizer, theirs = qwen3
     shown = Shown()
     parts = [shown.add(noise(50, 20)), shown.add(noise(64, 90, seed=1))]
     said = user("Two.").model_copy(update={"role": "assistant"})
+    result = user("It is", parts[0], "!").model_copy(update={"role": "tool", "tool_call_id": "1"})
     messages = [user("Be brief.").model_copy(update={"role": "system"}), user(parts[0], "é?", parts[1]), said]
-    messages.append(user("and", parts[1], "now?"))
-    given = [
-        {
-            "role": message.role,
-            "content": message.text
-            if message.role != "user"
-            else [
-                {"type": "text", "text": part.text}
-                if part.type == "text"
-                else {"type": "image", "image": shown.images[part.digest]}
-                for part in message.content
-            ],
-        }
-        for message in messages
-    ]
+    messages += [user("and", parts[1], "now?"), said, result]
+    given = [{"role": message.role, "content": _their_parts(message, shown)} for message in messages]
     wanted = theirs.render(given, add_generation_prompt=True)
-    found = renderer_of(shown, TINY_QWEN_VL).render(messages)
+    pictures = PictureTokens(tokenizer, seeing_once(TINY_QWEN_VL).vision.layout, shown)
+    found = ChatMLRenderer(tokenizer, pictures=pictures).render(messages)
     assert found.ids.tolist() == list(wanted.token_ids)
     places = [(place.offset, place.length) for place in wanted.multi_modal_data.mm_placeholders["image"]]
-    inside = [(span.start + 1, span.tokens - 2) for span in found.media]
-    assert places in (inside, [(span.start, span.tokens) for span in found.media])
+    assert places == [(span.start + 1, span.tokens - 2) for span in found.media]  # without what stands around them
+
+
+def _their_parts(message, shown: Shown):
+    if message.role in ("system", "assistant"):
+        return message.text
+    return [
+        {"type": "text", "text": part.text}
+        if part.type == "text"
+        else {"type": "image", "image": shown.images[part.digest]}
+        for part in message.content
+    ]
 
 
 def test_a_text_that_spells_a_placeholder_is_text():
@@ -170,6 +182,11 @@ def test_a_layout_has_the_limits_of_the_models_processor(settings, wanted, tmp_p
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     assert (theirs.patch_size * theirs.merge_size, theirs.size["shortest_edge"], theirs.size["longest_edge"]) == wanted
+
+
+def test_a_screenshot_has_as_many_placeholders_as_the_page_says():
+    planes = [PatchLayout(side=28, least=3136, most=most).plane(1920, 1080) for most in (12_845_056, 1_003_520)]
+    assert [rows * columns for rows, columns in planes] == [2691, 1222]
 
 
 def test_pictures_that_are_not_resized_are_not_supported():

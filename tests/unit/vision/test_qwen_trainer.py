@@ -1,4 +1,4 @@
-"""The trainer with models whose tokens have positions in the plane: packed rows, gradients, and the engine beside it."""
+"""The trainer with models whose tokens have positions in the plane: packed rows, gradients, the engine beside it."""
 
 from __future__ import annotations
 
@@ -68,15 +68,13 @@ async def test_one_row_of_ten_turns_has_the_logprobs_that_were_sampled(qwen):
     shown = Shown()
     async with serving(seeing(shown, name=qwen)) as engine:
         calls = await conversation(engine, shown, 10, qwen)
-    last, completion, _ = calls[-1]
-    ids = np.concatenate((last.ids, np.array(completion, np.int32)))
-    trained, sampled = np.zeros(len(ids), bool), np.full(len(ids), np.nan)
-    async with serving(seeing(shown, name=qwen)) as engine:
-        scored = np.array([np.nan, *await engine.score("policy", TokenSequence(ids, last.media))])
-    for prompt, reply, _ in calls:
-        trained[len(prompt.ids) : len(prompt.ids) + len(reply)] = True
-    sampled[trained] = scored[trained]
-    row = sample_of(TokenSequence(ids, last.media), trained, sampled)
+        last, completion, _ = calls[-1]
+        ids = np.concatenate((last.ids, np.array(completion, np.int32)))
+        scored = [np.nan, *await engine.score("policy", TokenSequence(ids, last.media))]
+    trained = np.zeros(len(ids), bool)
+    for prompt, sampled, _ in calls:
+        trained[len(prompt.ids) : len(prompt.ids) + len(sampled)] = True
+    row = sample_of(TokenSequence(ids, last.media), trained, np.array(scored))
     async with training(shown, model=qwen) as mine:
         report = await mine.forward_backward("policy", [row], LOSS, "r")
     assert report.trained_tokens == 60
