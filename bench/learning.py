@@ -156,16 +156,16 @@ teach to delegate and to do the halves, and only begin to teach the last sum.
         Recipe(
             script="miniwob",
             run="miniwob",
-            steps=16,
+            steps=10,
             heading="MiniWoB: web pages in a browser",
             about="""
-`recipes/miniwob.py`: one model learns five pages of MiniWoB++ together, in Chromium: {steps} steps of 6 problems x 8
-episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning rate that falls from 5e-5 to 0. The model reads the
-task and the page's controls as lines of text, and replies with one line, which is held to what the page allows, for
-the control too: a click, an option of a list, or, in a field, a text that the task quotes. `enter-text` and
-`choose-list` take two such actions; `focus-text` has one control, so that nothing is to be learned. The reward is the
-page's own: 1 for a problem that is solved, else 0. The 10 held-out problems of each page have seeds that are not
-trained on, and are played greedily; `enter-text` has 50 names, so that most of its texts are seen in training, too.
+`recipes/miniwob.py`: one model learns five pages of MiniWoB++ together, in Chromium: {steps} steps of 8 problems x 6
+episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning rate that falls from 3e-5 to 0. The model reads the
+task and the page's controls as lines of text, and replies with one line such as `click Submit`, which is held to what
+the page allows, for the control too: a click, an option of a list, or, in a field, a text that the task quotes.
+`enter-text` and `choose-list` take two such actions; `focus-text` has one control. The reward is the page's own: 1 for
+a problem that is solved, else 0. The 10 held-out problems of each page have seeds that are not trained on, and are
+played greedily; `enter-text` has 50 names, so that most of its texts are seen in training, too.
 """,
             measure="held-out problems solved",
             kinds=True,
