@@ -156,16 +156,16 @@ teach to delegate and to do the halves, and only begin to teach the last sum.
         Recipe(
             script="miniwob",
             run="miniwob",
-            steps=16,
+            steps=10,
             heading="MiniWoB: web pages in a browser",
             about="""
-`recipes/miniwob.py`: one model learns five pages of MiniWoB++ together, in Chromium: {steps} steps of 6 problems x 8
-episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning rate that falls from 5e-5 to 0. The model reads the
-task and the page's controls as lines of text, and replies with one line, which is held to what the page allows, for
-the control too: a click, an option of a list, or, in a field, a text that the task quotes. `enter-text` and
-`choose-list` take two such actions; `focus-text` has one control, so that nothing is to be learned. The reward is the
-page's own: 1 for a problem that is solved, else 0. The 10 held-out problems of each page have seeds that are not
-trained on, and are played greedily; `enter-text` has 50 names, so that most of its texts are seen in training, too.
+`recipes/miniwob.py`: one model learns five pages of MiniWoB++ together, in Chromium: {steps} steps of 8 problems x 6
+episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning rate that falls from 3e-5 to 0. The model reads the
+task and the page's controls as lines of text, and replies with one line such as `click Submit`, which is held to what
+the page allows, for the control too: a click, an option of a list, or, in a field, a text that the task quotes.
+`enter-text` and `choose-list` take two such actions; `focus-text` has one control. The reward is the page's own: 1 for
+a problem that is solved, else 0. The 10 held-out problems of each page have seeds that are not trained on, and are
+played greedily; `enter-text` has 50 names, so that most of its texts are seen in training, too.
 """,
             measure="held-out problems solved",
             kinds=True,
@@ -261,17 +261,17 @@ def draw_kinds(recipe: Recipe, outcomes: list[Outcome], path: Path) -> None:
     from matplotlib.figure import Figure
 
     kinds = list(outcomes[0].parts)
-    figure = Figure(figsize=(8.4, 2.4 * -(-len(kinds) // 3)), dpi=150, layout="constrained")
-    panels = figure.subplots(-(-len(kinds) // 3), 3, sharex=True, sharey=True, squeeze=False).flat
+    rows = -(-len(kinds) // 3)
+    figure = Figure(figsize=(8.4, 2.5 * rows + 0.3), dpi=150, layout="constrained")
+    panels = list(figure.subplots(rows, 3, sharey=True, squeeze=False).flat)
     for axes, kind in zip(panels, kinds, strict=False):
         plot_seeds(axes, [(outcome.seed, outcome.parts[kind]) for outcome in outcomes])
         axes.set(title=kind, ylim=(0, 1.04))
-    for axes in list(panels)[len(kinds) :]:
+    for axes in panels[len(kinds) :]:
         axes.remove()
     figure.supxlabel("training step", fontsize="medium")
     figure.supylabel(recipe.measure, fontsize="medium")
-    handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, frameon=False, loc="outside lower center", ncols=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4)
     figure.savefig(path)
 
 
@@ -288,6 +288,7 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
     """What docs/learning.md says of a recipe."""
     ends = [o.validation()[-1][1] for o in outcomes]
     seeds = " ".join(str(o.seed) for o in outcomes)
+    reached = f"over {len(ends)} seeds, from {min(ends):.2f} to {max(ends):.2f}" if ends[1:] else f"{ends[0]:.2f}"
     command = f"python bench/learning.py {recipe.name} --seeds {seeds}"
     machines = ", ".join(dict.fromkeys(o.machine or machine() for o in outcomes))
     days = ", ".join(dict.fromkeys(o.day or str(datetime.date.today()) for o in outcomes))
@@ -296,8 +297,7 @@ def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
         "",
         recipe.about.strip().format(steps=steps),
         "",
-        f"Untrained {outcomes[0].validation()[0][1]:.2f}; at step {steps}, over {len(outcomes)} seeds, "
-        f"from {min(ends):.2f} to {max(ends):.2f}.",
+        f"Untrained {outcomes[0].validation()[0][1]:.2f}; at step {steps}, {reached}.",
         "",
         f"![validation over steps]({picture(recipe).name})",
         "",

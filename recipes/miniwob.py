@@ -1,11 +1,11 @@
 """Web pages in a browser: SmolLM2-135M learns to do what a page asks for (MiniWoB++).
 
-    python recipes/miniwob.py [--steps 16] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct]
+    python recipes/miniwob.py [--steps 10] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct]
 
 Needs Chromium, playwright and MiniWoB's pages: `palestra environments` says what is missing. One model learns five
-pages together. It reads the task and the page's controls, and replies with one line such as `click 3`, held to what the
-page allows: a click, an option of a list, or, in a field, a text that the task quotes. Each problem comes from a seed,
-and the seeds that are held out are in no training task. What it learns is in docs/learning.md.
+pages together. It reads the task and the page's controls, and replies with one line such as `click Submit`, held to
+what the page allows: a click, an option of a list, or, in a field, a text that the task quotes. Each problem comes from
+a seed, and the seeds that are held out are in no training task. What it learns is in docs/learning.md.
 """
 
 from __future__ import annotations
@@ -28,34 +28,48 @@ class PageAgent(Agent):
     """Reads the task and the controls of a page, and says what to do next; text around the controls is left out."""
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
-        """Call the model once; its reply, which is one of the possible actions, is the action."""
+        """Call the model once, and return the environment's command for what it says."""
         system, first, *others = (*policy.history, *observation.content)
         task, _, page = first.text.partition("\n\n")
-        shown = [text_message("user", f"{task}\n{controls(page)}")]
-        for message in others:
-            shown.append(text_message("user", controls(message.text)) if message.role == "user" else message)
-        possible = actions(task, observation.content[-1].text)
-        chat = await policy.chat((system, *shown), choices=possible)
-        return [chat], chat.reply
+        possible = actions(task, page)
+        messages = [system, text_message("user", f"{task}\n{shown(page)}")]
+        for message in others:  # in the model's words, which it has read before
+            if message.role == "assistant":
+                (said,) = (words for words, command in possible.items() if command == message.text)
+                messages.append(text_message("assistant", said))
+            else:
+                possible = actions(task, message.text)
+                messages.append(text_message("user", shown(message.text)))
+        chat = await policy.chat(messages, choices=tuple(possible))
+        return [chat], text_message("assistant", possible[chat.reply.text])
 
 
-def controls(page: str) -> str:
-    """Return the lines of a page that have a number, which are its controls."""
-    return "\n".join(f"[{number}] {control}" for number, control in CONTROL.findall(page))
+def shown(page: str) -> str:
+    """Return the controls of a page, line by line."""
+    return "\n".join(control for _, control in CONTROL.findall(page))
 
 
-def actions(task: str, page: str) -> tuple[str, ...]:
-    """Return all that can be done on a page."""  # YOURS 2: what an agent may do
-    found = []
+def actions(task: str, page: str) -> dict[str, str]:
+    """Return all that an agent may do on a page: the model's words, and the command. YOURS 2."""
+    found: list[tuple[str, str]] = []
     for number, control in CONTROL.findall(page):
         kind, _, rest = control.partition(" ")
         if kind == "choice":
-            found += [f"select {number} {option.removeprefix('*')}" for option in rest.split(" | ")]
+            options = [option for option in rest.split(" | ") if not option.startswith("*")]
+            found += [(f"select {option}", f"select {number} {option}") for option in options]
+        elif kind == "textbox":
+            texts = [text for text in re.findall(r'"(.+?)"', task) if f'"{text}"' != rest]
+            found += [
+                ("click textbox", f"click {number}"),
+                *((f"type {text}", f"type {number} {text}") for text in texts),
+            ]
         else:
-            found.append(f"click {number}")
-        if kind == "textbox":
-            found += [f"type {number} {text}" for text in re.findall(r'"(.+?)"', task)]
-    return tuple(dict.fromkeys(found))
+            found.append((f"click {rest if kind in ('button', 'link') else control}", f"click {number}"))
+    named: dict[str, str] = {}
+    for words, command in found:
+        copies = sum(words == other for other, _ in found[: found.index((words, command))])
+        named[f"{words} {copies + 1}" if copies else words] = command
+    return named
 
 
 def problems(first: int, count: int) -> list[dict[str, Any]]:
@@ -66,22 +80,22 @@ def problems(first: int, count: int) -> list[dict[str, Any]]:
 
 def job(seed: int, steps: int, model: str) -> JobConfig:
     """Return what is trained, and how; everything else is a default."""
-    optimizer = {"learning_rate": 5e-5, "schedule": "linear"}
+    optimizer = {"learning_rate": 3e-5, "schedule": "linear"}
     return JobConfig.model_validate(
         {
             "name": "miniwob",
             "seed": seed,
             "steps": steps,
             "policies": {"policy": {"model": model, "max_context": 1024, "optimizer": optimizer}},
-            "rollout": {"groups_per_step": 6, "group_size": 8},
-            "evaluation": {"every_steps": 8},
-            "checkpoint": {"every_steps": 4},
+            "rollout": {"groups_per_step": 8, "group_size": 6},
+            "evaluation": {"every_steps": 5},
+            "checkpoint": {"every_steps": 5},
         }
     )
 
 
 def demonstrate(
-    steps: int = 16, seed: int = 0, resume: bool = False, model: str = "SmolLM2-135M-Instruct"
+    steps: int = 10, seed: int = 0, resume: bool = False, model: str = "SmolLM2-135M-Instruct"
 ) -> palestra.TrainResult:
     """Train, and score greedily on seeds that are held out: ten problems of each page."""
     play = RolloutSpec(
@@ -97,7 +111,7 @@ def demonstrate(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A model learns to do what web pages ask for.")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on with the newest run")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")  # YOURS 3: the model

@@ -93,7 +93,7 @@ async def test_each_kind_of_task_is_scored_by_what_was_done(terminal, kind):
 
 async def test_a_shell_keeps_its_folder_and_its_variables(terminal):
     await terminal.reset(TASK)
-    assert await output(terminal, "mkdir b; cd b; X=3") == ""
+    assert await output(terminal, "mkdir b; cd b; X=3") == "done"
     assert await output(terminal, "pwd; echo $X; false") == "/work/b\n3\n(exit code 1)"
     assert await output(terminal, "echo 'open") == (
         "bash: unexpected EOF while looking for matching `''\n(exit code 2)"
