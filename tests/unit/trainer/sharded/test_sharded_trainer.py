@@ -15,11 +15,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import GSPOLoss, PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.errors import ConfigError, InvalidAlgorithm, NotFound, TrainerLost, WorkerCrashLoop
+from palestra.models.causal_lm import load_tokenizer
 from palestra.models.loading import LoadedModels
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode
@@ -302,6 +306,73 @@ async def test_a_picture_that_is_not_there_is_taken_back_by_all_ranks(two_ranks,
     assert (report.grad_norm, report.applied) == (0.0, True)
     assert (await two_ranks.forward_backward(name, batch, LOSS, "lacking")).rows == 4
     await two_ranks.remove(name)
+
+
+@pytest.fixture(scope="module")
+def two_rounding_ranks(loop):
+    """A trainer that computes in bfloat16, and layers again in the backward pass."""
+    own = {"devices": 2, "dtype": "bfloat16", "activation_checkpointing": True}
+    trainer = ShardedTrainer(TrainerConfig.model_validate(SETTINGS | own), 2, "bfloat16")
+    yield trainer
+    loop.run(trainer.close())
+
+
+@pytest.mark.parametrize("spec", [None, PolicySpec(model="tiny-random", adapter=LORA, seed=3)], ids=["full", "lora"])
+@on_the_loop
+async def test_in_bfloat16_ranks_round_what_one_process_rounds(spec, two_rounding_ranks, tmp_path):
+    """The products of a rank have other numbers of rows, so that their sums differ by their last bits; no more."""
+    one = one_process(dtype="bfloat16")
+    name, found, own_update, own = await trained(two_rounding_ranks, tmp_path / "two", [rows()], spec)
+    _, wanted, update, at = await trained(one, tmp_path / "one", [rows()], spec)
+    assert own_update.grad_norm == pytest.approx(update.grad_norm, rel=1e-3)
+    for a, b in zip(found[0].logprobs, wanted[0].logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-2)
+    equal(moments(own), moments(at), tolerance=2e-2)
+    await two_rounding_ranks.remove(name)
+    await one.close()
+
+
+def write_wide_model(folder):
+    """Write a model of 154 million weights in bfloat16, and return how many bytes they are in float32."""
+    tokenizer = load_tokenizer("tiny-random")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    with init_empty_weights(include_buffers=False):
+        model = LlamaForCausalLM(config)
+    model.tie_weights()
+    weights = {
+        name: torch.ones(weight.shape, dtype=torch.bfloat16)
+        if weight.ndim == 1
+        else torch.empty(weight.shape, dtype=torch.bfloat16).uniform_(-0.03, 0.03)
+        for name, weight in model.named_parameters()
+    }
+    folder.mkdir()
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return 4 * sum(weight.numel() for weight in weights.values())
+
+
+@on_the_loop
+async def test_no_rank_has_a_whole_model_in_memory_while_it_loads(two_rounding_ranks, tmp_path):
+    whole, name = write_wide_model(tmp_path / "wide"), next(names)
+    await two_rounding_ranks.create(name, PolicySpec(model="tiny-random"))
+    before = await two_rounding_ranks.peak_bytes()
+    wide = next(names)
+    await two_rounding_ranks.create(wide, PolicySpec(model=str(tmp_path / "wide")))
+    grown = [after - first for first, after in zip(before, await two_rounding_ranks.peak_bytes(), strict=True)]
+    # Half of the weights is its part; it has also read half of the files, which are a quarter, and gathered a layer.
+    assert max(grown) < 0.95 * whole, [size / whole for size in grown]
+    assert min(grown) > 0.4 * whole
+    for one in (name, wide):
+        await two_rounding_ranks.remove(one)
 
 
 async def lose(trainer, name: str, sent: signal.Signals) -> float:
