@@ -133,6 +133,11 @@ class EngineServers:
         return ExternalEngine(served, finish, self._is_worker)
 
     @property
+    def addresses(self) -> list[Address]:
+        """Return where the servers listen, in the order of the policies."""
+        return [each.address for each in self._places]
+
+    @property
     def process(self) -> int | None:
         """Return the number of the process that leads those of the first server; None: none was started here."""
         first = self._places[0].process
