@@ -101,9 +101,11 @@ def test_too_little_memory_is_said_with_how_much_is_missing(folder, tmp_path, mo
     config = job_of(folder, engine=python, run_dir=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"needs about 3\.0 GiB of memory for 1 model.* 1\.0 GiB are missing; lower"):
         EngineServers(config, config.engine, read_served_models(config, {}))
+    with pytest.raises(ConfigError, match=r"needs about 9\.0 GiB of memory for 3 model.* 7\.0 GiB are missing; lower"):
+        EngineServers(config, config.engine, read_served_models(config, {}), place=0, others=2)
 
 
-def test_no_room_for_a_damaged_file(folder, tmp_path):
+def test_a_damaged_file_is_named(folder, tmp_path):
     broken = copied(folder, tmp_path / "broken")
     next(broken.glob("*.safetensors")).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     with pytest.raises(ModelError, match="can't be read"):
