@@ -74,6 +74,8 @@ class ScriptedServer:
             del self.adapters[body["lora_name"]]
         else:
             self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+        if path.startswith("/v1/"):  # vLLM answers in words
+            return web.Response(text=f"Success: LoRA adapter {body['lora_name']!r} added successfully.")
         return web.json_response({"success": True})
 
     async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
