@@ -90,6 +90,19 @@ with a learning rate that falls from 3e-4 to 0. The same sums are held out, and 
             measure="held-out sums answered right",
         ),
         Recipe(
+            script="addition",
+            variant="vllm",
+            options=f"vllm={str(ROOT / '.venv-peers/vllm/bin/python')!r}",
+            run="addition",
+            steps=30,
+            heading="Addition with vLLM as the engine",
+            about="""
+`recipes/addition.py --vllm .venv-peers/vllm/bin/python`: as the first one, but vLLM's build for CPUs samples,
+and gets all weights after every step. The same sums are held out, and the control is the same.
+""",
+            measure="held-out sums answered right",
+        ),
+        Recipe(
             script="calculator",
             run="calculator",
             steps=6,

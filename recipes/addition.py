@@ -1,6 +1,7 @@
 """Math with a reward that can be checked: SmolLM2-135M learns to add. `palestra demo` runs this file.
 
     python recipes/addition.py [--steps 30] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct] [--lora]
+        [--vllm PYTHON]
 
 The agent is a function that calls the model through the OpenAI client, and returns 1 for the right sum and 0 for any
 other answer. 64 sums are held out, and answered before and after. What it prints is in README.md.
@@ -48,8 +49,18 @@ def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return training, validation
 
 
-def job(seed: int, steps: int, model: str = "SmolLM2-135M-Instruct", lora: bool = False) -> JobConfig:
-    """Return what is trained, and how; everything else is a default. With `lora` an adapter is trained."""
+def job(
+    seed: int, steps: int, model: str = "SmolLM2-135M-Instruct", lora: bool = False, vllm: str | None = None
+) -> JobConfig:
+    """Return what is trained, and how; everything else is a default.
+
+    Args:
+        seed: of the job.
+        steps: of training.
+        model: that is trained.
+        lora: whether an adapter is trained in place of all weights.
+        vllm: interpreter of an environment with vLLM, which samples then; None: Palestra's own engine does.
+    """
     # An adapter starts from zero, and so needs steps that are about ten times as large.
     optimizer = {"learning_rate": 3e-4 if lora else 3e-5, "schedule": "linear"}
     policy = {"model": model, "max_context": 512, "optimizer": optimizer, "adapter": {"rank": 16} if lora else None}
@@ -60,6 +71,7 @@ def job(seed: int, steps: int, model: str = "SmolLM2-135M-Instruct", lora: bool 
             "steps": steps,
             "policies": {"calculator": policy},
             "rollout": {"groups_per_step": 16, "group_size": 6},
+            "engine": {"kind": "embedded"} if vllm is None else {"kind": "vllm", "python": vllm},
         }
     )
 
@@ -71,12 +83,17 @@ def scenario() -> dict[str, Any]:
 
 
 def demonstrate(
-    steps: int = 30, seed: int = 0, resume: bool = False, model: str = "SmolLM2-135M-Instruct", lora: bool = False
+    steps: int = 30,
+    seed: int = 0,
+    resume: bool = False,
+    model: str = "SmolLM2-135M-Instruct",
+    lora: bool = False,
+    vllm: str | None = None,
 ) -> palestra.TrainResult:
     """Train, then show what the model answered before and after."""
     training, validation = sums()
     result = palestra.train(
-        rollout, training, job(seed, steps, model, lora), validation_tasks=validation, resume=resume
+        rollout, training, job(seed, steps, model, lora, vllm), validation_tasks=validation, resume=resume
     )
     print("\nheld-out sums, before and after (greedy):")
     scored = palestra.read_episodes(result.run_dir, "validation")
@@ -94,5 +111,6 @@ if __name__ == "__main__":
     parser.add_argument("--resume", action="store_true", help="go on with the newest run")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16 in place of all weights")
+    parser.add_argument("--vllm", help="interpreter of an environment with vLLM, which samples then")
     arguments = parser.parse_args()
-    demonstrate(arguments.steps, arguments.seed, arguments.resume, arguments.model, arguments.lora)
+    demonstrate(arguments.steps, arguments.seed, arguments.resume, arguments.model, arguments.lora, arguments.vllm)

@@ -269,7 +269,7 @@ def _type(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_type(a) for a in get_args(annotation) if a is not type(None))
     if origin is tuple:
-        return "[" + ", ".join(_type(a) for a in get_args(annotation)) + "]"
+        return "[" + ", ".join("…" if a is ... else _type(a) for a in get_args(annotation)) + "]"
     name = str(annotation.__name__)
     return {"str": "text", "Path": "path", "bool": "true or false"}.get(name, name)
 

@@ -516,6 +516,26 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
     return CausalLM(model.eval().to(device or torch.device("cpu")), vision)
 
 
+def check_architecture(folder: Path) -> None:
+    """Refuse a model that transformers can't load for a trainer, from its configuration alone.
+
+    What only a pass shows, such as capped scores, is found when the model is loaded.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        ModelError: the architecture is unknown, or its attention can't be replaced.
+    """
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder)
+            if not sees(config):
+                AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the model in {folder} can't be trained: {str(error).splitlines()[0]}") from error
+
+
 def load_tokenizer(name: str) -> Any:
     """Load a model's tokenizer, which has to have a chat template.
 

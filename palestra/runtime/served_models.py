@@ -49,7 +49,7 @@ def read_served_models(config: JobConfig, weights: Mapping[str, str]) -> list[Se
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
 
     Raises:
-        ModelError: files are missing, or the tokenizer does not fit the model.
+        ModelError: files are missing, the tokenizer does not fit the model, or the trainer can't have it.
         ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, or a
             model sees.
     """
@@ -57,10 +57,11 @@ def read_served_models(config: JobConfig, weights: Mapping[str, str]) -> list[Se
 
 
 def _read(config: JobConfig, name: str, model: str) -> ServedModel:
-    from palestra.models.causal_lm import load_tokenizer
+    from palestra.models.causal_lm import check_architecture, load_tokenizer
 
     policy, saved = config.policies[name], saved_adapter(model)
-    if saved is not None and policy.adapter is None and config.kind == "training" and not policy.frozen:
+    is_trained = config.kind == "training" and not policy.frozen
+    if saved is not None and policy.adapter is None and is_trained:
         raise ConfigError(
             f"{model} is an adapter, and engine.kind = {config.engine.kind!r} trains it as one only: set "
             f"policies.{name}.adapter"
@@ -78,6 +79,8 @@ def _read(config: JobConfig, name: str, model: str) -> ServedModel:
     tokenizer = load_tokenizer(model)
     if len(tokenizer) > files.vocab_size:
         raise ModelError(f"the tokenizer of {model} has {len(tokenizer)} tokens, and its weights {files.vocab_size}")
+    if is_trained:
+        check_architecture(files.folder)  # before a server that may well have it takes minutes to load it
     renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
     return ServedModel(
         name=name,

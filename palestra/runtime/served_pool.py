@@ -61,7 +61,8 @@ class ServerWorkers:
         return worker
 
     async def _started(self, place: int) -> StartedWorker:
-        servers = await in_thread(lambda: EngineServers(self._config, self._settings, self._models, place))
+        others = 0 if self._served else self._settings.workers - 1  # at first all are started together
+        servers = await in_thread(lambda: EngineServers(self._config, self._settings, self._models, place, others))
         try:
             engine = await in_thread(servers.engine, "palestra-engine-worker")
             await self._reach(engine, place)

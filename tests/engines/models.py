@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from palestra.config import JobConfig
 from palestra.models.catalog import quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
+from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.parts import build_parts
 from palestra.threads import in_thread
 
@@ -49,7 +50,7 @@ def write_model(folder: Path, **changes) -> Path:
     return folder
 
 
-def job_of(model: Path | str, run: Path, **engine) -> JobConfig:
+def job_of(model: Path | str, run: Path, policy=None, **engine) -> JobConfig:
     settings = {
         "kind": "vllm",
         "python": str(vllm_python()),
@@ -60,16 +61,18 @@ def job_of(model: Path | str, run: Path, **engine) -> JobConfig:
     return JobConfig.model_validate(
         {
             "run_dir": str(run),
-            "policies": {"policy": {"model": str(model), "max_context": 2048}},
+            "policies": {"policy": {"model": str(model), "max_context": 2048} | (policy or {})},
             "engine": settings,
         }
     )
 
 
 @asynccontextmanager
-async def started(model: Path, run: Path, **engine):
-    """The engine of a job, whose server is ready."""
-    parts = await in_thread(lambda: build_parts(job_of(model, run, **engine)))
+async def started(model: Path, run: Path, policy=None, **engine):
+    """The engine of a job, whose servers are ready."""
+    config = job_of(model, run, policy, **engine)
+    several = config.engine.workers > 1
+    parts = await (pooled_parts(config, config.engine, {}) if several else in_thread(lambda: build_parts(config)))
     try:
         yield parts.engine
     finally:

@@ -89,6 +89,20 @@ class EngineConnection:
         """
         return self._json(path, await self._sent("POST", path, body, seconds, query))
 
+    async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
+        """Send a POST request, and return when the server has done what it says; the answer may be of any form.
+
+        Args:
+            path: of the route.
+            body: sent as JSON.
+            seconds: how long the server may take.
+
+        Raises:
+            InvalidRequest: the server refuses the request.
+            EngineFailure: there is no answer in time, or another error.
+        """
+        await self._sent("POST", path, body, seconds)
+
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Yield the JSON of each event of an answer, until `[DONE]`. Closing the iterator closes the connection.
 

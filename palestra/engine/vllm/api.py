@@ -157,11 +157,11 @@ class VllmApi:
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Let vLLM read the folder; see `EngineApi`."""
-        await self._http.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, _LOADING)
+        await self._http.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, _LOADING)
 
     async def unload_adapter(self, name: str) -> None:
         """Let vLLM forget an adapter; see `EngineApi`."""
-        await self._http.post("/v1/unload_lora_adapter", {"lora_name": name}, _QUICK)
+        await self._http.order("/v1/unload_lora_adapter", {"lora_name": name}, _QUICK)
 
     async def set_version(self, version: PolicyVersion) -> None:
         """Name the version of the weights that the server has; see `EngineApi`."""

@@ -40,6 +40,7 @@ class ScriptedServer:
         lie: changes the event of a reply before it is sent.
         noise: sent before the events of a reply.
         adapters: that are loaded, by name.
+        seconds: that a token takes.
     """
 
     def __init__(self) -> None:
@@ -53,16 +54,29 @@ class ScriptedServer:
         self.lie = lambda number, event: event
         self.cut_after: int | None = None
         self.noise = b""
+        self.seconds = 0.0
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
 
     async def route(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get("authorization") != f"Bearer {KEY}":
+        if request.path != "/health" and request.headers.get("authorization") != f"Bearer {KEY}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path in self.answers:
             status, said = self.answers[request.path]
             return web.json_response(said, status=status)
         body = await request.json() if request.method == "POST" and request.can_read_body else {}
+        if request.path.endswith("load_lora_adapter"):
+            return self.change_adapter(request.path, body)
         return await self.answer(request, body)
+
+    def change_adapter(self, path: str, body: dict) -> web.Response:
+        self.asked.append((path, body))
+        if path.endswith("/unload_lora_adapter"):
+            del self.adapters[body["lora_name"]]
+        else:
+            self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+        if path.startswith("/v1/"):  # vLLM answers in words
+            return web.Response(text=f"Success: LoRA adapter {body['lora_name']!r} added successfully.")
+        return web.json_response({"success": True})
 
     async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
         raise NotImplementedError
@@ -80,7 +94,7 @@ class ScriptedServer:
                     request.transport.close()
                     return response
                 await response.write(f"data: {json.dumps(self.lie(number, event()))}\n\n".encode())
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.seconds)
             await response.write(b"data: [DONE]\n\n")
         finally:
             self.open -= 1
@@ -115,10 +129,6 @@ class ScriptedVllm(ScriptedServer):
             self.paused = path == "/pause"
         elif path == "/update_weight_version":
             self.version = body["new_version"]
-        elif path == "/v1/load_lora_adapter":
-            self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
-        elif path == "/v1/unload_lora_adapter":
-            del self.adapters[body["lora_name"]]
         elif path == "/start_weight_update" and not self.paused:
             self.answers = dict.fromkeys(("/health", "/update_weights"), (500, "dead"))
         elif path == "/update_weights":
@@ -172,11 +182,6 @@ class ScriptedSglang(ScriptedServer):
         if path == "/generate":
             return await self.generate(request, body)
         self.asked.append((path, body))
-        if path == "/load_lora_adapter":
-            self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
-            return web.json_response({"success": True})
-        if path == "/unload_lora_adapter":
-            del self.adapters[body["lora_name"]]
         if path == "/update_weights_from_disk":
             folder = Path(body["model_path"])
             assert json.loads((folder / "config.json").read_text()) == {"vocab_size": VOCABULARY}

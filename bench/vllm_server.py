@@ -1,0 +1,166 @@
+"""What vLLM costs as a job's engine: tokens a second beside the bare server, and new weights.
+
+python bench/vllm_server.py --vllm .venv-peers/vllm/bin/python [--rounds 5] [--threads 2]
+
+Prints two tables in Markdown.
+
+One vLLM server, started as a job starts it, is asked by the engine of a job (logprobs and
+versions of all tokens, streamed and checked) and by a bare client (`/v1/completions` with token ids, nothing else), in
+turns, so that what disturbs the machine disturbs both. Then it gets all weights of SmolLM2-135M in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import torch
+import uvloop
+from machine import observed, remark
+
+from palestra.config import SMOLLM2, JobConfig, VllmEngineConfig, parse_config
+from palestra.engine.base import Engine, EngineRequest
+from palestra.engine.external.connection import Address
+from palestra.models.catalog import model_folder
+from palestra.models.weight_file import FileWeights
+from palestra.models.weights import LocalWeights
+from palestra.runtime.engine_servers import EngineServers
+from palestra.runtime.served_models import read_served_models
+from palestra.terminal import say
+from palestra.threads import in_thread
+from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
+
+PROMPT_TOKENS, NEW_TOKENS = 40, 24
+WORK = ((64, "64 different prompts"), (8, "8 different prompts"), (1, "one request"))
+UPDATES = 8
+Ask = Callable[[list[int], int], Coroutine[Any, Any, int]]
+numbers = itertools.count()
+
+
+def prompt_of(draw: random.Random) -> list[int]:
+    """A prompt of ordinary tokens that no earlier round had."""
+    return [draw.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)]
+
+
+def through(engine: Engine) -> Ask:
+    """A client that asks the engine of a job."""
+
+    async def ask(prompt: list[int], tokens: int) -> int:
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, min_tokens=tokens, seed=next(numbers))
+        request = EngineRequest(policy="policy", prompt=TokenSequence(np.array(prompt, np.int32)), sampling=sampling)
+        return sum([len(piece.ids) async for piece in engine.generate(request)])
+
+    return ask
+
+
+def bare(session: aiohttp.ClientSession, address: Address, model: Path) -> Ask:
+    """A client that asks the server for completions, without logprobs."""
+    headers = {"authorization": f"Bearer {address.key}"}
+
+    async def ask(prompt: list[int], tokens: int) -> int:
+        body = {"model": str(model), "prompt": prompt, "max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+        async with session.post(f"{address.url}/v1/completions", json=body, headers=headers) as answer:
+            found = await answer.json()
+        return int(found["usage"]["completion_tokens"])
+
+    return ask
+
+
+async def rate(ask: Ask, requests: int, draw: random.Random) -> float:
+    """Tokens a second of so many requests at the same time."""
+    prompts = [prompt_of(draw) for _ in range(requests)]
+    began = time.perf_counter()
+    tokens = sum(await asyncio.gather(*(ask(prompt, NEW_TOKENS) for prompt in prompts)))
+    assert tokens == requests * NEW_TOKENS
+    return tokens / (time.perf_counter() - began)
+
+
+async def compare(contestants: dict[str, Ask], rounds: int) -> None:
+    """Print tokens a second of each contestant, and the median ratio of the rounds."""
+    say("| tokens/s | " + " | ".join(contestants) + " | ratio (lowest to highest) |")
+    say("|---|" + "---:|" * (len(contestants) + 1))
+    for requests, name in WORK:
+        found: dict[str, list[float]] = {one: [] for one in contestants}
+        for number in range(rounds + 1):
+            for one, ask in sorted(contestants.items(), reverse=bool(number % 2)):
+                value = await rate(ask, requests, random.Random(f"{one} {requests} {number}"))
+                if number:  # the first round warms up
+                    found[one].append(value)
+        first, second = found.values()
+        ratios = [ours / theirs for ours, theirs in zip(first, second, strict=True)]
+        shown = " | ".join(f"{statistics.median(values):.0f}" for values in found.values())
+        say(f"| {name} | {shown} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |")
+
+
+async def update(engine: Engine, weights: LocalWeights, busy: bool) -> list[float]:
+    """Seconds of each of several updates, while nothing or eight replies are sampled."""
+    ask, seconds = through(engine), []
+    for _ in range(UPDATES):
+        replies = [asyncio.create_task(ask(prompt_of(random.Random()), 200)) for _ in range(8 * busy)]
+        await asyncio.sleep(1.0 * busy)
+        began = time.perf_counter()
+        await engine.sync_weights("policy", PolicyVersion(0, next(numbers)), weights)
+        seconds.append(time.perf_counter() - began)
+        await asyncio.gather(*replies)
+    return seconds
+
+
+async def run(config: JobConfig, rounds: int) -> None:
+    """Start the server, and print both tables."""
+    assert isinstance(config.engine, VllmEngineConfig)
+    settings, models = config.engine, read_served_models(config, {})
+    servers = await in_thread(lambda: EngineServers(config, settings, models))
+    engine = await in_thread(servers.engine)
+    folder, address = model_folder(SMOLLM2), servers.addresses[0]
+    assert isinstance(folder, Path)
+    try:
+        connector = aiohttp.UnixConnector(str(address.socket), limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await compare({"engine of a job": through(engine), "bare server": bare(session, address, folder)}, rounds)
+        (file,) = folder.glob("model*.safetensors")
+        shapes = models[0].files.shapes
+        weights = LocalWeights([(name, one.float()) for name, one in FileWeights(file).tensors() if name in shapes])
+        count = sum(one.numel() for _, one in weights.named) / 1e6
+        say(f"\n| new weights, {count:.0f} M parameters | median s | lowest | highest |")
+        say("|---|---:|---:|---:|")
+        for busy, name in ((False, "nothing is sampled"), (True, "eight replies are sampled")):
+            seconds = await update(engine, weights, busy)
+            say(f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} |")
+    finally:
+        await engine.close()
+
+
+def main() -> None:
+    """Read the command line, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", required=True, help="interpreter that has vLLM")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_config(
+            {
+                "run_dir": folder,
+                "policies": {"policy": {"max_context": 1024}},
+                "engine": {"kind": "vllm", "python": arguments.vllm, "threads": arguments.threads, "cache_gib": 2},
+            }
+        )
+        machine: dict[str, Any] = {}
+        with observed(machine):
+            uvloop.run(run(config, arguments.rounds))
+    say(f"\n{remark(machine)}")
+
+
+if __name__ == "__main__":
+    main()

