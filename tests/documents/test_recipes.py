@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
 
+import numpy as np
 import pytest
 from frameworks.playing import ENVIRONMENT, missing
 from machine import require
 
 from documents.blocks import ROOT
 from documents.recipes import RECIPES, run
+from palestra import check_environment
 
 SMALL = ("--steps", "1", "--model", "tiny-random")
 IN_ONE_PROCESS = (
@@ -22,7 +25,7 @@ IN_ONE_PROCESS = (
     "own_environment",
     "subagents",
 )
-OTHERS = ("framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
+OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
 
 
 def test_every_recipe_is_run():
@@ -45,6 +48,50 @@ def test_it_trains_a_step(name, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
     (_,) = tmp_path.glob("runs/*/checkpoints/step-000001/model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_is_trained_on_pictures_of_several_turns(tmp_path):
+    done = run("find_shape", tmp_path, "--steps", "1", "--model", "tiny-random-vision")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+    assert len(list(tmp_path.glob("runs/find-shape/pictures/??/*"))) > 24
+
+
+def test_the_named_shape_can_be_found_in_four_looks_and_without_seeing_once_in_sixteen():
+    canvas = runpy.run_path(str(RECIPES["find_shape"]))["Canvas"]
+    seen, blind = canvas(), canvas(blindfolded=True)
+    check_environment(canvas, [{"seed": seed} for seed in range(3)], actions=["n", "1"])
+    guessed, looks = 0.0, set()
+    for seed in range(400):
+        (window, name), _ = seen.reset({"seed": seed})
+        found = seen.shapes.index(name)
+        for _ in range(found):
+            (window, name), reward, *_ = seen.step("n")
+            assert reward == 0.0
+        # The quarter with the most black pixels is where the shape of this window lies.
+        halves = [
+            window[rows, columns] for rows in (slice(16), slice(16, 32)) for columns in (slice(16), slice(16, 32))
+        ]
+        _, reward, terminated, truncated, info = seen.step(str(1 + int(np.argmin([half.mean() for half in halves]))))
+        assert (reward, terminated, truncated) == (1.0, True, False)
+        looks.add(info["looks"])
+        (window, name), _ = blind.reset({"seed": seed})
+        assert window.min() == 255
+        guessed += blind.step("1")[1]
+    assert looks == {1, 2, 3, 4}
+    assert 0.03 < guessed / 400 < 0.1
+    seen.reset({"seed": 0})
+    assert [seen.step("n")[2] for _ in range(4)] == [False, False, False, True]
+
+
+def test_shapes_differ_by_their_pixels():
+    drawn = runpy.run_path(str(RECIPES["find_shape"]))["drawn"]
+    inked = {shape: int((drawn(shape, 16, 16, 6) == 0).sum()) for shape in ("disc", "square", "triangle", "cross")}
+    assert inked["square"] == 13**2
+    assert inked["disc"] == pytest.approx(np.pi * 36, rel=0.05)
+    assert inked["triangle"] == pytest.approx(13**2 / 2, rel=0.1)
+    assert inked["cross"] == 2 * 13 * 3 - 9
 
 
 @pytest.mark.slow
