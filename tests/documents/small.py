@@ -2,7 +2,7 @@
 
 The text of a snippet is not changed. `palestra.train`, `palestra.evaluate` and `ControlClient.submit` get the
 configuration that the snippet made, which was validated, and a job of one step with a model of random weights is run in
-its place. A model that is a folder, such as a checkpoint that the snippet has trained, stays.
+its place. A folder, such as a checkpoint that the snippet has trained, stays, and so does a model that sees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def small(config: JobConfig) -> JobConfig:
     for key, settings in LESS.items():
         data[key] |= settings
     for policy in data["policies"].values():
-        if not Path(policy["model"]).exists():
+        if policy["model"] != "tiny-random-vision" and not Path(policy["model"]).exists():
             policy["model"] = "tiny-random"
         policy["max_context"] = 512
         policy["sampling"]["max_tokens"] = min(8, policy["sampling"]["max_tokens"])

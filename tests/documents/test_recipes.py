@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
 
+import numpy as np
 import pytest
 from frameworks.playing import ENVIRONMENT, missing
 from machine import require
 
 from documents.blocks import ROOT
 from documents.recipes import RECIPES, run
+from palestra import check_environment
 
 SMALL = ("--steps", "1", "--model", "tiny-random")
 IN_ONE_PROCESS = (
@@ -22,7 +25,8 @@ IN_ONE_PROCESS = (
     "own_environment",
     "subagents",
 )
-OTHERS = ("framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service", "terminal")
+OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
+OTHERS += ("terminal",)
 
 
 def test_every_recipe_is_run():
@@ -45,6 +49,51 @@ def test_it_trains_a_step(name, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
     (_,) = tmp_path.glob("runs/*/checkpoints/step-000001/model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_is_trained_on_pictures_of_several_turns(tmp_path):
+    done = run("find_shape", tmp_path, "--steps", "1", "--model", "tiny-random-vision")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+    assert len(list(tmp_path.glob("runs/find-shape/pictures/??/*"))) > 16
+
+
+def test_a_shape_can_be_found_in_four_looks_and_without_seeing_once_in_four():
+    recipe = runpy.run_path(str(RECIPES["find_shape"]))
+    canvas, drawn = recipe["Canvas"], recipe["drawn"]
+    check_environment(canvas, [{"seed": seed} for seed in range(3)], actions=["n", "c"])
+    seen, blind = canvas(), canvas(blindfolded=True)
+    guessed, looks, found = 0.0, [], []
+    for seed in range(200):
+        (window, name), _ = seen.reset({"seed": seed})
+        assert name == "cross"
+        while not _is_cross(window):
+            (window, _), reward, terminated, *_ = seen.step("n")
+            assert (reward, terminated) == (0.0, False)
+        _, reward, terminated, truncated, info = seen.step("c")
+        found.append((reward, terminated, truncated))
+        looks.append(info["looks"])
+        (window, _), _ = blind.reset({"seed": seed})
+        assert window.max() == 0
+        guessed += blind.step("c")[1]
+    assert set(found) == {(1.0, True, False)}
+    assert set(looks) == {1, 2, 3, 4}
+    assert 0.15 < guessed / 200 < 0.35
+    seen.reset({"seed": 0})
+    assert [seen.step("n")[2] for _ in range(4)] == [False, False, False, True]
+    inked = {shape: int((drawn(shape, 16, 16, 6) > 0).sum()) for shape in recipe["SHAPES"]}
+    assert inked["square"] == 13**2
+    assert inked["disc"] == pytest.approx(np.pi * 36, rel=0.05)
+    assert inked["triangle"] == pytest.approx(13**2 / 2, rel=0.1)
+    assert inked["cross"] == 2 * 13 * 3 - 9
+
+
+def _is_cross(window: np.ndarray) -> bool:
+    """Whether rows in the upper and in the lower quarter of what is drawn are as narrow as each other, and narrow."""
+    rows = [int(row.sum()) // 255 for row in window if row.any()]
+    upper, lower = rows[len(rows) // 8], rows[-1 - len(rows) // 8]
+    return upper == lower and upper < max(rows) / 2
 
 
 @pytest.mark.slow

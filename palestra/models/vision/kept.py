@@ -1,49 +1,79 @@
-"""Embeddings of pictures that were computed with weights which have not changed since."""
+"""What was made of pictures and need not be made again: their embeddings, and the pixels that a tower gets."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Generic, Self, TypeVar
 
 from torch import Tensor
 
-KEPT_BYTES = 256 * 2**20  # about 1,700 pictures of SmolVLM without tiles, or 100 with 16 of them, in float32
+KEPT_BYTES = 256 * 2**20  # of embeddings: about 1,700 pictures of SmolVLM without tiles, or 100 with 16, in float32
+KEPT_PIXELS_BYTES = 64 * 2**20  # about 21 pictures of SmolVLM without tiles, or 1 with 16, in float32
+T = TypeVar("T")
 
 
-class KeptEmbeddings:
-    """The embeddings of pictures by digest, in at most so many bytes; the least recently used is dropped first.
+class _KeptByDigest(ABC, Generic[T]):
+    """What was made of pictures, by their digests, in at most so many bytes; the least recently used is dropped first.
 
-    A copy is empty: it belongs to a model with other weights.
+    A copy is empty: it belongs to another model, which another thread may be computing with.
     """
 
-    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._most, self._bytes = most_bytes, 0
-        self._by_digest: OrderedDict[str, Tensor] = OrderedDict()
+        self._by_digest: OrderedDict[str, T] = OrderedDict()
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> KeptEmbeddings:
-        return KeptEmbeddings(self._most)
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
+        return type(self)(self._most)
 
     def __len__(self) -> int:
         return len(self._by_digest)
 
-    def get(self, digest: str) -> Tensor | None:
-        """Return a picture's embeddings, [F, hidden], or None."""
+    @abstractmethod
+    def bytes_of(self, made: T) -> int:
+        """Return how many bytes a picture's part takes."""
+
+    def get(self, digest: str) -> T | None:
+        """Return what was made of a picture, or None."""
         found = self._by_digest.get(digest)
         if found is not None:
             self._by_digest.move_to_end(digest)
         return found
 
-    def put(self, digest: str, embeddings: Tensor) -> None:
-        """Keep a picture's embeddings, [F, hidden]; those that are larger than all that may be kept are not."""
-        if digest in self._by_digest or embeddings.nbytes > self._most:
+    def put(self, digest: str, made: T) -> None:
+        """Keep what was made of a picture, unless it is larger than all that may be kept."""
+        if digest in self._by_digest or self.bytes_of(made) > self._most:
             return
-        self._by_digest[digest] = embeddings
-        self._bytes += embeddings.nbytes
+        self._by_digest[digest] = made
+        self._bytes += self.bytes_of(made)
         while self._bytes > self._most:
             _, dropped = self._by_digest.popitem(last=False)
-            self._bytes -= dropped.nbytes
+            self._bytes -= self.bytes_of(dropped)
 
     def clear(self) -> None:
-        """Drop all embeddings, because the weights that made them have changed."""
+        """Drop everything."""
         self._by_digest.clear()
         self._bytes = 0
+
+
+class KeptEmbeddings(_KeptByDigest[Tensor]):
+    """The embeddings of pictures, [F, hidden] each, by weights that have not changed since."""
+
+    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
+        super().__init__(most_bytes)
+
+    def bytes_of(self, made: Tensor) -> int:
+        """Return the bytes of a picture's embeddings."""
+        return made.nbytes
+
+
+class KeptPixels(_KeptByDigest[Mapping[str, Tensor]]):
+    """What the tower gets of pictures, [1, …] each by the names of the image processor, whatever the weights are."""
+
+    def __init__(self, most_bytes: int = KEPT_PIXELS_BYTES) -> None:
+        super().__init__(most_bytes)
+
+    def bytes_of(self, made: Mapping[str, Tensor]) -> int:
+        """Return the bytes of a picture's pixels and masks."""
+        return sum(tensor.nbytes for tensor in made.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palestra.errors import ModelError
-from palestra.models.vision.kept import KeptEmbeddings
+from palestra.models.vision.kept import KeptEmbeddings, KeptPixels
 from palestra.models.vision.placed import PictureRows, PlacedPicture, placed_pictures
 from palestra.models.vision.positions import Plane, plane_positions
 from palestra.models.vision.towers import Tower
@@ -54,6 +54,7 @@ class Vision:
         self.tower, self.image_token, self.layout, self.files = tower, image_token, layout, files
         self._processor = processor
         self.kept: KeptEmbeddings | None = KeptEmbeddings()
+        self._kept_pixels = KeptPixels()
         self.computed = 0
 
     def owns(self, name: str) -> bool:
@@ -77,20 +78,33 @@ class Vision:
         known = None if self.kept is None else self.kept.get(digest)
         if known is not None:
             return known
-        if self.pictures is None:
-            raise ModelError(f"picture {digest} can't be found: this model was given no pictures")
-        found = self.of_image(self.pictures.image(digest))
+        found = self._of_pixels(self._pixels_of(digest))
         if self.kept is not None:
             self.kept.put(digest, found)
         return found
 
     def of_image(self, image: Image) -> Tensor:
         """Return the embeddings of a picture that is at hand, [F, hidden]; see `embeddings`."""
+        return self._of_pixels(self.pixels(image))
+
+    def _of_pixels(self, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings of a picture, [F, hidden], of which the tower gets `pixels`, [1, …] each."""
         device = next(iter(self.tower.text.parameters())).device
-        pixels = {name: tensor.to(device) for name, tensor in self.pixels(image).items()}
         self.computed += 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
-            return self.tower(pixels)
+            return self.tower({name: tensor.to(device) for name, tensor in pixels.items()})
+
+    def _pixels_of(self, digest: str) -> Mapping[str, Tensor]:
+        """Return what the tower gets of a stored picture, [1, …] each; see `embeddings`."""
+        known = self._kept_pixels.get(digest)
+        if known is not None:
+            return known
+        if self.pictures is None:
+            raise ModelError(f"picture {digest} can't be found: this model was given no pictures")
+        found = self.pixels(self.pictures.image(digest))
+        if self.trained:  # a further epoch or version computes the picture again; a frozen tower's embeddings stay
+            self._kept_pixels.put(digest, found)
+        return found
 
     def placed(self, ids: Ids, media: Sequence[MediaSpan]) -> list[PlacedPicture]:
         """Return the pictures of a sequence of `ids` [N]; see `placed_pictures`."""

@@ -8,7 +8,7 @@ from palestra.errors import ConfigError, ModelError
 from palestra.models.attention_backend import TrialAttention
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
-from palestra.models.vision.kept import KeptEmbeddings
+from palestra.models.vision.kept import KeptEmbeddings, KeptPixels
 from palestra.models.vision.placed import placed_pictures
 from palestra.types.calls import MediaSpan
 from unit.vision.seeing import (
@@ -81,6 +81,36 @@ def test_embeddings_are_kept_until_the_tower_changes():
         first = frozen.vision.embeddings(digest)
         frozen.take_weights({name: weight + 0.1 for name, weight in frozen.own_weights()})
         assert frozen.vision.embeddings(digest) is first
+
+
+def test_a_picture_is_decoded_and_resized_once_for_a_tower_that_changes():
+    shown = Shown()
+    digest = shown.add(noise(8, 8)).digest
+    trained = seeing(shown, trained=True)
+    trained.vision.kept = None  # as in a trainer
+    with torch.no_grad():
+        first = trained.vision.embeddings(digest)
+        assert torch.equal(trained.vision.embeddings(digest), first)
+        assert shown.asked == [digest]
+        assert torch.equal(trained.vision.of_image(shown.images[digest]), first)
+        assert trained.vision.computed == 3
+        trained.take_weights({name: weight + 0.1 for name, weight in trained.own_weights()})
+        changed = trained.vision.embeddings(digest)
+        assert not torch.equal(changed, first)
+        assert torch.equal(changed, trained.vision.of_image(shown.images[digest]))
+        assert shown.asked == [digest]
+        assert torch.equal(trained.copied().vision.embeddings(digest), changed)
+        assert shown.asked == [digest] * 2  # a copy computes in another thread, and keeps its own
+
+
+def test_no_more_pixels_are_kept_than_their_bytes_allow():
+    kept = KeptPixels(most_bytes=100)
+    kept.put("a", {"pixel_values": torch.zeros(10), "pixel_attention_mask": torch.zeros(5)})
+    kept.put("b", {"pixel_values": torch.zeros(10)})
+    assert kept.get("a") is not None
+    kept.put("c", {"pixel_values": torch.zeros(1)})
+    assert kept.get("b") is None
+    assert len(kept) == 2
 
 
 def test_no_more_embeddings_are_kept_than_their_bytes_allow():
