@@ -1,4 +1,4 @@
-"""Builds the parts of a job whose engine is a pool of worker processes (`engine.replicas`)."""
+"""Builds the parts of a job whose engine is a pool of worker processes: several replicas, or one on another node."""
 
 from __future__ import annotations
 
@@ -16,46 +16,53 @@ from palestra.grammars.pool import Grammars
 from palestra.models.kept_weights import KeptSource, keep_weights
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
+from palestra.processes import start_process
 from palestra.renderers import select_renderer
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
 from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
+from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 
 Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
 
 
-async def pooled_parts(config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str]) -> Parts:
+async def pooled_parts(
+    config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str], places: JobPlaces = HERE
+) -> Parts:
     """Start the engine's workers, and build the other parts of a job in this process.
 
     Args:
         config: the job.
-        settings: of its engine, with at least two replicas.
+        settings: of its engine.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        places: where its processes run.
 
     Raises:
         PalestraError: a worker can't be started; see `build_parts`.
     """
     if isinstance(settings, FakeEngineConfig):
-        engine, _ = await _opened(config, settings, weights, _keep_nothing)
+        engine, _ = await _opened(config, settings, weights, _keep_nothing, places)
         fake = await in_thread(lambda: build_parts(config))
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
     assert isinstance(settings, EmbeddedEngineConfig)
-    shared = await in_thread(lambda: _share(settings))
-    engine, models = await _opened(config.model_copy(update={"engine": shared}), shared, weights, _keep_in(shared))
+    # A worker that has room of its own looks itself how many cores and how much memory that is.
+    shared = settings if places.engine else await in_thread(lambda: _share(settings))
+    keep = _keep_in(shared, places.folder)
+    engine, models = await _opened(config.model_copy(update={"engine": shared}), shared, weights, keep, places)
     try:
-        return await in_thread(lambda: _parts(config, weights, engine, models))
+        return await in_thread(lambda: _parts(config, weights, engine, models, places))
     except BaseException:
         await engine.close()
         raise
 
 
 async def _opened(
-    config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str], keep: Keep
+    config: JobConfig, settings: PooledEngineConfig, weights: Mapping[str, str], keep: Keep, places: JobPlaces
 ) -> tuple[InferenceManager, Mapping[str, SampledModel]]:
     """Return a pool whose workers serve, and the models that they have."""
-    processes = EngineProcesses(config, weights)
+    processes = EngineProcesses(config, weights, places.engine or start_process)
     options = PoolOptions(
         replicas=settings.replicas,
         sync=settings.sync,
@@ -69,24 +76,28 @@ async def _opened(
 
 def _share(settings: EmbeddedEngineConfig) -> EmbeddedEngineConfig:
     """Return what each worker has of the machine: its part of the cores, and of the memory for keys and values."""
-    from palestra.models.device import device_of, memory_bytes
+    from palestra.models.device import available_cores, device_of, memory_bytes
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cache = settings.cache_gib
     if cache is None and device_of(settings.device, "engine.device").type == "cpu":
         cache = memory_bytes() / 4 / settings.replicas / 2**30
-    threads = settings.threads or max(cores // settings.replicas, 1)
+    threads = settings.threads or max(available_cores() // settings.replicas, 1)
     return settings.model_copy(update={"threads": threads, "cache_gib": cache})
 
 
-def _keep_in(settings: EmbeddedEngineConfig) -> Keep:
-    """Return a function that keeps weights in the precision in which the workers have them."""
+def _keep_in(settings: EmbeddedEngineConfig, folder: Path | None) -> Keep:
+    """Return a function that keeps weights in the precision in which the workers have them.
+
+    Args:
+        settings: of the engine.
+        folder: that all machines of the job see; None: the workers are on this one.
+    """
 
     async def keep(policy: str, source: WeightSource) -> KeptWeights:
         import torch
 
         try:
-            return await in_thread(lambda: keep_weights(source, getattr(torch, settings.dtype)))
+            return await in_thread(lambda: keep_weights(source, getattr(torch, settings.dtype), folder))
         except OSError as error:
             raise EngineFailure(
                 f"the weights of {policy} can't be written for the engine's workers: {error}"
@@ -101,7 +112,11 @@ async def _keep_nothing(policy: str, source: WeightSource) -> KeptWeights:
 
 
 def _parts(
-    config: JobConfig, weights: Mapping[str, str], engine: InferenceManager, models: Mapping[str, SampledModel]
+    config: JobConfig,
+    weights: Mapping[str, str],
+    engine: InferenceManager,
+    models: Mapping[str, SampledModel],
+    places: JobPlaces,
 ) -> Parts:
     """Build what is in the job's own process: renderers, grammars and the trainer, and no model to sample from."""
     from palestra.grammars.vocabulary import vocabulary_of
@@ -119,4 +134,4 @@ def _parts(
             engine=engine,
             grammars=Grammars(vocabulary_of(tokenizer, models[name].vocab_size)),
         )
-    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights)
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, places)

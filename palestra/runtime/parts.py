@@ -17,7 +17,9 @@ from palestra.config import (
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
+from palestra.processes import start_process
 from palestra.renderers import ByteTokenizer, ChatMLRenderer, PictureTokens, Renderer, select_renderer
+from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.base import Trainer
 from palestra.types.pictures import Pictures
@@ -39,13 +41,19 @@ class Parts:
     renewable: Renewable | None = None  # the trainer, where its processes may be lost
 
 
-def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None, pictures: Pictures | None = None) -> Parts:
+def build_parts(
+    config: JobConfig,
+    weights: Mapping[str, str] | None = None,
+    pictures: Pictures | None = None,
+    places: JobPlaces = HERE,
+) -> Parts:
     """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
 
     Args:
         config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
         pictures: where the pictures of prompts are found; None: models that see are not shown any.
+        places: where the ranks of its trainer run.
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
@@ -56,8 +64,8 @@ def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None, pic
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
     if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
-        return _external(config, config.engine, weights or {})
-    return _embedded(config, config.engine, weights or {}, pictures)
+        return _external(config, config.engine, weights or {}, places)
+    return _embedded(config, config.engine, weights or {}, pictures, places)
 
 
 def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
@@ -86,7 +94,11 @@ def fake_engine(settings: FakeEngineConfig) -> Engine:
 
 
 def _embedded(
-    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], pictures: Pictures | None
+    config: JobConfig,
+    settings: EmbeddedEngineConfig,
+    weights: Mapping[str, str],
+    pictures: Pictures | None,
+    places: JobPlaces,
 ) -> Parts:
     """Build a job whose engine and trainer are in this process, and share weights that never change."""
     from palestra.models.loading import LoadedModels
@@ -103,16 +115,18 @@ def _embedded(
         )
         for name, one in loaded.items()
     }
-    return parts_with_trainer(config, engine, runtimes, models, weights)
+    return parts_with_trainer(config, engine, runtimes, models, weights, places)
 
 
-def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
+def _external(
+    config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str], places: JobPlaces
+) -> Parts:
     """Build a job whose engine is a server of another project, beside a trainer in this process."""
     from palestra.models.loading import LoadedModels
     from palestra.runtime.engine_servers import served_engine
 
     engine, runtimes = served_engine(config, settings, weights)
-    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights)
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, places)
 
 
 def load_engine(
@@ -213,6 +227,7 @@ def parts_with_trainer(
     runtimes: Mapping[str, PolicyRuntime],
     models: LoadedModels,
     weights: Mapping[str, str],
+    places: JobPlaces = HERE,
 ) -> Parts:
     """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
 
@@ -222,6 +237,7 @@ def parts_with_trainer(
         runtimes: of the policies.
         models: of this process, with which a trainer in it shares weights that never change.
         weights: see `build_parts`.
+        places: where the ranks of a trainer run.
     """
     policies = PolicySet.of(config, runtimes)
     if config.kind != "training":
@@ -232,9 +248,16 @@ def parts_with_trainer(
         own = TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
         return Parts(engine=engine, trainer=own, policies=policies)
     from palestra.runtime.rank_memory import check_memory
+    from palestra.trainer.sharded.processes import RankPlaces
     from palestra.trainer.sharded.trainer import ShardedTrainer
 
-    check_memory(config, {name: weights.get(name, config.policies[name].model) for name in config.trained_policies})
+    check_memory(
+        config,
+        {name: weights.get(name, config.policies[name].model) for name in config.trained_policies},
+        places.rank_memory_gib,
+    )
     assert not isinstance(config.engine, FakeEngineConfig)
-    sharded = ShardedTrainer(config.trainer, config.checkpoint.keep, config.engine.dtype, config.deterministic)
+    ranks = RankPlaces(start=places.trainer or start_process, folder=places.trainer and places.folder)
+    keep, dtype = config.checkpoint.keep, config.engine.dtype
+    sharded = ShardedTrainer(config.trainer, keep, dtype, config.deterministic, ranks)
     return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)

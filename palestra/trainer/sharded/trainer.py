@@ -21,7 +21,7 @@ from palestra.trainer import checkpoint
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.serial import Serial
-from palestra.trainer.sharded.processes import RankProcesses
+from palestra.trainer.sharded.processes import RankPlaces, RankProcesses
 from palestra.trainer.sharded.shares import share_out
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
@@ -39,7 +39,7 @@ class _Policy:
 
 
 class ShardedTrainer:
-    """A `Trainer` over rank processes of this machine, which are started with the first policy.
+    """A `Trainer` over rank processes, which are started with the first policy.
 
     When a rank is lost, all are ended and every call fails with TrainerLost, until `renew` starts others, without
     policies.
@@ -51,7 +51,14 @@ class ShardedTrainer:
 
     event_of_loss = "trainer_lost"
 
-    def __init__(self, config: TrainerConfig, keep: int, weights_dtype: str, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        keep: int,
+        weights_dtype: str,
+        deterministic: bool = False,
+        places: RankPlaces | None = None,
+    ) -> None:
         """Create a trainer without policies, and start nothing yet.
 
         Args:
@@ -59,7 +66,9 @@ class ShardedTrainer:
             keep: how many checkpoints of a policy are kept.
             weights_dtype: precision of the matrices that engines get.
             deterministic: whether the same requests have to give the same bits.
+            places: where the ranks run; None: on this machine.
         """
+        self._places = places or RankPlaces()
         self._config, self._keep, self._weights_dtype = config, keep, weights_dtype
         self._deterministic = deterministic
         self._policies: dict[str, _Policy] = {}
@@ -110,7 +119,7 @@ class ShardedTrainer:
         await self._start()
 
     async def _start(self) -> None:
-        self._ranks = RankProcesses(self._config, self._deterministic)
+        self._ranks = RankProcesses(self._config, self._deterministic, self._places)
         await self._ranks.start()
 
     def version(self, policy: str) -> PolicyVersion:
