@@ -1,8 +1,8 @@
 """Programs that a job starts beside itself, each at the other end of a socket: inference workers, ranks of a trainer.
 
 A program is a module, run as `python -m MODULE FD`, where FD is the number of the open socket. The program ends when
-the job closes its end, and so with the job. `start_process` starts one on this machine; a cluster has a `ProcessStarter`
-of its own.
+the job closes its end, and so with the job. `start_process` starts one on this machine; a cluster has a
+`ProcessStarter` of its own.
 """
 
 from __future__ import annotations

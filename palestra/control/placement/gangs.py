@@ -2,8 +2,8 @@
 
 `STRICT_PACK` puts all on one node. `PACK` does so where it can, and otherwise fills one node after another, the one
 first that holds most of what is left. `SPREAD` gives each process to the node that has the fewest of the job, and packs
-them where that leaves one without room. Larger processes are placed first. This is a heuristic of bin packing, as Ray's
-own is: processes of different sizes may be refused although there is an arrangement of them.
+them where that leaves one without room. Processes with labels are placed first, and larger ones before smaller ones.
+This is a heuristic of bin packing, as Ray's own is: a job may be refused although there is an arrangement of it.
 
 With P processes and N nodes a placement takes O(P P N) at most, and O(P N) where one node holds all.
 """
@@ -123,7 +123,7 @@ def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
         gang: the processes.
         free: what is free on each node; it is not changed.
     """
-    order = sorted(range(len(gang.parts)), key=lambda number: (_size(gang.parts[number].needs), -number), reverse=True)
+    order = sorted(range(len(gang.parts)), key=lambda number: (_turn(gang.parts[number]), -number), reverse=True)
     if gang.placement == "SPREAD":
         spread = _placed_by(_least_used, gang, order, free)
         return spread if isinstance(spread, GangPlaces) else _placed_by(_fewest_nodes, gang, order, free)
@@ -134,6 +134,11 @@ def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
     if gang.placement == "STRICT_PACK" and isinstance(packed, GangPlaces):
         return NoRoom(0, free)
     return packed
+
+
+def _turn(part: GangPart) -> tuple[bool, tuple[int, int, int]]:
+    """Return when a process is placed, the largest result first: those that not every node will do for, by size."""
+    return bool(part.wants), _size(part.needs)
 
 
 def _size(needs: Amounts) -> tuple[int, int, int]:

@@ -62,7 +62,7 @@ STUCK_SECONDS = 5.0  # a stopping job whose event loop is blocked for so long is
 WORK = "work"  # the empty working directory of a job's process, in the job's folder
 WATCH = Path(memory_watch.__file__)
 GIB = 2**30
-KIND_LABEL = "ray.io/accelerator-type"  # of a node; Ray finds it by the driver, or the operator names it
+KIND_LABEL = "ray.io/accelerator-type"  # of a node, which Ray finds by its driver
 PREFIX = "palestra-"  # prefix of actors' and placement groups' names
 
 
