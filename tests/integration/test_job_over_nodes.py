@@ -110,7 +110,7 @@ def test_ranks_and_an_inference_worker_on_other_machines_train_the_same_weights_
     for name in ("calm", "hurt"):
         job = runs[name] = control.submit(MODEL, **RANKS)
         checkpoints = service.state / "jobs" / job.job_id / "run" / "checkpoints"
-        own = urlsplit(job.wait_for_server(300).url).hostname
+        own = urlsplit(job.wait_for_server().url).hostname
         ranks = [node for node in nodes.nodes if programs(node, "palestra.trainer.sharded.rank_process")]
         assert len(ranks) == 2, "the ranks are on two machines"
         if name == "hurt":

@@ -113,12 +113,12 @@ class Rank:
             return FileStore(str(self._order.meeting), self._config.devices)
         if self._order.number == 0:
             return self._store
-        limit = self._config.rank_timeout_seconds
+        seconds = self._config.rank_timeout_seconds * 0.75  # so that this rank says why before the job's time is over
         try:
-            return TCPStore(*at, self._config.devices, is_master=False, timeout=timedelta(seconds=limit * 0.9))
+            return TCPStore(*at, self._config.devices, is_master=False, timeout=timedelta(seconds=seconds))
         except dist.DistError as error:
             raise ConnectionError(
-                f"{socket.gethostname()} can't reach rank 0 at {at[0]}:{at[1]} within {limit * 0.9:.0f} s; look at the "
+                f"{socket.gethostname()} can't reach rank 0 at {at[0]}:{at[1]} within {seconds:.0f} s; look at the "
                 "network between these machines"
             ) from error
 
