@@ -86,7 +86,6 @@ def test_a_job_over_machines_heals_when_one_is_lost_and_ends_as_if_nothing_had_h
     checkpoints = service.state / "jobs" / job.job_id / "run" / "checkpoints"
     own, others = where(job, nodes)
     lost = next(node for node in others if node not in (own, nodes.nodes[0]))  # the first has Ray's head
-    assert len({own, *others}) >= 2
     until(lambda: (checkpoints / "step-000002").exists(), "it has trained")
 
     lost.kill()

@@ -306,7 +306,7 @@ class _Placement:
             trusting = turn.below_overdue > 0
             if needs.is_plain:
                 one = reserve(self._rooms, turn.job_id, needs.total, self._now, trusting)
-                kept = () if one is None else (one,)
+                kept: tuple[Reservation, ...] = () if one is None else (one,)
             else:
                 kept = reserve_gang(self._rooms, turn.job_id, needs, self._now, trusting)
             self._kept = {reservation.node: reservation for reservation in kept}

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hmac
 import os
 import secrets
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
@@ -23,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from psutil import net_if_addrs
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -39,6 +40,7 @@ from palestra.waiting import race
 GIB = 2**30
 CONNECT_SECONDS = 30.0  # for the actor to reach the job, and to show its secret
 SECRET_BYTES = 32
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
 class Bundles:
@@ -282,9 +284,13 @@ class _ProcessHost:
 
 def _interface(address: str) -> dict[str, str]:
     """Return the variables that have gloo and NCCL use the network interface of an address, which they else guess."""
-    for name, addresses in net_if_addrs().items():
-        if any(one.address == address for one in addresses) or (address.startswith("127.") and name == "lo"):
-            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                own = socket.inet_ntoa(found[20:24])  # struct ifreq: 16 bytes of name, then a sockaddr_in
+                if own == address or own.startswith("127.") and address.startswith("127."):
+                    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return {}
 
 

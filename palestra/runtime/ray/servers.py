@@ -136,7 +136,10 @@ class RayServers:
                     ).remote,
                     self._pass_env,
                 )
-                listening = await _listening(actor, order, self._host)
+                found = (await race(_listening(actor, order, self._host), _node_lost(group))).result
+                if isinstance(found, Ended):
+                    raise NodeLost(f"{found.reason}; it is started elsewhere")
+                listening = found
         except BaseException as error:
             await asyncio.shield(self._clear(order.job_id))
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PalestraError):
@@ -375,7 +378,7 @@ async def _gone(node_ids: Collection[str]) -> str | None:
 
 
 async def _node_lost(group: PlacementGroup | None) -> Ended:
-    """Return when a node of a job is dead on which it has other processes than its own.
+    """Return when a node of a job is dead, which may be another one than that of its own process.
 
     The job is started again elsewhere, from its newest checkpoint: Ray would move the bundle, but not what ran in it.
     """
