@@ -289,7 +289,7 @@ def _interface(address: str) -> dict[str, str]:
             with contextlib.suppress(OSError):  # it has no address
                 found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
                 own = socket.inet_ntoa(found[20:24])  # struct ifreq: 16 bytes of name, then a sockaddr_in
-                if own == address or own.startswith("127.") and address.startswith("127."):
+                if own == address or (own.startswith("127.") and address.startswith("127.")):
                     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return {}
 
