@@ -1,4 +1,4 @@
-"""Jobs of several processes on random nodes: nothing is given twice, and equal processes find the room that there is."""
+"""Jobs of several processes on random nodes: nothing is given twice, and equal processes find the room there is."""
 
 from __future__ import annotations
 

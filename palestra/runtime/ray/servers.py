@@ -139,6 +139,7 @@ class RayServers:
                 found = (await race(_listening(actor, order, self._host), _node_lost(group))).result
                 if isinstance(found, Ended):
                     raise NodeLost(f"{found.reason}; it is started elsewhere")
+                assert isinstance(found, Listening)
                 listening = found
         except BaseException as error:
             await asyncio.shield(self._clear(order.job_id))
