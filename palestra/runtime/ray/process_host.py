@@ -35,7 +35,7 @@ from palestra.processes import HOSTED, ending, popen
 from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.job_environment import limit_environment
 from palestra.threads import in_thread
-from palestra.waiting import race
+from palestra.waiting import cancelled, race
 
 GIB = 2**30
 CONNECT_SECONDS = 30.0  # for the actor to reach the job, and to show its secret
@@ -161,21 +161,44 @@ def _variables(order: BundleOrder) -> dict[str, str]:
 
 
 async def _accepted(listener: socket.socket, secret: bytes) -> socket.socket:
-    """Return the first connection that shows the secret; others are closed."""
+    """Return the first connection that shows the secret; others are closed, and hold up nobody."""
     loop = asyncio.get_running_loop()
-    while True:
-        connection, _ = await loop.sock_accept(listener)
-        shown = b""
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(CONNECT_SECONDS):
-                while len(shown) < SECRET_BYTES and (
-                    part := await loop.sock_recv(connection, SECRET_BYTES - len(shown))
-                ):
-                    shown += part
-        if hmac.compare_digest(shown, secret):
+    found: asyncio.Future[socket.socket] = loop.create_future()
+    looking: dict[socket.socket, asyncio.Task[None]] = {}
+
+    async def look(connection: socket.socket) -> None:
+        if not await _shows(connection, secret):
+            connection.close()
+        elif not found.done():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
-        connection.close()
+            found.set_result(connection)
+
+    async def accept() -> None:
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            looking[connection] = asyncio.create_task(look(connection))
+
+    accepting, taken = asyncio.create_task(accept()), None
+    try:
+        taken = await found
+        return taken
+    finally:
+        await cancelled(accepting, *looking.values())
+        for connection in looking.keys() - {taken}:
+            connection.close()
+
+
+async def _shows(connection: socket.socket, secret: bytes) -> bool:
+    """Return whether the other side of a connection sends the secret in time."""
+    shown = b""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(CONNECT_SECONDS):
+            while len(shown) < len(secret):
+                part = await asyncio.get_running_loop().sock_recv(connection, len(secret) - len(shown))
+                if not part:
+                    return False
+                shown += part
+    return hmac.compare_digest(shown, secret)
 
 
 async def _failed(starting: asyncio.Future[Any]) -> None:
