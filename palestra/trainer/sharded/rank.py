@@ -113,14 +113,16 @@ class Rank:
             return FileStore(str(self._order.meeting), self._config.devices)
         if self._order.number == 0:
             return self._store
-        seconds = self._config.rank_timeout_seconds * 0.75  # so that this rank says why before the job's time is over
+        # So that this rank says why before the job's time is over; a TCPStore tries longer than it is told.
+        seconds = self._config.rank_timeout_seconds * 0.75
         try:
-            return TCPStore(*at, self._config.devices, is_master=False, timeout=timedelta(seconds=seconds))
-        except dist.DistError as error:
+            socket.create_connection(at, timeout=seconds).close()
+        except OSError as error:
             raise ConnectionError(
-                f"{socket.gethostname()} can't reach rank 0 at {at[0]}:{at[1]} within {seconds:.0f} s; look at the "
-                "network between these machines"
+                f"{socket.gethostname()} can't reach rank 0 at {at[0]}:{at[1]} within {seconds:.0f} s ({error}); look "
+                "at the network between these machines"
             ) from error
+        return TCPStore(*at, self._config.devices, is_master=False)
 
     def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy, and keep this rank's part of it; see `Trainer.create`."""
