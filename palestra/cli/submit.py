@@ -11,6 +11,8 @@ from palestra.cli.options import add_control, add_set, command, overrides, time_
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
+ROLES = ("engine", "trainer", "runner")
+
 
 def add(commands: Any) -> None:
     """Add the command `submit`, which takes a configuration and the resources that the job holds."""
@@ -59,6 +61,30 @@ def add(commands: Any) -> None:
         default=0.0,
         help="memory that the job holds; a job that uses more is ended. 0: its share of the machine",
     )
+    parser.add_argument("--gpu-kind", metavar="KIND", help="kind of GPU that its node has to have, such as H100")
+    parser.add_argument(
+        "--label",
+        metavar="NAME=VALUE",
+        type=_label,
+        action="append",
+        default=[],
+        help="a label that its node has to have; may be given several times",
+    )
+    parser.add_argument(
+        "--bundle",
+        metavar="ROLE:KEY=VALUE,…",
+        type=_bundle,
+        action="append",
+        default=[],
+        help="what each process of a role holds, perhaps on another node: engine:cpus=4,gpus=1 (docs/nodes.md); may be "
+        "given once for each of engine, trainer and runner",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=("PACK", "STRICT_PACK", "SPREAD"),
+        default="PACK",
+        help="how its processes are placed: on few nodes, on one node, or on many",
+    )
     parser.add_argument(
         "--time-limit",
         metavar="TIME",
@@ -82,6 +108,45 @@ def add(commands: Any) -> None:
     add_control(parser)
 
 
+def _label(text: str) -> tuple[str, str]:
+    """Return a label's name and value.
+
+    Raises:
+        ArgumentTypeError: the text has no `=`.
+    """
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def _bundle(text: str) -> dict[str, Any]:
+    """Return a bundle as the service takes it: `engine:cpus=4,gpus=1,labels.zone=a`.
+
+    Raises:
+        ArgumentTypeError: the role or a key is not known, or a value is no number.
+    """
+    role, _, rest = text.partition(":")
+    if role not in ROLES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {', '.join(ROLES)} before the colon")
+    found: dict[str, Any] = {"role": role, "labels": {}}
+    for setting in filter(None, rest.split(",")):
+        name, value = _label(setting)
+        if name.startswith("labels."):
+            found["labels"][name.removeprefix("labels.")] = value
+        elif name == "gpu_kind":
+            found[name] = value
+        elif name in ("cpus", "gpus", "memory_gib"):
+            try:
+                found[name] = float(value)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"{text!r}: {name} is no number") from None
+        else:
+            known = "cpus, gpus, memory_gib, gpu_kind, labels.NAME"
+            raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is none of {known}")
+    return found
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job, print its id, push the tasks of its files, and watch it where that was asked for."""
     from palestra.cli.watch import show
@@ -98,6 +163,10 @@ def run(arguments: argparse.Namespace) -> int:
             cpus=arguments.cpus,
             gpus=arguments.gpus,
             memory_gib=arguments.memory_gib,
+            gpu_kind=arguments.gpu_kind,
+            labels=dict(arguments.label),
+            bundles=arguments.bundle,
+            placement=arguments.placement,
             priority=arguments.priority,
             private=arguments.private,
             attached=arguments.attached,

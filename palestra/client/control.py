@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import httpx2
@@ -74,6 +74,10 @@ class ControlClient:
         cpus: float | None = None,
         gpus: float = 0.0,
         memory_gib: float = 0.0,
+        gpu_kind: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        bundles: Sequence[Mapping[str, Any]] = (),
+        placement: str = "PACK",
         priority: str = "normal",
         private: bool | None = None,
         attached: bool = False,
@@ -94,6 +98,11 @@ class ControlClient:
             gpus: GPUs that the job holds while it runs: a part of one below 1, whole ones above.
             memory_gib: memory that the job holds while it runs, in GiB; a job that uses more is ended. 0: a share of
                 its machine (docs/operations.md).
+            gpu_kind: the kind of GPU that its node has to have, such as `H100`. None: any.
+            labels: that its node has to have, by name. None: none.
+            bundles: of processes that may be on other nodes, each with `role` (`engine`, `trainer` or `runner`) and
+                what each of them holds: `cpus`, `gpus`, `memory_gib`, `gpu_kind`, `labels` (docs/nodes.md).
+            placement: `PACK`: on few nodes; `STRICT_PACK`: on one node; `SPREAD`: on many nodes.
             priority: `low`, `normal` or `high`.
             private: whether only you and the tenant's admins see the job. None: as the tenant's admins have decided.
             attached: whether to cancel the job when no client has asked for it for a while.
@@ -121,6 +130,10 @@ class ControlClient:
                 **({} if cpus is None else {"cpus": checked_amount("cpus", cpus)}),
                 "gpus": checked_amount("gpus", gpus),
                 "memory_gib": checked_amount("memory_gib", memory_gib),
+                "gpu_kind": gpu_kind,
+                "labels": dict(labels or {}),
+                "bundles": [dict(bundle) for bundle in bundles],
+                "placement": placement,
             },
             "priority": priority,
             "private": private,

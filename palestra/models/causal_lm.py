@@ -531,7 +531,7 @@ def check_architecture(folder: Path) -> None:
         with quiet_transformers(), torch.device("meta"):
             config = AutoConfig.from_pretrained(folder)
             if not sees(config):
-                AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+                AutoModelForCausalLM.from_config(config, attn_implementation=FLAT_ATTENTION)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the model in {folder} can't be trained: {str(error).splitlines()[0]}") from error
 

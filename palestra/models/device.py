@@ -18,6 +18,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set by the control plane, which ends a job that uses more
+CORES_VARIABLE = "PALESTRA_CORES"  # cores that the processes of a job may use; unset: all
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
@@ -95,6 +96,13 @@ def _of_glibc(name: str) -> Callable[..., int] | None:
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use: `PALESTRA_CORES`, or all that the system gives it."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = os.environ.get(CORES_VARIABLE)
+    return here if given is None else max(min(here, int(given)), 1)
 
 
 def memory_bytes() -> int:

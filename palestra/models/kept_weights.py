@@ -34,24 +34,25 @@ class KeptSource:
 class KeptFile:
     """Weights in a file without a name, which is freed with this object, or with this process, however that ends.
 
-    Other processes of the same user read it through `/proc`. Where a system has no `/proc`, the file keeps its name
-    until this object is gone, and a process that is killed leaves it behind.
+    Other processes of the same user read it through `/proc`. Where a system has no `/proc`, or other machines read it,
+    the file keeps its name until this object is gone, and a process that is killed leaves it behind.
     """
 
-    def __init__(self, source: WeightSource, matrices: dtype) -> None:
+    def __init__(self, source: WeightSource, matrices: dtype, folder: Path | None = None) -> None:
         """Write the weights.
 
         Args:
             source: the weights; it may change once this has returned.
             matrices: precision of tensors with two dimensions or more, as the engines have them. Others stay as they
                 are, because a model keeps its norms in the precision of its files.
+            folder: that other machines see, too; None: only processes of this machine read the weights.
 
         Raises:
             OSError: there is no room, or the folder can't be written to.
         """
-        path = weight_folder() / f"palestra-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
+        path = (folder or weight_folder()) / f"palestra-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
         write_weights(LocalWeights(list(_rounded(source, matrices))), path)
-        if OPEN_FILES.exists():
+        if folder is None and OPEN_FILES.exists():
             opened = os.open(path, os.O_RDONLY)
             path.unlink()
             self.source: WeightSource = FileWeights(OPEN_FILES / str(opened))
@@ -61,17 +62,18 @@ class KeptFile:
             weakref.finalize(self, path.unlink, missing_ok=True)
 
 
-def keep_weights(source: WeightSource, matrices: dtype) -> KeptFile | KeptSource:
+def keep_weights(source: WeightSource, matrices: dtype, folder: Path | None = None) -> KeptFile | KeptSource:
     """Keep weights so that a worker can read them at any time. Those of a folder stay there.
 
     Args:
         source: the weights.
         matrices: see `KeptFile`.
+        folder: see `KeptFile`.
 
     Raises:
         OSError: there is no room, or the folder can't be written to.
     """
-    return KeptSource(source) if isinstance(source, SavedWeights) else KeptFile(source, matrices)
+    return KeptSource(source) if isinstance(source, SavedWeights) else KeptFile(source, matrices, folder)
 
 
 def _rounded(source: WeightSource, matrices: dtype) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.environments import environment_of
-from palestra.runtime.model_sizes import Sizes, add_policy, add_reference
+from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, replicas_of
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import read_files
 from palestra.types.conversations import read_conversation
@@ -380,10 +380,13 @@ def _room(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
     if config.trainer.device != "cpu" and torch.cuda.is_available():
         free, whose = torch.cuda.mem_get_info()[0], "the GPU's memory"
     if sizes.memory > free:
+        workers = replicas_of(config)
+        several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
         yield Finding(
-            key="model",
-            text=f"weights, gradients and moments take {sizes.memory / GIB:.1f} GiB, and {free / GIB:.1f} GiB of "
-            f"{whose} are free; choose a smaller model",
+            key="engine.replicas" if workers > 1 else "model",
+            text=f"weights, gradients and moments{several} take {sizes.memory / GIB:.1f} GiB, and {free / GIB:.1f} GiB "
+            f"of {whose} are free, so that {(sizes.memory - free) / GIB:.1f} GiB are missing; choose a smaller model"
+            + (", or fewer workers" if workers > 1 else ""),
         )
     # One more than are kept: the oldest is removed when the newest is whole.
     saved, disk = sizes.saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free

@@ -1,4 +1,4 @@
-"""Builds the parts of a job whose engine is a pool of workers: processes, or servers (`engine.replicas`)."""
+"""Builds the parts of a job whose engine is a pool of workers: processes here or on other nodes, or servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from palestra.models.kept_weights import KeptSource, keep_weights
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
 from palestra.pictures.stored import StoredPictures
+from palestra.processes import start_process
 from palestra.renderers import select_renderer
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
 from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
+from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 
@@ -31,40 +33,46 @@ async def pooled_parts(
     settings: PooledEngineConfig,
     weights: Mapping[str, str],
     pictures: StoredPictures | None = None,
+    places: JobPlaces = HERE,
 ) -> Parts:
     """Start the engine's workers, and build the other parts of a job in this process.
 
     Args:
         config: the job.
-        settings: of its engine, with at least two replicas.
+        settings: of its engine.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
         pictures: see `build_parts`; the workers read them in the same folder.
+        places: where its processes run.
 
     Raises:
         PalestraError: a worker can't be started; see `build_parts`.
     """
     if isinstance(settings, FakeEngineConfig):
-        engine = await _opened(config, settings, EngineProcesses(config, weights).start, _keep_nothing)
+        processes = EngineProcesses(config, weights, None, places.engine or start_process)
+        engine = await _opened(config, settings, processes.start, _keep_nothing)
         fake = await in_thread(lambda: build_parts(config))
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
     if isinstance(settings, VllmEngineConfig | SglangEngineConfig):
-        return await _served_parts(config, settings, weights)
+        return await _served_parts(config, settings, weights, places)
     assert isinstance(settings, EmbeddedEngineConfig)
-    shared = await in_thread(lambda: _share(settings))
-    processes = EngineProcesses(
-        config.model_copy(update={"engine": shared}), weights, None if pictures is None else pictures.folder
-    )
-    engine = await _opened(config, shared, processes.start, _keep_in(shared))
+    # A worker that has room of its own looks itself how many cores and how much memory that is.
+    shared = settings if places.engine else await in_thread(lambda: _share(settings))
+    ordered, shown = config.model_copy(update={"engine": shared}), None if pictures is None else pictures.folder
+    processes = EngineProcesses(ordered, weights, shown, places.engine or start_process)
+    engine = await _opened(config, shared, processes.start, _keep_in(shared, places.folder))
     try:
-        return await in_thread(lambda: _parts(config, weights, engine, processes.models, pictures))
+        return await in_thread(lambda: _parts(config, weights, engine, processes.models, pictures, places))
     except BaseException:
         await engine.close()
         raise
 
 
 async def _served_parts(
-    config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]
+    config: JobConfig,
+    settings: VllmEngineConfig | SglangEngineConfig,
+    weights: Mapping[str, str],
+    places: JobPlaces,
 ) -> Parts:
     """Build a job whose workers are servers of another project, beside a trainer in this process."""
     from palestra.models.loading import LoadedModels
@@ -73,10 +81,12 @@ async def _served_parts(
 
     models = await in_thread(lambda: read_served_models(config, weights))
     workers = ServerWorkers(config, settings, models)
-    engine = await _opened(config, settings, workers.start, _keep_in(settings), workers.most)
+    engine = await _opened(config, settings, workers.start, _keep_in(settings, places.folder), workers.most)
     try:
         runtimes = await in_thread(lambda: served_runtimes(config, models, engine))
-        return await in_thread(lambda: parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, None))
+        return await in_thread(
+            lambda: parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, None, places)
+        )
     except BaseException:
         await engine.close()
         raise
@@ -100,24 +110,28 @@ async def _opened(
 
 def _share(settings: EmbeddedEngineConfig) -> EmbeddedEngineConfig:
     """Return what each worker has of the machine: its part of the cores, and of the memory for keys and values."""
-    from palestra.models.device import device_of, memory_bytes
+    from palestra.models.device import available_cores, device_of, memory_bytes
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cache = settings.cache_gib
     if cache is None and device_of(settings.device, "engine.device").type == "cpu":
         cache = memory_bytes() / 4 / settings.replicas / 2**30
-    threads = settings.threads or max(cores // settings.replicas, 1)
+    threads = settings.threads or max(available_cores() // settings.replicas, 1)
     return settings.model_copy(update={"threads": threads, "cache_gib": cache})
 
 
-def _keep_in(settings: EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig) -> Keep:
-    """Return a function that keeps weights in the precision in which the workers have them."""
+def _keep_in(settings: EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig, folder: Path | None) -> Keep:
+    """Return a function that keeps weights in the precision in which the workers have them.
+
+    Args:
+        settings: of the engine.
+        folder: that all machines of the job see; None: the workers are on this one.
+    """
 
     async def keep(policy: str, source: WeightSource) -> KeptWeights:
         import torch
 
         try:
-            return await in_thread(lambda: keep_weights(source, getattr(torch, settings.dtype)))
+            return await in_thread(lambda: keep_weights(source, getattr(torch, settings.dtype), folder))
         except OSError as error:
             raise EngineFailure(
                 f"the weights of {policy} can't be written for the engine's workers: {error}"
@@ -137,6 +151,7 @@ def _parts(
     engine: InferenceManager,
     models: Mapping[str, SampledModel],
     pictures: StoredPictures | None,
+    places: JobPlaces,
 ) -> Parts:
     """Build what is in the job's own process: renderers, grammars and the trainer, and no model to sample from."""
     from palestra.grammars.vocabulary import vocabulary_of
@@ -156,4 +171,4 @@ def _parts(
             engine=engine,
             grammars=Grammars(vocabulary_of(tokenizer, models[name].vocab_size)),
         )
-    return parts_with_trainer(config, engine, runtimes, LoadedModels(pictures=pictures), weights, pictures)
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(pictures=pictures), weights, pictures, places)

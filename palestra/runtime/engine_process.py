@@ -1,19 +1,17 @@
-"""Engine workers as processes of this machine: `EngineProcesses` in the job, and the program that such a process runs.
+"""Engine workers as processes: `EngineProcesses` in the job, and the program that such a process runs.
 
-python -m palestra.runtime.engine_process FD, where FD is one end of a pair of sockets, whose other end the job's
-process has. So no other process can connect, and the worker ends when the job closes its end, or dies.
+python -m palestra.runtime.engine_process FD, where FD is one end of a socket, whose other end the job's process has. So
+no other process can connect, and the worker ends when the job closes its end, or dies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,14 +27,15 @@ from palestra.backend.worker_engine import WorkerEngine
 from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
 from palestra.engine.base import Engine
 from palestra.engine.pool.worker import StartedWorker
-from palestra.errors import EngineFailure, PalestraError
+from palestra.errors import EngineFailure, PalestraError, ServerFailed
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
+from palestra.processes import ProcessStarter, die_with_parent, open_stream, start_process
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 
 REAP_SECONDS = 2.0  # between the end of a worker's socket and that of its process
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+PROGRAM = "palestra.runtime.engine_process"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +52,24 @@ class SampledModel:
 
 
 class EngineProcesses:
-    """Starts the workers of a job, all with the same models."""
+    """Starts the workers of a job, all with the same models, on this machine or where a cluster has given them room."""
 
-    def __init__(self, config: JobConfig, weights: Mapping[str, str], pictures: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        weights: Mapping[str, str],
+        pictures: Path | None = None,
+        start: ProcessStarter = start_process,
+    ) -> None:
         """Start none yet.
 
         Args:
             config: the job, with what each worker has of threads and memory.
             weights: folders to load models from, instead of the policies' `model`, by the policy's name.
             pictures: folder in which the pictures of prompts are found; None: models that see are not shown any.
+            start: starts the process of a worker.
         """
+        self._start = start
         self._order = {
             "config": config.model_dump(mode="json"),
             "weights": dict(weights),
@@ -80,15 +87,16 @@ class EngineProcesses:
             EngineFailure: the process has died.
             PalestraError: the models can't be loaded.
         """
-        ours, theirs = socket.socketpair()
-        process = _started(theirs)
-        ended = asyncio.create_task(in_thread(process.wait, "palestra-engine-worker"))
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            process = await self._start(PROGRAM, {})
+        except ServerFailed as error:  # another start may succeed
+            raise EngineFailure(str(error)) from error
+        reader, writer = await open_stream(process.connection)
         channel = Channel(reader, writer)
 
         async def cause() -> str:
             with contextlib.suppress(TimeoutError):
-                return _how(await asyncio.wait_for(asyncio.shield(ended), REAP_SECONDS))
+                return await asyncio.wait_for(process.how_ended(), REAP_SECONDS)
             return "has closed its connection"
 
         try:
@@ -112,20 +120,6 @@ class EngineProcesses:
         return StartedWorker(engine, kill, process.pid)
 
 
-def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Return a process that has one end of a pair of sockets, which this process has no longer.
-
-    Called on the event loop, because the kernel ends the worker with the thread that has started it.
-    """
-    with theirs:
-        words = [sys.executable, "-m", "palestra.runtime.engine_process", str(theirs.fileno())]
-        return subprocess.Popen(words, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-
-
-def _how(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-
 async def _first(channel: Channel) -> dict[str, Any] | None:
     """Return the first message of the other side; None: the channel was closed."""
     async with contextlib.aclosing(channel.frames()) as frames:  # type: ignore[type-var]
@@ -144,7 +138,7 @@ async def _serve(number: int) -> None:
     Args:
         number: of the descriptor of the socket.
     """
-    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=number))
+    reader, writer = await open_stream(socket.socket(fileno=number))
     channel = Channel(reader, writer, sends_json=True)
     message = await _first(channel)
     if message is None:
@@ -188,15 +182,9 @@ def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
     return engine, models
 
 
-def _die_with_the_job() -> None:
-    """Have the kernel end this process with the job's: a stopped process would not see that its socket is closed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-
-
 def main() -> None:
     """Serve an engine to the job that has started this process."""
-    _die_with_the_job()
+    die_with_parent()
     # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"%(name)s[{os.getpid()}]: %(message)s")

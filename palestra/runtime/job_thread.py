@@ -23,7 +23,7 @@ from palestra.runtime.console import Console
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
-from palestra.runtime.runner_fleet import RunnerStarter
+from palestra.runtime.places import HERE, JobPlaces
 from palestra.types.records import Task
 from palestra.waiting import race
 
@@ -156,7 +156,7 @@ class JobThread:
         scored: Sequence[Task] | None = None,
         own_code: bool = False,
         given: Collection[Split] = (),
-        starter: RunnerStarter | None = None,
+        places: JobPlaces = HERE,
         most_replicas: int | None = None,
     ) -> None:
         """Prepare the thread; `start` starts it.
@@ -169,14 +169,14 @@ class JobThread:
             scored: tasks to score the model on; see `local_job`.
             own_code: whether the user's own classes may be imported; see `local_job`.
             given: splits whose tasks are pushed; see `local_job`.
-            starter: starts runners; see `local_job`.
+            places: where its processes run; see `local_job`.
             most_replicas: inference workers that may be asked for; see `local_job`.
         """
         if config.engine.kind != "fake":
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given
-        self._starter, self._most_replicas = starter, most_replicas
+        self._places, self._most_replicas = places, most_replicas
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -257,7 +257,7 @@ class JobThread:
             scored=self._scored,
             own_code=self._own_code,
             given=self._given,
-            starter=self._starter,
+            places=self._places,
             most_replicas=self._most_replicas,
         ) as job:
             await _give_back_of_before(job)

@@ -31,11 +31,10 @@ from palestra.runtime.housekeeping import looked_after
 from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import Parts, build_parts
+from palestra.runtime.places import HERE, JobPlaces
 from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, runners_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
-from palestra.runtime.runner_fleet import RunnerStarter
-from palestra.runtime.runner_process import start_process
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.shared_base import BaseConnection, connect_base
 from palestra.runtime.tasks import load_tasks, read_files
@@ -66,7 +65,7 @@ async def local_job(
     scored: Sequence[Task] | None = None,
     own_code: bool = False,
     given: Collection[Split] = (),
-    starter: RunnerStarter | None = None,
+    places: JobPlaces = HERE,
     most_replicas: int | None = None,
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
@@ -80,7 +79,7 @@ async def local_job(
             says.
         own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
         given: splits whose tasks are pushed to the job, so that its environment makes none; see `load_tasks`.
-        starter: starts the runners of `environment.runners`; None: as processes of this machine.
+        places: where its processes run beside this one.
         most_replicas: inference workers that those who have the job's key may ask for; None: any number.
 
     Raises:
@@ -105,7 +104,7 @@ async def local_job(
         trained = (
             config if scored is None else config.model_copy(update={"kind": "inference"})
         )  # scoring needs no trainer
-        parts, base = await _parts(trained, weights or {}, folder)
+        parts, base = await _parts(trained, weights or {}, folder, places)
         runtimes = parts.policies.runtimes
         config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
         if resumed:
@@ -194,7 +193,7 @@ async def local_job(
                 start.succeeded = True
                 renewable = base or parts.renewable
                 renewal = None if renewable is None else Renewal(renewable, again)
-                fleet = fleet_of(config, plane, url_of(listener), starter or start_process) if apart else None
+                fleet = fleet_of(config, plane, url_of(listener), places.runner) if apart else None
                 watchdog = _watchdog(plane, work, plays_itself=pool is not None or fleet is not None)
                 async with fleet or contextlib.nullcontext():
                     yield LocalJob(
@@ -253,15 +252,16 @@ async def _note_layouts(store: RunStore, runtimes: Mapping[str, PolicyRuntime]) 
 
 
 async def _parts(
-    config: JobConfig, weights: Mapping[str, str], folder: RunFolder
+    config: JobConfig, weights: Mapping[str, str], folder: RunFolder, places: JobPlaces
 ) -> tuple[Parts, BaseConnection | None]:
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
-    if isinstance(config.engine, PooledEngineConfig) and config.engine.workers > 1:
-        return await pooled_parts(config, config.engine, weights, pictures), None
-    built = await in_thread(lambda: build_parts(config, weights, pictures))  # in a thread of its own, not of a pool
+    if isinstance(config.engine, PooledEngineConfig) and (config.engine.workers > 1 or places.engine is not None):
+        return await pooled_parts(config, config.engine, weights, pictures, places), None
+    # In a thread of its own, not of a pool.
+    built = await in_thread(lambda: build_parts(config, weights, pictures, places))
     return built, None
 
 

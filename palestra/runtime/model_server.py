@@ -18,20 +18,20 @@ from palestra.errors import PalestraError, ServerFailed
 from palestra.models.catalog import exact_model
 from palestra.runtime.console import console_of
 from palestra.runtime.job_thread import JobThread
-from palestra.runtime.runner_fleet import RunnerStarter
+from palestra.runtime.places import HERE, JobPlaces
 from palestra.threads import in_thread
 
 
 class ModelServer:
     """Runs a job in `folder`: its run is in `folder/run`, its log in `folder/log.txt`."""
 
-    def __init__(self, starter: RunnerStarter | None = None) -> None:
+    def __init__(self, places: JobPlaces = HERE) -> None:
         """Create a server without a job.
 
         Args:
-            starter: starts runners of an environment; None: as processes of this machine.
+            places: where the job's processes run beside this one.
         """
-        self._starter = starter
+        self._places = places
         self._thread: JobThread | None = None
         self._trains = True
         self._url: str | None = None
@@ -72,7 +72,7 @@ class ModelServer:
                 weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
             # The service has looked at the configuration; a tenant's key must not lift what it has allowed.
             most = job_config.engine.workers if isinstance(job_config.engine, PooledEngineConfig) else None
-            self._thread = JobThread(job_config, console, weights=weights, starter=self._starter, most_replicas=most)
+            self._thread = JobThread(job_config, console, weights=weights, places=self._places, most_replicas=most)
             job = await self._thread.start()
         self._url = job.url
         return self._url

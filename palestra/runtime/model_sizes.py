@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palestra.config import JobConfig
+from palestra.config.engine import PooledEngineConfig
 from palestra.runtime.role_check import past_copies
 
 TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two moments in float32
@@ -20,13 +21,14 @@ class Sizes:
 
     Attributes:
         trained: in memory, of weights that are of one policy alone, with gradients and moments.
-        shared: in memory, of weights that never change, which all policies share: by model, precision and device.
+        shared: in memory, of weights that never change, which all policies share: by model, precision, device and,
+            where the engine is in processes of its own, the part of the job that has them.
         saved: of one checkpoint of each policy.
         versions: on the disk, of the past versions of pools.
     """
 
     trained: int = 0
-    shared: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    shared: dict[tuple[str, str, str, str], int] = field(default_factory=dict)
     saved: int = 0
     versions: int = 0
 
@@ -61,11 +63,19 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
         return
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
     past = past_copies(config, name)
-    in_engine = BYTES[getattr(config.engine, "dtype", "bfloat16")] * (1 + past)
+    workers = replicas_of(config)
+    # Beside several workers the job keeps one copy, which a worker that is started again reads.
+    copies = (1 + past) * workers + (1 if workers > 1 else 0)
+    in_engine = BYTES[getattr(config.engine, "dtype", "bfloat16")] * copies
     sizes.trained += parameters * (in_engine + TRAINED_BYTES * networks + copied)
     sizes.saved += parameters * (SAVED_BYTES * networks + copied)
     # One more than a pool has: the oldest is removed when the newest is whole.
     sizes.versions += parameters * VERSION_BYTES * (past + 1) if past else 0
+
+
+def replicas_of(config: JobConfig) -> int:
+    """Return how many processes sample, each with copies of the models of its own."""
+    return config.engine.replicas if isinstance(config.engine, PooledEngineConfig) else 1
 
 
 def add_reference(sizes: Sizes, config: JobConfig, model: str, parameters: int) -> None:
@@ -78,12 +88,13 @@ class _Shared:
 
     def __init__(self, sizes: Sizes, config: JobConfig) -> None:
         self._shared = sizes.shared
-        device = str(getattr(config.engine, "device", "auto"))
-        self.in_engine = self._adder(str(getattr(config.engine, "dtype", "bfloat16")), device)
-        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device)
+        device, workers = str(getattr(config.engine, "device", "auto")), replicas_of(config)
+        apart = "engine" if workers > 1 else ""
+        self.in_engine = self._adder(str(getattr(config.engine, "dtype", "bfloat16")), device, apart, workers)
+        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device, "", 1)
 
-    def _adder(self, dtype: str, device: str) -> Callable[[str, int], None]:
+    def _adder(self, dtype: str, device: str, part: str, copies: int) -> Callable[[str, int], None]:
         def add(model: str, parameters: int) -> None:
-            self._shared[model, dtype, device] = parameters * BYTES[dtype]
+            self._shared[model, dtype, device, part] = parameters * BYTES[dtype] * copies
 
         return add

@@ -18,7 +18,9 @@ from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
 from palestra.pictures.stored import StoredPictures
+from palestra.processes import start_process
 from palestra.renderers import ByteTokenizer, ChatMLRenderer, PictureTokens, Renderer, select_renderer
+from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.base import Trainer
 
@@ -40,7 +42,10 @@ class Parts:
 
 
 def build_parts(
-    config: JobConfig, weights: Mapping[str, str] | None = None, pictures: StoredPictures | None = None
+    config: JobConfig,
+    weights: Mapping[str, str] | None = None,
+    pictures: StoredPictures | None = None,
+    places: JobPlaces = HERE,
 ) -> Parts:
     """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
 
@@ -48,6 +53,7 @@ def build_parts(
         config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
         pictures: where the pictures of prompts are found; None: models that see are not shown any.
+        places: where the ranks of its trainer run.
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
@@ -58,8 +64,8 @@ def build_parts(
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
     if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
-        return _external(config, config.engine, weights or {})
-    return _embedded(config, config.engine, weights or {}, pictures)
+        return _external(config, config.engine, weights or {}, places)
+    return _embedded(config, config.engine, weights or {}, pictures, places)
 
 
 def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
@@ -88,7 +94,11 @@ def fake_engine(settings: FakeEngineConfig) -> Engine:
 
 
 def _embedded(
-    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], pictures: StoredPictures | None
+    config: JobConfig,
+    settings: EmbeddedEngineConfig,
+    weights: Mapping[str, str],
+    pictures: StoredPictures | None,
+    places: JobPlaces,
 ) -> Parts:
     """Build a job whose engine and trainer are in this process, and share weights that never change."""
     from palestra.models.loading import LoadedModels
@@ -105,10 +115,12 @@ def _embedded(
         )
         for name, one in loaded.items()
     }
-    return parts_with_trainer(config, engine, runtimes, models, weights, pictures)
+    return parts_with_trainer(config, engine, runtimes, models, weights, pictures, places)
 
 
-def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str]) -> Parts:
+def _external(
+    config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str], places: JobPlaces
+) -> Parts:
     """Build a job whose engine is a server of another project, beside a trainer in this process."""
     from palestra.models.loading import LoadedModels
     from palestra.runtime.engine_servers import EngineServers
@@ -116,7 +128,9 @@ def _external(config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig
 
     models = read_served_models(config, weights)
     engine = EngineServers(config, settings, models).engine()
-    return parts_with_trainer(config, engine, served_runtimes(config, models, engine), LoadedModels(), weights, None)
+    return parts_with_trainer(
+        config, engine, served_runtimes(config, models, engine), LoadedModels(), weights, None, places
+    )
 
 
 def load_engine(
@@ -218,6 +232,7 @@ def parts_with_trainer(
     models: LoadedModels,
     weights: Mapping[str, str],
     pictures: StoredPictures | None,
+    places: JobPlaces = HERE,
 ) -> Parts:
     """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
 
@@ -228,6 +243,7 @@ def parts_with_trainer(
         models: of this process, with which a trainer in it shares weights that never change.
         weights: see `build_parts`.
         pictures: see `build_parts`.
+        places: where the ranks of a trainer run.
     """
     policies = PolicySet.of(config, runtimes)
     if config.kind != "training":
@@ -238,10 +254,17 @@ def parts_with_trainer(
         own = TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
         return Parts(engine=engine, trainer=own, policies=policies)
     from palestra.runtime.rank_memory import check_memory
+    from palestra.trainer.sharded.processes import RankPlaces
     from palestra.trainer.sharded.trainer import ShardedTrainer
 
-    check_memory(config, {name: weights.get(name, config.policies[name].model) for name in config.trained_policies})
+    check_memory(
+        config,
+        {name: weights.get(name, config.policies[name].model) for name in config.trained_policies},
+        places.rank_memory_gib,
+    )
     assert not isinstance(config.engine, FakeEngineConfig)
     folder = None if pictures is None else pictures.folder
-    sharded = ShardedTrainer(config.trainer, config.checkpoint.keep, config.engine.dtype, config.deterministic, folder)
+    ranks = RankPlaces(start=places.trainer or start_process, folder=places.trainer and places.folder)
+    keep, dtype = config.checkpoint.keep, config.engine.dtype
+    sharded = ShardedTrainer(config.trainer, keep, dtype, config.deterministic, ranks, folder)
     return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)

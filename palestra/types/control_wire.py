@@ -13,6 +13,7 @@ from pydantic import Field
 from palestra.config import JobKind
 from palestra.errors import Forbidden
 from palestra.types.gpus import GpuUse
+from palestra.types.jobs import Placement, Role
 from palestra.types.wire import Body, JsonObject, Name
 
 # Upper bounds keep numbers within what SQLite, PostgreSQL and JavaScript clients can hold exactly.
@@ -21,8 +22,8 @@ Limit = Annotated[int, Field(ge=1, lt=2**53)]
 Amount = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 
 
-class ResourcesBody(Body):
-    """The resources that a job holds while it runs, in a request and in an answer."""
+class ProcessBody(Body):
+    """What one process holds while it runs."""
 
     cpus: float = Field(
         1.0, ge=0, allow_inf_nan=False, description="Cores. A request that leaves them out on a shared base: 0.25."
@@ -34,6 +35,42 @@ class ResourcesBody(Body):
         allow_inf_nan=False,
         description="Its processes are ended together when they use more. 0: not counted, and a share of the "
         "node is what they may use (docs/operations.md).",
+    )
+    gpu_kind: Name | None = Field(
+        None, description="The kind of GPU that its node has to have, as `GET /cluster` shows it. None: any."
+    )
+    labels: dict[Name, Name] = Field({}, max_length=8, description="Labels that its node has to have, by name.")
+
+
+class BundleBody(ProcessBody):
+    """What each process of one role holds, in place of a part of what the job's own process holds."""
+
+    role: Role = Field(
+        description="`engine`: inference workers (`engine.replicas`); `trainer`: ranks (`trainer.devices`); `runner`: "
+        "runners (`environment.runners`)."
+    )
+    count: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="How many processes: as many as the configuration has of this role; another number is refused. "
+        "None: taken from there.",
+    )
+
+
+class ResourcesBody(ProcessBody):
+    """The resources that a job holds while it runs: those of its own process, and its bundles (docs/nodes.md)."""
+
+    bundles: list[BundleBody] = Field(
+        [],
+        max_length=3,
+        description="Of processes that may be on other nodes than the job's own. A role without one: its processes are "
+        "on the job's node, and their cores are added to `cpus`.",
+    )
+    placement: Placement = Field(
+        "PACK",
+        description="How own process and bundles are placed. `PACK`: on few nodes; `STRICT_PACK`: on one node; "
+        "`SPREAD`: on many nodes.",
     )
 
 
@@ -98,6 +135,7 @@ class JobView(Body):
         None, description="How long it may run, over all of its starts; None: any time."
     )
     node: str | None
+    bundle_nodes: list[str] = Field([], description="Where the processes of its bundles run or ran last, in order.")
     cancel_requested: bool
     config: JsonObject
     from_job: str | None = Field(None, description="The job whose weights it starts from; None: the config's model.")
@@ -187,6 +225,8 @@ class NodeView(Body):
     jobs: int
     gpu_use: list[GpuUse] = Field([], description="What its graphics cards do, where their driver says it.")
     gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or it has no card.")
+    gpu_kind: str | None = Field(None, description="Of its graphics cards; None: it has none, or it is not known.")
+    labels: dict[str, str] = Field({}, description="That the operator has given it, for `labels` of a job.")
 
 
 class QuotaBody(Body):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, get_args
 
 from palestra.config import JobKind as JobKind  # exported again, because the records here use it
@@ -11,6 +12,8 @@ from palestra.errors import InvalidRequest
 from palestra.types.states import JobState
 
 Priority = Literal["low", "normal", "high"]
+Role = Literal["engine", "trainer", "runner"]
+Placement = Literal["PACK", "STRICT_PACK", "SPREAD"]
 JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)  # ascending: jobs of the last one are placed first
 
@@ -21,24 +24,29 @@ MOST = 1e9  # cores, GPUs or GiB: far more than any cluster has, and exact as a 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Resources:
-    """The resources that a job holds while it is STARTING or RUNNING.
+class ProcessResources:
+    """The resources of one process, or of processes that are on one machine together.
 
     Attributes:
         cpus: cores.
         gpus: a part of one GPU below 1, whole GPUs above.
-        memory_gib: memory of the job's processes; 0: not counted, and the job may use a share of the node.
+        memory_gib: memory of its processes; 0: not counted, and they may use a share of the node.
+        gpu_kind: the kind of GPU that its node has to have, as Ray names it (`H100`); None: any node.
+        labels: that its node has to have.
     """
 
     cpus: float = 1.0
     gpus: float = 0.0
     memory_gib: float = 0.0
+    gpu_kind: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Refuse amounts that no machine can give.
 
         Raises:
-            InvalidRequest: a number is negative, over `MOST` or too fine, or `gpus` is neither a part of one nor whole.
+            InvalidRequest: a number is negative, over `MOST` or too fine, or `gpus` is neither a part of one nor whole;
+                or a kind of GPU is asked for without any GPU.
         """
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus), ("memory_gib", self.memory_gib)):
             if not 0 <= amount <= MOST:  # also refuses NaN
@@ -53,6 +61,44 @@ class Resources:
             raise InvalidRequest(f"gpus is {self.gpus}; give a part of one, or whole ones", "resources.gpus")
         if self.cpus == 0 and self.gpus == 0:
             raise InvalidRequest("a job needs a part of a CPU or of a GPU", "resources.cpus")
+        if self.gpu_kind is not None and self.gpus == 0:
+            raise InvalidRequest(f"gpu_kind is {self.gpu_kind!r}, and gpus is 0; ask for GPUs", "resources.gpu_kind")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle(ProcessResources):
+    """The resources of each process of one role, which may be on another node than the job's own process.
+
+    Attributes not listed here mean what they mean in `ProcessResources`.
+
+    Attributes:
+        role: `engine` (an inference worker), `trainer` (a rank) or `runner`.
+        count: how many processes there are, at least 1.
+    """
+
+    role: Role
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources(ProcessResources):
+    """The resources that a job holds while it is STARTING or RUNNING: those of its own process, and its bundles.
+
+    Attributes not listed here mean what they mean in `ProcessResources`.
+
+    Attributes:
+        bundles: of its processes that may be on other nodes, each role once; (): all of the job is on one node.
+        placement: how its own process and its bundles are placed. `PACK`: on few nodes; `STRICT_PACK`: on one node;
+            `SPREAD`: on many nodes.
+    """
+
+    bundles: tuple[Bundle, ...] = ()
+    placement: Placement = "PACK"
+
+    @property
+    def parts(self) -> tuple[ProcessResources, ...]:
+        """Return what the job's own process holds, then what each process of its bundles does, role by role."""
+        return (self, *(bundle for bundle in self.bundles for _ in range(bundle.count)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +154,8 @@ class JobRecord:
         ran_seconds: how long it was RUNNING until `changed_at`, over all of its starts.
         url: of its data plane; None: there is none at the moment.
         run_dir: folder of its run; None before the first start.
-        node: where it runs or ran last; None before the first start.
+        node: where its own process runs or ran last; None before the first start.
+        bundle_nodes: where its bundles run or ran last, in the order of `Resources.parts` without its own process.
         cancel_requested: whether it ends as soon as it can.
         log_tail: last lines of its log, kept when it ends; None: there are none.
         base_id: base server of the service on which it runs or ran last; None: it has a model of its own, or has not
@@ -137,6 +184,7 @@ class JobRecord:
     url: str | None
     run_dir: str | None
     node: str | None
+    bundle_nodes: tuple[str, ...]
     cancel_requested: bool
     log_tail: str | None
     from_job: str | None
@@ -213,6 +261,7 @@ class JobFields(TypedDict, total=False):
     url: str | None
     run_dir: str | None
     node: str | None
+    bundle_nodes: tuple[str, ...]
     restarts_left: int
     log_tail: str | None
     base_id: str | None

@@ -61,15 +61,17 @@ class Nodes:
     def address(self) -> str:
         return f"{self.nodes[0].address}:{self.port}"
 
-    def add(self, *, cpus: int, gpus: int = 0, settings: Mapping[str, str] | None = None) -> Node:
-        """Start a node; `settings` are variables that its model servers will have."""
+    def add(
+        self, *, cpus: int, gpus: int = 0, settings: Mapping[str, str] | None = None, labels: str | None = None
+    ) -> Node:
+        """Start a node; `settings` are variables that its model servers will have, `labels` as Ray takes them."""
         number = len(self.nodes)
         here = f"127.0.0.{number + 2}"  # of 127.0.0.1 Ray makes the address of the network card
         head = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         where = [f"--address={self.address}"] if self.nodes else head
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, f"--node-ip-address={here}"]
         command += ["--disable-usage-stats", f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
-        command += [f"--object-store-memory={128 * 2**20}"]
+        command += [f"--object-store-memory={128 * 2**20}", *([] if labels is None else [f"--labels={labels}"])]
         log = self.folder / f"node-{number}.log"
         with log.open("wb") as out:
             popen = subprocess.Popen(

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
-from palestra.control.placement.fitting import NOTHING, RunningJob
+from palestra.control.placement.fitting import NOTHING, RunningJob, added
 from palestra.control.rights.permissions import Action
 from palestra.control.store.decisions import is_draining
 from palestra.http.app import request_schema
@@ -34,9 +34,9 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
         bases = scheduler.bases.running()
         nodes, gpus = [], await scheduler.gpu_use()
         for node in scheduler.nodes:
-            jobs = [job for job in held if job.node_id == node.node_id]
             cards = gpus.get(node.node_id, GpuReading())
-            here = jobs + [base.held for base in bases if base.held.node_id == node.node_id]
+            here = [job.held_on(node.node_id) for job in (*held, *(base.held for base in bases))]
+            cpus, gpu_shares, memory = added(NOTHING, *here)
             nodes.append(
                 NodeView(
                     node_id=node.node_id,
@@ -45,10 +45,12 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
                     cpus=node.cpus,
                     gpus=node.gpus,
                     memory_gib=node.memory_gib,
-                    free_cpus=node.cpus - sum(job.needs.cpus for job in here),
-                    free_gpus=node.gpus - sum(job.needs.gpus for job in here),
-                    free_memory_gib=node.memory_gib - sum(job.needs.memory_gib for job in here),
-                    jobs=len(jobs),
+                    free_cpus=node.cpus - cpus / SHARES,
+                    free_gpus=node.gpus - gpu_shares / SHARES,
+                    free_memory_gib=node.memory_gib - memory / 1024,
+                    jobs=sum(any(place.node_id == node.node_id for _, place in job.places) for job in held),
+                    gpu_kind=node.gpu_kind,
+                    labels=dict(node.labels),
                     gpu_use=list(cards.cards),
                     gpu_problem=cards.problem,
                 )
@@ -89,7 +91,9 @@ def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
                 state=record.state.value,
                 reason=record.reason,
                 node=record.node,
-                **asdict(record.resources),
+                cpus=record.resources.cpus,
+                gpus=record.resources.gpus,
+                memory_gib=record.resources.memory_gib,
                 starts=record.starts,
                 idle_seconds=None if base.idle_since is None else max(now - base.idle_since, 0.0),
                 jobs=len(jobs),

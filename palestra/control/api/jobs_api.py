@@ -12,6 +12,7 @@ from palestra.control.accounts.identity import Identity
 from palestra.control.api import artifacts, streams
 from palestra.control.api.access import ControlPlane
 from palestra.control.api.submission import allowed, recorded_source, request_of
+from palestra.control.jobs.job_resources import body_of
 from palestra.control.jobs.launcher import LOG_FILE, RUN
 from palestra.control.rights.permissions import Action
 from palestra.errors import InvalidRequest, NotFound
@@ -25,7 +26,6 @@ from palestra.types.control_wire import (
     JobKeyView,
     JobList,
     JobView,
-    ResourcesBody,
     ServerView,
     SubmitJob,
 )
@@ -250,13 +250,13 @@ def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> Job
         waits: why a queued job does not start; None: the record's reason is shown.
         place: of a queued job, among all that wait; None: it does not wait, or its turn is not known yet.
     """
-    needs = job.resources
-    made_here = ("resources", "reason", "state", "place")
+    made_here = ("resources", "reason", "state", "place", "bundle_nodes")
     shown: dict[str, Any] = {name: getattr(job, name) for name in JobView.model_fields if name not in made_here}
     return JobView(
         **shown,
         state=job.state.value,
         reason=waits or job.reason,
         place=place,
-        resources=ResourcesBody(cpus=needs.cpus, gpus=needs.gpus, memory_gib=needs.memory_gib),
+        resources=body_of(job.resources),
+        bundle_nodes=list(job.bundle_nodes),
     )

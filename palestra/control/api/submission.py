@@ -14,9 +14,10 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, JobConfig, not_frozen, parse_config
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
-from palestra.control.jobs.launcher import RUN, runners_of
+from palestra.control.jobs.job_resources import resources_of
+from palestra.control.jobs.launcher import RUN
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.shared_jobs import LIGHT_CPUS, adapters_of, check_shared
+from palestra.control.jobs.shared_jobs import adapters_of, check_shared
 from palestra.control.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
 from palestra.control.rights.permissions import Action
 from palestra.errors import ConfigError, InvalidRequest
@@ -47,7 +48,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
     source = None if body.from_job is None else await plane.job(by, body.from_job, Action.JOB_READ)
     # A configuration may be as long as a body, and is read several times.
-    kind, given, adapters = await plane.pool.run(_completed, body, source, by, plane.rules)
+    kind, given, adapters, resources = await plane.pool.run(_completed, body, source, by, plane.rules)
     step = None
     if source is not None:
         run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])
@@ -59,7 +60,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         kind=kind,
         priority=body.priority,
         config=given,
-        resources=_resources(body, adapters, runners_of(given)),
+        resources=resources,
         attached=body.attached,
         private=await _private(plane, body, by, (source, recorded)),
         restarts_limit=body.restarts,
@@ -73,8 +74,8 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
 
 def _completed(
     body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules
-) -> tuple[JobKind, dict[str, Any], int]:
-    """Return the kind and the whole configuration of a submission, and its adapters on a shared base.
+) -> tuple[JobKind, dict[str, Any], int, Resources]:
+    """Return the kind and the whole configuration of a submission, its adapters on a shared base, and what it holds.
 
     Args:
         body: the submission.
@@ -89,7 +90,8 @@ def _completed(
     config = _checked(given, rules)
     if source is not None:
         given = _with_model_of(source, given, config)
-    return config.kind, allowed(given, by, rules), adapters_of(config)
+    adapters = adapters_of(config)
+    return config.kind, allowed(given, by, rules), adapters, resources_of(body.resources, config, adapters)
 
 
 def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:
@@ -130,20 +132,6 @@ async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, give
     run = plane.scheduler.folder_of(source.job_id) / RUN
     await asyncio.to_thread(check_recorded, run, source.job_id, plane.store.clock.now())
     return source
-
-
-def _resources(body: SubmitJob, adapters: int, runners: int) -> Resources:
-    """Return what a job holds; one with adapters on a shared base, which computes for it, needs few cores.
-
-    Args:
-        body: the submission.
-        adapters: of the job on a shared base.
-        runners: processes that play its environment, with a core each beside those that were asked for.
-    """
-    asked = body.resources
-    light = adapters > 0 and "cpus" not in asked.model_fields_set and asked.gpus == 0
-    own = LIGHT_CPUS if light else asked.cpus
-    return Resources(cpus=own + runners, gpus=asked.gpus, memory_gib=asked.memory_gib)
 
 
 async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: Sequence[JobRecord | None]) -> bool:

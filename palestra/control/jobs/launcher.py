@@ -16,7 +16,7 @@ from palestra.control.jobs.deadlines import limit_is_over
 from palestra.control.placement.fitting import Node
 from palestra.errors import PalestraError
 from palestra.types.gpus import GpuReading
-from palestra.types.jobs import JobRecord, Resources
+from palestra.types.jobs import JobRecord, ProcessResources, Resources, Role
 from palestra.types.states import JobState
 
 RUN = "run"  # name of the run's folder in a job's folder
@@ -92,13 +92,30 @@ def ended_text(ended: Ended) -> str:
     return json.dumps({"ending": ended.ending.value, "reason": ended.reason})
 
 
-def read_ended(folder: Path) -> Ended | None:
-    """Return how a server ended, from `ENDED_FILE`; None: there is no such file, because the server was killed."""
+def read_ended(folder: Path, name: str = ENDED_FILE) -> Ended | None:
+    """Return how a server ended, from a file in its folder; None: there is no such file, because it was killed."""
     try:
-        found = json.loads((folder / ENDED_FILE).read_text())
+        found = json.loads((folder / name).read_text())
         return Ended(ending=Ending(found["ending"]), reason=str(found["reason"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleOrder:
+    """A place for one process of a job beside its own, which the job fills.
+
+    Attributes:
+        role: what runs there: see `Bundle`.
+        node: where it is.
+        resources: what it holds.
+        memory_gib: how much memory its processes may use before they are ended; None: any amount.
+    """
+
+    role: Role
+    node: str
+    resources: ProcessResources
+    memory_gib: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,10 +127,11 @@ class ServerOrder:
         config: a JobConfig as JSON.
         folder: of the job: its run, and its log.
         node: where to start it.
-        resources: what the job holds.
+        resources: what its own process holds, and how its bundles are placed.
         weights: by policy an absolute folder, or a name of the hub, instead of the policy's `model`.
         memory_gib: how much memory its processes may use before the job is ended; None: any amount.
         base_key: file with the job's key for its base server; None: the job has none.
+        bundles: places for its other processes, in the order of `Resources.parts`.
     """
 
     job_id: str
@@ -124,6 +142,7 @@ class ServerOrder:
     weights: Mapping[str, str] = field(default_factory=dict)
     memory_gib: float | None = None
     base_key: Path | None = None
+    bundles: tuple[BundleOrder, ...] = ()
 
 
 def runners_of(config: Mapping[str, Any]) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from palestra.config import parse_config
-from palestra.control.jobs.launcher import ENDED_FILE, RUN, ServerOrder
+from palestra.control.jobs.launcher import ENDED_FILE, RUN, BundleOrder, ServerOrder
 from palestra.control.jobs.rules import Rules
 from palestra.control.jobs.shared_jobs import at_base
 from palestra.control.jobs.sources import recorded_job, with_own_episodes, with_own_weights
 from palestra.control.placement.fitting import Node, memory_limit_gib
-from palestra.types.jobs import JobRecord
+from palestra.types.jobs import JobRecord, ProcessResources, Resources
 
 
 async def order_of(
@@ -20,8 +20,8 @@ async def order_of(
     folder: Path,
     folder_of: Callable[[str], Path],
     rules: Rules,
-    node_id: str,
-    node: Node | None,
+    node_ids: Sequence[str],
+    nodes: Mapping[str, Node],
     base: tuple[str, Path] | None,
 ) -> ServerOrder:
     """Prepare a job's folder, and return the order for its server.
@@ -31,8 +31,8 @@ async def order_of(
         folder: of the job.
         folder_of: returns the folder of another job.
         rules: the operator's.
-        node_id: where it starts.
-        node: the same; None: it is gone.
+        node_ids: where it starts: its own process, then those of its bundles.
+        nodes: those that there are, by id.
         base: address of its base server, and the file of its key there; None: the job has none.
 
     Raises:
@@ -52,9 +52,22 @@ async def order_of(
         job_id=job.job_id,
         config=config if base is None else at_base(config, base[0]),
         folder=folder,
-        node=node_id,
+        node=node_ids[0],
         resources=job.resources,
         weights=weights,
-        memory_gib=None if node is None else memory_limit_gib(job.resources, node),
+        memory_gib=_limit(job.resources, nodes.get(node_ids[0])),
         base_key=None if base is None else base[1],
+        bundles=tuple(_bundle_orders(job.resources, node_ids[1:], nodes)),
     )
+
+
+def _bundle_orders(resources: Resources, node_ids: Sequence[str], nodes: Mapping[str, Node]) -> Iterator[BundleOrder]:
+    """Yield the places of a job's processes beside its own."""
+    roles = [(bundle.role, bundle) for bundle in resources.bundles for _ in range(bundle.count)]
+    for (role, needs), node_id in zip(roles, node_ids, strict=True):
+        yield BundleOrder(role=role, node=node_id, resources=needs, memory_gib=_limit(needs, nodes.get(node_id)))
+
+
+def _limit(needs: ProcessResources, node: Node | None) -> float | None:
+    """Return the memory that a process may use on its node, in GiB; None: the node is gone, or its memory unknown."""
+    return None if node is None else memory_limit_gib(needs, node)

@@ -353,7 +353,8 @@ def _bases(path: Path, table: Any) -> BaseLimits:
     if (dtype := table.get("dtype", "bfloat16")) not in ("bfloat16", "float32"):
         raise ConfigError(f"{path}: bases.dtype is {dtype!r}; it is 'bfloat16' or 'float32'")
     try:
-        resources = Resources(**{key: float(table[key]) for key in _BASE_AMOUNTS if key in table})
+        given: dict[str, Any] = {key: float(table[key]) for key in _BASE_AMOUNTS if key in table}
+        resources = Resources(**given)
     except InvalidRequest as error:
         raise ConfigError(f"{path}: bases: {error}") from error
     others = {key: value for key, value in table.items() if key not in _BASE_AMOUNTS}

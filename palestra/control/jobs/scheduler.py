@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from palestra.control.jobs.orders import order_of
 from palestra.control.jobs.rules import Rules
 from palestra.control.jobs.shared_jobs import KnownKinds, by_base
 from palestra.control.placement.bases import part_of_base
-from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_left
+from palestra.control.placement.fitting import GpuShare, Node, PlacedBundle, RunningJob, counted, devices_left
 from palestra.control.placement.placement import JobStart, PlacementPolicy
 from palestra.control.placement.reasons import refusal, short
 from palestra.control.placement.sharing import no_room, place_all
@@ -49,7 +49,7 @@ from palestra.errors import (
     StoreUnreachable,
 )
 from palestra.types.gpus import GpuReading
-from palestra.types.jobs import LIVE_STATES, JobRecord, Resources
+from palestra.types.jobs import LIVE_STATES, JobRecord, ProcessResources, Resources
 from palestra.types.states import JobState
 from palestra.waiting import race
 
@@ -264,6 +264,7 @@ class JobScheduler:
             expected_end=_expected_end(job, now),
             starting=starting,
             beside=part_of_base(self._rules.bases, job.adapters),
+            bundles=start.bundles,
         )
 
     def _live(self, job_id: str, life: object) -> None:
@@ -299,22 +300,23 @@ class JobScheduler:
                 job.job_id,
                 JobState.QUEUED,
                 JobState.STARTING,
-                f"starting on node {short(start.node_id)}",
+                _starting_on(start),
                 node=start.node_id,
+                bundle_nodes=tuple(place.node_id for place in start.bundles),
                 run_dir=str(folder / RUN),
                 base_id=base_id,
             )
         except Conflict:  # the job was cancelled meanwhile
             return
-        server = await self._started(job, start.node_id)
+        server = await self._started(job, (start.node_id, *(place.node_id for place in start.bundles)))
         if isinstance(server, Ended):
             await self._over(job.job_id, server)
         else:
             await self._watch(job.job_id, server)
 
-    async def _started(self, job: JobRecord, node_id: str) -> Listening | Ended:
+    async def _started(self, job: JobRecord, node_ids: Sequence[str]) -> Listening | Ended:
         """Start a server, and return it, or how the start ended."""
-        starting = asyncio.ensure_future(self._launch(job, node_id))
+        starting = asyncio.ensure_future(self._launch(job, node_ids))
         self._starting[job.job_id] = starting
         try:
             if job.job_id in self._cancelled:  # cancelled before this task existed
@@ -336,12 +338,12 @@ class JobScheduler:
         finally:
             del self._starting[job.job_id]
 
-    async def _launch(self, job: JobRecord, node_id: str) -> Listening:
+    async def _launch(self, job: JobRecord, node_ids: Sequence[str]) -> Listening:
         """Prepare a job's folder, and have the launcher start its server."""
         at = None if job.base_id is None else await self.bases.admit(job.job_id, job.base_id, self.policy.quotas)
-        node = next((node for node in self.nodes if node.node_id == node_id), None)
+        nodes = {node.node_id: node for node in self.nodes}
         return await self._launcher.start(
-            await order_of(job, self.folder_of(job.job_id), self.folder_of, self._rules, node_id, node, at)
+            await order_of(job, self.folder_of(job.job_id), self.folder_of, self._rules, node_ids, nodes, at)
         )
 
     async def _watch(self, job_id: str, server: Listening) -> None:
@@ -431,9 +433,7 @@ class JobScheduler:
                 continue
             await self.bases.readmit(job)
             self._deadlines.watch(job)
-            node_id = job.node or ""
-            devices = self._devices(node_id, job.resources)
-            start = JobStart(job_id=job.job_id, node_id=node_id, devices=devices)
+            start = self._start_of(job)
             self._hold(job, start, starting=job.state is JobState.STARTING)
             self._live(job.job_id, self._find(job.job_id))
 
@@ -464,10 +464,25 @@ class JobScheduler:
                 log.warning("job %s is %s, and something of its server was left; it is ended", job_id, job.state)
                 await self._launcher.stop(job_id, 0.0)
 
-    def _devices(self, node_id: str, needs: Resources) -> tuple[GpuShare, ...]:
+    def _start_of(self, job: JobRecord) -> JobStart:
+        """Return where the processes of a job are that an earlier scheduler started."""
+        found: list[PlacedBundle] = []
+        for part, node_id in zip(job.resources.parts, (job.node or "", *job.bundle_nodes), strict=True):
+            found.append(PlacedBundle(node_id, self._devices(node_id, part, found)))
+        own, *others = found
+        return JobStart(job_id=job.job_id, node_id=own.node_id, devices=own.devices, bundles=tuple(others))
+
+    def _devices(self, node_id: str, needs: ProcessResources, own: Sequence[PlacedBundle] = ()) -> tuple[GpuShare, ...]:
         """Return devices for what an earlier scheduler started: as many as it holds. Which ones is not known."""
         node = next((node for node in self.nodes if node.node_id == node_id), None)
-        return () if node is None else devices_left(node, needs, (*self.running.values(), *self.bases.held()))
+        return () if node is None else devices_left(node, needs, (*self.running.values(), *self.bases.held()), own)
+
+
+def _starting_on(start: JobStart) -> str:
+    """Return where a job starts, in words."""
+    others = sorted({short(place.node_id) for place in start.bundles if place.node_id != start.node_id})
+    own = f"starting on node {short(start.node_id)}"
+    return f"{own}, with processes on {', '.join(others)}" if others else own
 
 
 def _expected_end(job: JobRecord, now: float) -> float | None:

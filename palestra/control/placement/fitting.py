@@ -1,18 +1,19 @@
 """Free resources of nodes: whether a job fits, where it fits best, and where it could start soonest.
 
-Sums are exact: CPUs and GPUs are counted in parts of 1/SHARES, memory in MiB. A job runs on one node. A part of a GPU
-lies on one device, and whole GPUs are whole devices. Within one decision free amounts only shrink.
+Sums are exact: CPUs and GPUs are counted in parts of 1/SHARES, memory in MiB. What is placed here is on one node;
+`gangs` places jobs of several processes. A part of a GPU lies on one device, and whole GPUs are whole devices. Within
+one decision free amounts only shrink.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from palestra.types.jobs import SHARES, Resources
+from palestra.types.jobs import SHARES, ProcessResources, Resources
 
 LEAST_MEMORY_GIB = 4.0  # what a job that asked for no memory may use at least
 
@@ -57,6 +58,8 @@ class Node:
         memory_gib: memory; 0: not known.
         alive: whether the node answers.
         draining: whether running jobs go on, but none starts.
+        gpu_kind: of its devices, such as `H100`; None: it has none, or it is not known.
+        labels: that the operator has given it.
     """
 
     node_id: str
@@ -65,6 +68,8 @@ class Node:
     memory_gib: float
     alive: bool = True
     draining: bool = False
+    gpu_kind: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def is_open(self) -> bool:
@@ -77,6 +82,18 @@ class Node:
         return Amounts(round(self.cpus * SHARES), self.gpus * SHARES, math.floor(self.memory_gib * 1024 + 1e-6))
 
 
+class PlacedBundle(NamedTuple):
+    """Where one process of a job's bundles is, and the GPUs that it holds there.
+
+    Attributes:
+        node_id: of its node.
+        devices: GPUs that it holds; CPUs and memory are those that it needs.
+    """
+
+    node_id: str
+    devices: tuple[GpuShare, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningJob:
     """A job that is STARTING or RUNNING, with what it holds. It holds CPUs and memory as it needs.
@@ -86,12 +103,13 @@ class RunningJob:
         tenant: the owner's.
         submitted_at: Unix seconds.
         needs: resources that it asked for.
-        node_id: where it runs.
-        devices: GPUs that it holds.
+        node_id: where its own process runs.
+        devices: GPUs that its own process holds.
         since: when its start was decided, Unix seconds.
         expected_end: Unix seconds; None: unknown; infinite: it runs until it is stopped.
         starting: whether it is STARTING, so that it counts as one of the limited starts.
         beside: counted for its tenant beside its needs: its part of a base server, which holds it on a node.
+        bundles: where the processes of its bundles are, in the order of `Resources.parts`.
     """
 
     job_id: str
@@ -104,11 +122,23 @@ class RunningJob:
     expected_end: float | None = None
     starting: bool = False
     beside: Amounts = NOTHING
+    bundles: tuple[PlacedBundle, ...] = ()
 
     @property
     def counts(self) -> Amounts:
         """Return what is counted for its tenant."""
-        return added(counted(self.needs), self.beside)
+        return added(total(self.needs), self.beside)
+
+    @property
+    def places(self) -> Iterator[tuple[Amounts, PlacedBundle]]:
+        """Yield what each of its processes holds, and where, its own process first."""
+        held = (PlacedBundle(self.node_id, self.devices), *self.bundles)
+        for part, place in zip(self.needs.parts, held, strict=True):
+            yield counted(part), place
+
+    def held_on(self, node_id: str) -> Amounts:
+        """Return what it holds on a node."""
+        return added(NOTHING, *(needs for needs, place in self.places if place.node_id == node_id))
 
 
 class Allocation(NamedTuple):
@@ -129,7 +159,7 @@ class Allocation(NamedTuple):
     devices: tuple[GpuShare, ...]
 
 
-def memory_limit_gib(needs: Resources, node: Node) -> float | None:
+def memory_limit_gib(needs: ProcessResources, node: Node) -> float | None:
     """Return how much memory a job's processes may use on a node, in GiB; None: the node's memory is not known.
 
     A job that asked for memory may use that much. A job that asked for none may use the share of the node's memory that
@@ -144,15 +174,20 @@ def memory_limit_gib(needs: Resources, node: Node) -> float | None:
     return min(max(max(parts, default=0.0) * node.memory_gib, LEAST_MEMORY_GIB), node.memory_gib)
 
 
-def counted(resources: Resources) -> Amounts:
-    """Return what a job needs in whole numbers, memory rounded up."""
+def counted(resources: ProcessResources) -> Amounts:
+    """Return what one process needs, or all of a job without bundles, in whole numbers, memory rounded up."""
     memory = math.ceil(resources.memory_gib * 1024 - 1e-6)
     return Amounts(round(resources.cpus * SHARES), round(resources.gpus * SHARES), memory)
 
 
-def added(one: Amounts, other: Amounts) -> Amounts:
-    """Return the sum of two amounts."""
-    return Amounts(*map(int.__add__, one, other))
+def total(resources: Resources) -> Amounts:
+    """Return what all processes of a job need together."""
+    return added(*(counted(part) for part in resources.parts))
+
+
+def added(*amounts: Amounts) -> Amounts:
+    """Return the sum of amounts, of which there is at least one."""
+    return Amounts(*map(sum, zip(*amounts, strict=True)))
 
 
 def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[GpuShare, ...] | None:
@@ -173,17 +208,20 @@ def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[G
     return tuple(GpuShare(device, SHARES) for _, device in chosen) if len(chosen) * SHARES == gpus else None
 
 
-def devices_left(node: Node, needs: Resources, running: Iterable[RunningJob]) -> tuple[GpuShare, ...]:
+def devices_left(
+    node: Node, needs: ProcessResources, running: Iterable[RunningJob], own: Iterable[PlacedBundle] = ()
+) -> tuple[GpuShare, ...]:
     """Return devices of a node for something that holds as many as it needs; which ones is not known.
 
     Args:
         node: where it runs.
         needs: of it.
         running: all others that hold resources.
+        own: places of other processes of the same job.
     """
     free = [SHARES] * node.gpus
-    for other in running:
-        for device, share in other.devices if other.node_id == node.node_id else ():
+    for place in (*own, *(place for other in running for _, place in other.places)):
+        for device, share in place.devices if place.node_id == node.node_id else ():
             free[device] -= share
     return devices_for(counted(needs).gpus, free, free) or ()
 
@@ -238,6 +276,21 @@ class FreeResources:
         if devices:
             self._count()
 
+    def hold_all(self, needs: Iterable[Amounts]) -> list[tuple[GpuShare, ...]] | None:
+        """Take resources away for several processes, and return their devices; None: not all of them fit.
+
+        Args:
+            needs: of each process.
+        """
+        found = []
+        for one in needs:
+            devices = devices_for(one.gpus, self.devices, self.devices) if self.fits(one) else None
+            if devices is None:
+                return None
+            self.give(one, devices)
+            found.append(devices)
+        return found
+
     def leftover(self, needs: Amounts) -> tuple[int, ...]:
         """Return what would be left over after a job starts, in order of importance; the smallest result fits best.
 
@@ -255,21 +308,22 @@ class FreeResources:
 class FreeOnNode(FreeResources):
     """A node on which jobs may start: what is free now, and which jobs hold the rest."""
 
-    __slots__ = ("_lasting", "capacity", "holdings", "node_id")
+    __slots__ = ("capacity", "gpu_kind", "holdings", "labels", "lasting", "node_id")
 
     def __init__(self, node: Node) -> None:
         capacity = node.capacity
         super().__init__(capacity.cpus, capacity.memory, [SHARES] * node.gpus)
         self.node_id, self.capacity = node.node_id, capacity
+        self.gpu_kind, self.labels = node.gpu_kind, node.labels
         self.holdings: list[Allocation] = []
-        self._lasting = self.copy()  # what is free when all jobs that ever end have ended
+        self.lasting = self.copy()  # what is free when all jobs that ever end have ended
 
     def hold(self, holding: Allocation) -> None:
         """Add a job that holds resources on this node."""
         self.give(holding.needs, holding.devices)
         self.holdings.append(holding)
         if holding.ends == math.inf:
-            self._lasting.give(holding.needs, holding.devices)
+            self.lasting.give(holding.needs, holding.devices)
 
     def could_hold(self, needs: Amounts) -> bool:
         """Return whether a job would fit if the node was empty."""
@@ -277,7 +331,7 @@ class FreeOnNode(FreeResources):
 
     def will_fit(self, needs: Amounts) -> bool:
         """Return whether a job fits when all jobs that ever end have ended."""
-        return self._lasting.fits(needs)
+        return self.lasting.fits(needs)
 
     def soonest_by_ends(self, needs: Amounts, now: float) -> tuple[float, FreeResources] | None:
         """Return when a job fits if all others end as expected, and what is free then.
@@ -312,18 +366,18 @@ class FreeOnNode(FreeResources):
 
 @dataclass(kw_only=True, slots=True)
 class Reservation:
-    """The node that is kept for the first job that does not fit, so that no later job delays it.
+    """A node that is kept for the first job that does not fit, so that no later job delays it.
 
     Attributes:
         job_id: of the first job.
-        needs: of the first job.
+        needs: of each of its processes that are to be on this node.
         node: the kept node.
         then: what will be free on it when the first job can start, without the job itself.
         starts_at: when that is; None: unknown.
     """
 
     job_id: str
-    needs: Amounts
+    needs: tuple[Amounts, ...]
     node: FreeOnNode
     then: FreeResources
     starts_at: float | None
@@ -337,13 +391,13 @@ class Reservation:
             needs: of the later job.
             ends: its expected end; None: unknown.
         """
-        if self._is_over(ends):
+        if self.is_over(ends):
             return devices_for(needs.gpus, self.node.devices, self.node.devices)
         devices = devices_for(needs.gpus, self.node.devices, self.then.devices)
         if devices is not None:
             room = self.then.copy()
             room.give(needs, devices)
-            if room.fits(self.needs):
+            if room.hold_all(self.needs) is not None:
                 return devices
         return None
 
@@ -355,10 +409,10 @@ class Reservation:
             devices: GPUs that it got.
             ends: its expected end; None: unknown.
         """
-        if not self._is_over(ends):
+        if not self.is_over(ends):
             self.then.give(needs, devices)
 
-    def _is_over(self, ends: float | None) -> bool:
+    def is_over(self, ends: float | None) -> bool:
         """Return whether a job with this expected end has ended when the first job can start."""
         return ends is not None and self.starts_at is not None and ends <= self.starts_at
 
@@ -391,9 +445,9 @@ def reserve(rooms: Iterable[FreeOnNode], job_id: str, needs: Amounts, now: float
         timed = [(soonest, node) for node in nodes if (soonest := node.soonest_by_ends(needs, now))]
         if timed:
             (at, then), node = min(timed, key=lambda found: (found[0][0], found[1].node_id))
-            return Reservation(job_id=job_id, needs=needs, node=node, then=then, starts_at=at)
+            return Reservation(job_id=job_id, needs=(needs,), node=node, then=then, starts_at=at)
     aged = [(soonest, node) for node in nodes if (soonest := node.soonest_by_age(needs))]
     if aged:
         (_, then), node = min(aged, key=lambda found: (found[0][0], found[1].node_id))
-        return Reservation(job_id=job_id, needs=needs, node=node, then=then, starts_at=None)
+        return Reservation(job_id=job_id, needs=(needs,), node=node, then=then, starts_at=None)
     return None

@@ -2,7 +2,8 @@
 
 Jobs have their turns in the order of `turns`. A job that fits starts where the least is left over (`fitting`). For the
 first job that fits nowhere a node is kept, and later jobs start only where they do not delay it (backfill). A job that
-its tenant's quota stops keeps its part of the quota in the same way. No job waits for ever:
+its tenant's quota stops keeps its part of the quota in the same way. Of a job of several processes (`gangs`) all start
+together, and nodes are kept for all of them. No job waits for ever:
 
 - a waiting job ages until it is overdue, once the finite number of jobs that its tenant submitted before it are over;
 - a finite number of jobs is overdue for longer than it is, so it becomes the first;
@@ -25,15 +26,24 @@ from palestra.control.placement.fitting import (
     FreeOnNode,
     GpuShare,
     Node,
+    PlacedBundle,
     Reservation,
     RunningJob,
     best_fit,
-    counted,
     devices_for,
     reserve,
 )
+from palestra.control.placement.gangs import Gang, GangPlaces, fit_gang, gang_of, reserve_gang
 from palestra.control.placement.queues import QueueEntry, TenantQueue, WaitingJob, in_order
-from palestra.control.placement.reasons import Shortage, behind, name_of, short, sizes_of, too_large, with_part
+from palestra.control.placement.reasons import (
+    Shortage,
+    behind,
+    gang_shortage,
+    gang_too_large,
+    name_of,
+    short,
+    with_part,
+)
 from palestra.control.placement.tenants import Quota, QuotaReservation, TenantUsage
 
 
@@ -62,13 +72,15 @@ class JobStart:
 
     Attributes:
         job_id: of the job.
-        node_id: where it starts.
-        devices: GPUs that it holds from now on; CPUs and memory are those that it needs.
+        node_id: where its own process starts.
+        devices: GPUs that this process holds from now on; CPUs and memory are those that it needs.
+        bundles: the same of the processes of its bundles, in the order of `Resources.parts`.
     """
 
     job_id: str
     node_id: str
     devices: tuple[GpuShare, ...]
+    bundles: tuple[PlacedBundle, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +177,6 @@ class _Placement:
         self, running: Sequence[RunningJob], nodes: Sequence[Node], policy: PlacementPolicy, now: float
     ) -> None:
         self._nodes, self._policy, self._now = nodes, policy, now
-        self._sizes = sizes_of(nodes)
         self._rooms = _rooms(nodes, running)
         self._starts_left = policy.starts_at_once - sum(job.starting for job in running)
         self._starts: list[JobStart] = []
@@ -173,15 +184,15 @@ class _Placement:
         self._turns: list[QueueEntry] = []  # of the jobs that wait
         self._impossible: dict[str, str] = {}
         # Answers that many jobs share, by their needs; the best fit with the number of starts when it was found.
-        self._refusals: dict[Amounts, str | None] = {}
-        self._reached: dict[Amounts, bool] = {}
-        self._best: dict[Amounts, tuple[int, FreeOnNode | None]] = {}
-        self._short: list[tuple[str, Amounts]] = []  # jobs that wait for room
+        self._refusals: dict[Gang, str | None] = {}
+        self._reached: dict[Gang, bool] = {}
+        self._best: dict[Gang, tuple[int, GangPlaces | None]] = {}
+        self._short: list[tuple[str, Gang]] = []  # jobs that wait for room
         self._first: QueueEntry | None = None  # the first of these, which no other job may delay
-        self._kept: Reservation | None = None
+        self._kept: dict[FreeOnNode, Reservation] = {}  # for the first job; none, or one for each node that it gets
         # Jobs that would delay the first one: the soonest end by needs, and (tenant, priority, needs).
-        self._kept_back: dict[Amounts, float] = {}
-        self._overtaken: set[tuple[str, str, Amounts]] = set()
+        self._kept_back: dict[Gang, float] = {}
+        self._overtaken: set[tuple[str, str, Gang]] = set()
         self._held = False  # whether a job waits although there is room for it
 
     def lines(self, queue: Iterable[WaitingJob], running: Iterable[RunningJob]) -> list[TenantQueue]:
@@ -203,7 +214,7 @@ class _Placement:
 
     def decide(self, turn: QueueEntry) -> None:
         """Start the job whose turn it is, or record why it waits."""
-        job, account, needs, counts = turn.job, turn.line.account, counted(turn.job.needs), turn.job.counts
+        job, account, needs, counts = turn.job, turn.line.account, gang_of(turn.job.needs), turn.job.counts
         if over := account.refusal(counts):
             self._impossible[job.job_id] = with_part(over, job.beside)
             return
@@ -212,7 +223,7 @@ class _Placement:
             return
         reason = self._obstacle(turn, needs)
         if reason is None and (found := self._find(turn, needs)):
-            self._start(turn, needs, *found)
+            self._start(turn, needs, found)
             return
         self._waiting[job.job_id] = self._behind(turn, needs) if reason is None else reason
         self._turns.append(turn)
@@ -221,13 +232,14 @@ class _Placement:
 
     def decision(self) -> Decision:
         """Return the decision, after putting shortages into words."""
-        shortage, texts = Shortage(self._rooms, self._nodes), dict[Amounts, str]()
+        shortage, texts = Shortage(self._rooms, self._nodes), dict[Gang, str]()
         for job_id, needs in self._short:
             if needs not in texts:
-                texts[needs] = shortage.describe(needs)
+                plain = needs.is_plain
+                texts[needs] = shortage.describe(needs.total) if plain else gang_shortage(needs, self._rooms)
             self._waiting[job_id] = texts[needs]
-        if self._kept:
-            self._waiting[self._kept.job_id] += f"; node {short(self._kept.node.node_id)} is kept for it"
+        if self._first is not None:
+            self._waiting[self._first.job_id] += f"; {self._kept_nodes()} kept for it"
         return Decision(
             starts=tuple(self._starts),
             waiting=self._waiting,
@@ -235,7 +247,12 @@ class _Placement:
             again_at=self._again_at(),
         )
 
-    def _obstacle(self, turn: QueueEntry, needs: Amounts) -> str | None:
+    def _kept_nodes(self) -> str:
+        """Return which nodes are kept for the first job: `node a is`, `nodes a, b are`."""
+        names = sorted(short(node.node_id) for node in self._kept)
+        return f"node {names[0]} is" if len(names) == 1 else f"nodes {', '.join(names)} are"
+
+    def _obstacle(self, turn: QueueEntry, needs: Gang) -> str | None:
         """Return what prevents a job from starting, apart from the reservation; None: nothing does, "": a shortage.
 
         Shortages are put into words at the end, when it is known what is left.
@@ -250,55 +267,71 @@ class _Placement:
             return f"behind {claim.name}: the quota of tenant {account.tenant} is kept for it"
         if self._best_fit(needs) is None:
             self._short.append((turn.job_id, needs))
-            self._keep_node(turn, needs)
+            self._keep_nodes(turn, needs)
             return ""
         if self._starts_left <= 0:
             limit = self._policy.starts_at_once
             return f"{limit} start{'s are' if limit != 1 else ' is'} going on"
         return None
 
-    def _too_large(self, needs: Amounts) -> str | None:
-        """Return why no node can ever hold a job with these needs; None: one can."""
+    def _too_large(self, needs: Gang) -> str | None:
+        """Return why the nodes can never hold a job with these needs; None: they can."""
         if needs not in self._refusals:
-            self._refusals[needs] = too_large(needs, self._sizes)
+            self._refusals[needs] = gang_too_large(needs, self._nodes)
         return self._refusals[needs]
 
-    def _reachable(self, needs: Amounts) -> bool:
-        """Return whether a job will fit on an open node when all jobs that ever end have ended."""
+    def _reachable(self, needs: Gang) -> bool:
+        """Return whether a job will fit on open nodes when all jobs that ever end have ended."""
         if needs not in self._reached:
-            self._reached[needs] = any(room.will_fit(needs) for room in self._rooms)
+            if needs.is_plain:
+                self._reached[needs] = any(room.will_fit(needs.total) for room in self._rooms)
+            else:
+                lasting = {room: room.lasting for room in self._rooms}
+                self._reached[needs] = isinstance(fit_gang(needs, lasting), GangPlaces)
         return self._reached[needs]
 
-    def _best_fit(self, needs: Amounts) -> FreeOnNode | None:
-        """Return the best node for a job now; None: it fits nowhere.
+    def _best_fit(self, needs: Gang) -> GangPlaces | None:
+        """Return the best places for a job now; None: it fits nowhere.
 
         A job that did not fit once will not fit later in this call, because free amounts only shrink.
         """
         known, starts = self._best.get(needs), len(self._starts)
         if known is None or (known[1] is not None and known[0] != starts):
-            known = self._best[needs] = starts, best_fit(self._rooms, needs)
+            known = self._best[needs] = starts, _fitted(self._rooms, needs)
         return known[1]
 
-    def _keep_node(self, turn: QueueEntry, needs: Amounts) -> None:
-        """Keep a node for the first job that fits nowhere. For an overdue job, estimated ends are not trusted."""
+    def _keep_nodes(self, turn: QueueEntry, needs: Gang) -> None:
+        """Keep nodes for the first job that fits nowhere. For an overdue job, estimated ends are not trusted."""
         if self._first is None and self._reachable(needs):
-            self._kept = reserve(self._rooms, turn.job_id, needs, self._now, turn.below_overdue > 0)
-            self._first = turn if self._kept else None
+            trusting = turn.below_overdue > 0
+            if needs.is_plain:
+                one = reserve(self._rooms, turn.job_id, needs.total, self._now, trusting)
+                kept: tuple[Reservation, ...] = () if one is None else (one,)
+            else:
+                kept = reserve_gang(self._rooms, turn.job_id, needs, self._now, trusting)
+            self._kept = {reservation.node: reservation for reservation in kept}
+            self._first = turn if kept else None
 
-    def _find(self, turn: QueueEntry, needs: Amounts) -> tuple[FreeOnNode, tuple[GpuShare, ...]] | None:
+    def _find(self, turn: QueueEntry, needs: Gang) -> GangPlaces | None:
         """Return where a job that fits may start; None: nowhere without delaying the first job."""
-        room, kept = self._best_fit(needs), self._kept
-        if kept:
-            if not self._policy.backfill or self._is_kept_back(turn, needs):
-                return None
-            if room is kept.node:
-                if (devices := kept.borrow(needs, self._ends(turn.job))) is not None:
-                    return room, devices
-                room = best_fit((other for other in self._rooms if other is not kept.node), needs)
-        devices = devices_for(needs.gpus, room.devices, room.devices) if room else None
-        return (room, devices) if room and devices is not None else None
+        if not self._kept:
+            return self._best_fit(needs)
+        if not self._policy.backfill or self._is_kept_back(turn, needs):
+            return None
+        found, ends = self._best_fit(needs), self._ends(turn.job)
+        if found is None:
+            return None
+        if not any(room in self._kept for room, _ in found.places):
+            return found
+        if needs.is_plain:
+            room, _ = found.places[0]
+            if (devices := self._kept[room].borrow(needs.total, ends)) is not None:
+                return GangPlaces(((room, devices),))
+        elif all(self._kept[room].is_over(ends) for room, _ in found.places if room in self._kept):
+            return found
+        return _fitted([other for other in self._rooms if other not in self._kept], needs)
 
-    def _is_kept_back(self, turn: QueueEntry, needs: Amounts) -> bool:
+    def _is_kept_back(self, turn: QueueEntry, needs: Gang) -> bool:
         """Return whether an equal job was kept back that ends as soon, or that has the same tenant and priority.
 
         Then this job is kept back, too, without another search.
@@ -308,14 +341,14 @@ class _Placement:
             return False
         return soonest <= self._latest_end(turn.job) or (turn.job.tenant, turn.job.priority, needs) in self._overtaken
 
-    def _behind(self, turn: QueueEntry, needs: Amounts) -> str:
+    def _behind(self, turn: QueueEntry, needs: Gang) -> str:
         """Record that a job is kept back for the first one, and return the reason in words."""
-        if self._first is None or self._kept is None:
+        if self._first is None:
             raise AssertionError(f"job {turn.job_id} fits and nothing is in its way, but it does not start")
         self._held = True
         self._kept_back[needs] = min(self._kept_back.get(needs, math.inf), self._latest_end(turn.job))
         self._overtaken.add((turn.job.tenant, turn.job.priority, needs))
-        return behind(turn, self._first, self._kept.node.node_id if self._policy.backfill else None)
+        return behind(turn, self._first, self._kept_nodes() if self._policy.backfill else None)
 
     def _ends(self, job: WaitingJob) -> float | None:
         """Return when a job ends if it starts now; None: unknown; infinite: it does not end."""
@@ -325,15 +358,19 @@ class _Placement:
         """Return when a job ends at the latest if it starts now; infinite if that is unknown."""
         return math.inf if job.expected_seconds is None else self._now + job.expected_seconds
 
-    def _start(self, turn: QueueEntry, needs: Amounts, room: FreeOnNode, devices: tuple[GpuShare, ...]) -> None:
-        """Give a job the node and the devices, and count what it holds."""
+    def _start(self, turn: QueueEntry, needs: Gang, found: GangPlaces) -> None:
+        """Give a job its places, and count what it holds."""
         job, ends = turn.job, self._ends(turn.job)
-        if self._kept and self._kept.node is room:
-            self._kept.lend(needs, devices, ends)
-        room.hold(Allocation(self._now, job.job_id, ends, needs, devices))
+        for part, (room, devices) in zip(needs.parts, found.places, strict=True):
+            if room in self._kept:
+                self._kept[room].lend(part.needs, devices, ends)
+            room.hold(Allocation(self._now, job.job_id, ends, part.needs, devices))
         turn.line.account.hold(job.counts, ends)
         turn.line.start(job)
-        self._starts.append(JobStart(job_id=job.job_id, node_id=room.node_id, devices=devices))
+        own, *others = (PlacedBundle(room.node_id, devices) for room, devices in found.places)
+        self._starts.append(
+            JobStart(job_id=job.job_id, node_id=own.node_id, devices=own.devices, bundles=tuple(others))
+        )
         self._starts_left -= 1
 
     def _again_at(self) -> float | None:
@@ -349,7 +386,19 @@ def _rooms(nodes: Iterable[Node], running: Iterable[RunningJob]) -> list[FreeOnN
     """Return the nodes on which jobs may start, with what their jobs hold."""
     rooms = {node.node_id: FreeOnNode(node) for node in nodes if node.is_open}
     for job in running:
-        if job.node_id in rooms:
-            needs = counted(job.needs)
-            rooms[job.node_id].hold(Allocation(job.since, job.job_id, job.expected_end, needs, job.devices))
+        for needs, place in job.places:
+            if place.node_id in rooms:
+                held = Allocation(job.since, job.job_id, job.expected_end, needs, place.devices)
+                rooms[place.node_id].hold(held)
     return list(rooms.values())
+
+
+def _fitted(rooms: Sequence[FreeOnNode], needs: Gang) -> GangPlaces | None:
+    """Return the best places for a job on some nodes; None: it does not fit there."""
+    if not needs.is_plain:
+        found = fit_gang(needs, {room: room for room in rooms})
+        return found if isinstance(found, GangPlaces) else None
+    amounts = needs.parts[0].needs
+    room = best_fit(rooms, amounts)
+    devices = None if room is None else devices_for(amounts.gpus, room.devices, room.devices)
+    return None if room is None or devices is None else GangPlaces(((room, devices),))

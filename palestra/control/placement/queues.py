@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from palestra.control.placement.fitting import NOTHING, Amounts, RunningJob, added, counted
+from palestra.control.placement.fitting import NOTHING, Amounts, RunningJob, added, total
 from palestra.control.placement.tenants import TenantUsage
 from palestra.types.jobs import PRIORITIES, Priority, Resources
 
@@ -53,7 +53,7 @@ class WaitingJob:
     @property
     def counts(self) -> Amounts:
         """Return what is counted for its tenant."""
-        return added(counted(self.needs), self.beside)
+        return added(total(self.needs), self.beside)
 
 
 class QueueEntry(NamedTuple):

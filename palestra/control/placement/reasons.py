@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
-from palestra.control.placement.fitting import NOTHING, Amounts, FreeOnNode, Node, added, counted
+from palestra.control.placement.fitting import NOTHING, Amounts, FreeOnNode, FreeResources, Node, added, total
+from palestra.control.placement.gangs import OWN, Gang, GangPart, GangPlaces, fit_gang, gang_of
 from palestra.control.placement.queues import QueueEntry, WaitingJob
 from palestra.control.placement.tenants import (
     CPUS,
@@ -38,9 +39,8 @@ def refusal(
         quota: of the tenant; None: no limits.
         beside: counted for the tenant beside the needs.
     """
-    amounts = counted(needs)
-    over = TenantUsage(tenant, quota or Quota(), NOTHING).refusal(added(amounts, beside))
-    return too_large(amounts, sizes_of(nodes)) if over is None else with_part(over, beside)
+    over = TenantUsage(tenant, quota or Quota(), NOTHING).refusal(added(total(needs), beside))
+    return gang_too_large(gang_of(needs), nodes) if over is None else with_part(over, beside)
 
 
 def with_part(reason: str, beside: Amounts) -> str:
@@ -66,18 +66,87 @@ def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
     return f"needs {format_needs(needs)} on one node; the nearest has {format_needs(nearest)}"
 
 
+def gang_too_large(gang: Gang, nodes: Sequence[Node]) -> str | None:
+    """Return why a job can never start, with the process for which there is no node; None: it can."""
+    if gang.is_plain:
+        return too_large(gang.parts[0].needs, sizes_of(nodes))
+    found = fit_gang(gang, {room: room for room in map(FreeOnNode, nodes)})
+    if not nodes or isinstance(found, GangPlaces):
+        return None
+    for part in dict.fromkeys(gang.parts):
+        able = [node for node in nodes if part.may_run_on(node)]
+        if not able:
+            return f"needs a node with {part.wants}{_for(gang, part)}; there is none"
+        if (refusal := too_large(part.needs, sizes_of(able))) is not None:
+            return refusal.replace("on one node", f"on one node{_for(gang, part)}", 1)
+    if gang.placement == "STRICT_PACK":
+        return (
+            f"needs {format_needs(gang.total)} on one node, because its placement is STRICT_PACK; no node has that, "
+            "and with PACK its processes may be on several"
+        )
+    part = gang.parts[found.part]
+    return (
+        f"needs {format_needs(part.needs)} on one node{_for(gang, part)}, beside its other processes: "
+        f"{_free_on(part, found.left)} left"
+    )
+
+
+def gang_shortage(gang: Gang, rooms: Iterable[FreeOnNode]) -> str:
+    """Return what a job of several processes, or with labels, waits for, and what is free on which node."""
+    open_rooms = {room: room for room in rooms}
+    found = fit_gang(gang, open_rooms)
+    if isinstance(found, GangPlaces):
+        raise AssertionError("a job that fits does not wait for room")
+    if gang.placement == "STRICT_PACK" and len(gang.parts) > 1:
+        all_of_it = GangPart(OWN, gang.total, None, ())
+        return f"waits for {format_needs(gang.total)} on one node (STRICT_PACK): {_free_on(all_of_it, open_rooms)} free"
+    part = gang.parts[found.part]
+    where = f" on a node with {part.wants}" if part.wants else ""
+    return f"waits for {format_needs(part.needs)}{_of_part(gang, found.part)}{where}: {_free_on(part, found.left)} free"
+
+
+def _for(gang: Gang, part: GangPart) -> str:
+    """Return for which of a job's processes it needs something; "": the job has one only."""
+    if len(gang.parts) == 1:
+        return ""
+    return " for its own process" if part.name == OWN else f" for each process of its {part.name} bundle"
+
+
+def _of_part(gang: Gang, number: int) -> str:
+    """Return which of a job's processes has no room, in brackets; "": the job has one only."""
+    if len(gang.parts) == 1:
+        return ""
+    name = gang.parts[number].name
+    same = [other for other, part in enumerate(gang.parts) if part.name == name]
+    which = OWN if name == OWN else f"{name} bundle {same.index(number) + 1} of {len(same)}"
+    return f" ({which})"
+
+
+def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
+    """Return what is left on the nodes on which a process could run, those with most first: `node a has 2 CPUs`."""
+    able = [(amounts, node) for node, amounts in left.items() if part.may_run_on(node)]
+    if not able:
+        return "no such node has anything"
+    able.sort(key=lambda each: (-each[0].gpus, -each[0].cpus, -each[0].memory, each[1].node_id))
+    parts = []
+    for amounts, node in able[:SHOWN]:
+        free = Amounts(max(0, amounts.cpus), max(0, amounts.gpus), max(0, amounts.memory))
+        parts.append(f"node {short(node.node_id)} has {format_needs(free) or 'nothing'}")
+    return ", ".join(parts)
+
+
 def name_of(job: WaitingJob) -> str:
     """Return how a job is named to other users of its tenant."""
     return "a private job" if job.private else f"job {job.job_id}"
 
 
-def behind(turn: QueueEntry, first: QueueEntry, node_id: str | None) -> str:
+def behind(turn: QueueEntry, first: QueueEntry, kept: str | None) -> str:
     """Return the reason of a job that would fit, but is kept back for the first one.
 
     Args:
         turn: of the job that waits.
         first: of the job that must not be delayed.
-        node_id: the node that is kept for the first job; None: none is named.
+        kept: the nodes that are kept for the first job, with their verb; None: none is named.
     """
     name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
     if first.below_overdue == 0:
@@ -86,7 +155,7 @@ def behind(turn: QueueEntry, first: QueueEntry, node_id: str | None) -> str:
         text = f"behind {name} of the same priority"
     else:
         text = f"behind {name} of priority {first.job.priority}"
-    return text if node_id is None else f"{text}: node {short(node_id)} is kept for it"
+    return text if kept is None else f"{text}: {kept} kept for it"
 
 
 class Shortage:

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, func, select
 
 from palestra.config import in_present_names
 from palestra.control.store import changes, decisions
+from palestra.control.store.stored_resources import more_resources, resources_of
 from palestra.control.store.stored_text import clean
 from palestra.control.store.tables import jobs
 from palestra.database import to_json
@@ -27,7 +28,6 @@ from palestra.types.jobs import (
     JobPage,
     JobRecord,
     JobRequest,
-    Resources,
 )
 from palestra.types.states import JobState, check_transition
 
@@ -45,7 +45,7 @@ def record_of(row: Any) -> JobRecord:
         kind=row.kind,
         priority=row.priority,
         config=in_present_names(orjson.loads(row.config)),  # the job may have been submitted to an earlier version
-        resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
+        resources=resources_of(row),
         attached=row.attached,
         private=row.private,
         state=JobState(row.state),
@@ -58,6 +58,7 @@ def record_of(row: Any) -> JobRecord:
         url=row.url,
         run_dir=row.run_dir,
         node=row.node,
+        bundle_nodes=tuple(orjson.loads(row.bundle_nodes or "[]")),
         cancel_requested=row.cancel_requested,
         log_tail=row.log_tail,
         from_job=row.from_job,
@@ -106,6 +107,8 @@ def submit(
         body += ["private"]
     if request.time_limit_seconds is not None:
         body += ["time_limit_seconds", request.time_limit_seconds]
+    if (more := more_resources(asked)) is not None:
+        body += ["more_resources", more]
     digest = hashlib.sha256(to_json(body).encode()).hexdigest()
     same = jobs.c.job_id == job_id
     if request_key is not None:
@@ -131,6 +134,7 @@ def submit(
             "cpus": asked.cpus,
             "gpus": asked.gpus,
             "memory_gib": asked.memory_gib,
+            "more_resources": more,
             "attached": request.attached,
             "private": request.private,
             "state": JobState.QUEUED.value,
@@ -351,4 +355,7 @@ def _checked(fields: JobFields) -> dict[str, Any]:
     unknown = fields.keys() - JobFields.__annotations__.keys()
     if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))} can't be set")
-    return {name: clean(value, MAX_LOG_TAIL) if isinstance(value, str) else value for name, value in {**fields}.items()}
+    given: dict[str, Any] = {**fields}
+    if "bundle_nodes" in given:
+        given["bundle_nodes"] = to_json(given["bundle_nodes"])
+    return {name: clean(value, MAX_LOG_TAIL) if isinstance(value, str) else value for name, value in given.items()}

@@ -29,6 +29,7 @@ jobs = Table(
     Column("cpus", Double, nullable=False),
     Column("gpus", Double, nullable=False),
     Column("memory_gib", Double, nullable=False),
+    Column("more_resources", Text),  # JSON: what else `Resources` has; NULL: the job is one process without labels
     Column("attached", Boolean, nullable=False),
     Column("private", Boolean, nullable=False, server_default=sa.false()),
     Column("state", String, nullable=False),
@@ -41,6 +42,7 @@ jobs = Table(
     Column("url", Text),
     Column("run_dir", Text),
     Column("node", Text),
+    Column("bundle_nodes", Text),  # a JSON list; NULL: it has no bundles, or has not been started
     Column("cancel_requested", Boolean, nullable=False),
     Column("log_tail", Text),
     Column("request_key", String),  # NULL: the client gave none
@@ -160,6 +162,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "address TEXT, created_at DOUBLE PRECISION NOT NULL, changed_at DOUBLE PRECISION NOT NULL, "
         "starts INTEGER NOT NULL)",
     ),
+    ("ALTER TABLE jobs ADD COLUMN more_resources TEXT", "ALTER TABLE jobs ADD COLUMN bundle_nodes TEXT"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Runners as Ray actors: one core each, in the placement group of their job, so that they end with it."""
+"""Runners as Ray actors in the placement group of their job, so that they end with it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.runtime.ray.job_environment import limit_environment
+from palestra.runtime.ray.process_host import Bundles
 from palestra.runtime.runner import play_environment
 from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter
 
@@ -26,31 +27,56 @@ class _Runner:
         await play_environment(url, key, worker_id, concurrency)
 
 
-def runner_actors(pass_env: Collection[str]) -> RunnerStarter:
+def runner_actors(pass_env: Collection[str], bundles: Bundles | None) -> RunnerStarter:
     """Return what starts the runners of the job that runs in this actor.
 
     Args:
         pass_env: variables of the operator that they get, as the job does.
+        bundles: of runners; None: the job's own bundle has a core for each runner.
     """
-    return partial(_play, get_current_placement_group(), tuple(pass_env))
+    if bundles is None:
+        return partial(_play_beside, get_current_placement_group(), tuple(pass_env))
+    return partial(_play_in, bundles, tuple(pass_env))
 
 
-async def _play(group: Any, pass_env: tuple[str, ...], order: RunnerOrder, worker_id: str) -> None:
-    """Run a runner as an actor, until the job is over. See `RunnerStarter`.
+async def _play_beside(group: Any, pass_env: tuple[str, ...], order: RunnerOrder, worker_id: str) -> None:
+    """Run a runner in the job's own bundle. See `RunnerStarter`.
 
     Args:
-        group: the placement group of the job, which has a core for each runner.
+        group: the placement group of the job.
         pass_env: see `runner_actors`.
         order: what the runner has to know.
+        worker_id: the name under which it claims episodes.
+    """
+    make: Any = ray.remote(_Runner)
+    place = PlacementGroupSchedulingStrategy(group, 0)
+    await _play(make.options(num_cpus=1, max_restarts=0, scheduling_strategy=place).remote(pass_env), order, worker_id)
+
+
+async def _play_in(bundles: Bundles, pass_env: tuple[str, ...], order: RunnerOrder, worker_id: str) -> None:
+    """Run a runner in a bundle of its own. See `RunnerStarter`.
+
+    Args:
+        bundles: of runners.
+        pass_env: see `runner_actors`.
+        order: what the runner has to know.
+        worker_id: the name under which it claims episodes.
+    """
+    async with bundles.taken() as index:
+        await _play(bundles.actor(index, ray.remote(_Runner), pass_env), order, worker_id)
+
+
+async def _play(actor: Any, order: RunnerOrder, worker_id: str) -> None:
+    """Have an actor play until the job is over, and end it.
+
+    Args:
+        actor: a `_Runner`.
+        order: what it has to know.
         worker_id: the name under which it claims episodes.
 
     Raises:
         RunnerDied: the actor has ended otherwise.
     """
-    make: Any = ray.remote(_Runner)
-    actor = make.options(
-        num_cpus=1, max_restarts=0, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0)
-    ).remote(pass_env)
     try:
         await actor.play.remote(order.url, order.key(), worker_id, order.concurrency)
     except ray.exceptions.RayTaskError as error:  # it has said why it can't play

@@ -37,7 +37,7 @@ from palestra.control.jobs.launcher import (
 )
 from palestra.control.placement.fitting import Node
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
-from palestra.models.device import MEMORY_VARIABLE, tune_malloc
+from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE, tune_malloc
 from palestra.runtime.base_process import BaseProcess
 from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.model_server import ModelServer
@@ -45,10 +45,11 @@ from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.cluster import NAMESPACE, disconnect
 from palestra.runtime.ray.gpu_watch import GpuWatch
 from palestra.runtime.ray.job_environment import limit_environment
-from palestra.runtime.ray.runners import runner_actors
+from palestra.runtime.ray.job_places import places_of
 from palestra.runtime.shared_base import KEY, KEY_FILE
 from palestra.types.bases import BaseLoad
 from palestra.types.gpus import GpuReading
+from palestra.types.jobs import ProcessResources
 from palestra.waiting import race
 
 log = logging.getLogger("palestra.runtime")
@@ -61,6 +62,7 @@ STUCK_SECONDS = 5.0  # a stopping job whose event loop is blocked for so long is
 WORK = "work"  # the empty working directory of a job's process, in the job's folder
 WATCH = Path(memory_watch.__file__)
 GIB = 2**30
+KIND_LABEL = "ray.io/accelerator-type"  # of a node, which Ray finds by its driver
 PREFIX = "palestra-"  # prefix of actors' and placement groups' names
 
 
@@ -90,6 +92,8 @@ class RayServers:
             found.append(
                 Node(
                     node_id=node["NodeID"],
+                    gpu_kind=(node.get("Labels") or {}).get(KIND_LABEL),
+                    labels=_labels(node.get("Labels") or {}),
                     cpus=float(has.get("CPU", 0.0)),
                     gpus=int(has.get("GPU", 0)),
                     memory_gib=float(has.get("memory", 0.0)) / GIB,
@@ -104,37 +108,39 @@ class RayServers:
 
     async def start(self, order: ServerOrder | BaseOrder) -> Listening:
         """Start a server on the node of `order`, and return its address when it listens. See `Launcher.start`."""
-        needs = order.resources
-        memory = int(needs.memory_gib * GIB)
-        bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": memory}
-        bundle = {name: amount for name, amount in bundle.items() if amount}
+        others = order.bundles if isinstance(order, ServerOrder) else ()
+        needs, at = order.resources, (order.node, *(bundle.node for bundle in others))
         make: Any = ray.remote(_Actor)
         try:
             group = await _made(
                 placement_group,
-                [bundle],
-                strategy="STRICT_PACK",
+                [_bundle(part) for part in (needs, *(bundle.resources for bundle in others))],
+                strategy="PACK",  # the scheduler has chosen the node of each bundle
                 name=_name(order.job_id),
                 lifetime="detached",
-                bundle_label_selector=[{"ray.io/node-id": order.node}],  # another node's resources are not this job's
+                bundle_label_selector=[{"ray.io/node-id": node} for node in at],
             )
             async with asyncio.timeout(ROOM_SECONDS):
-                await _until_ready(group, order.node)
+                await _until_ready(group, set(at))
             async with asyncio.timeout(START_SECONDS):
                 actor = await _made(
                     make.options(
                         max_restarts=0,
                         name=_name(order.job_id),
                         lifetime="detached",
-                        num_cpus=needs.cpus - _runners(order),  # each runner is an actor with a core of its own
+                        num_cpus=needs.cpus - _runners_beside(order),  # each is an actor with a core of its own
                         num_gpus=needs.gpus,
-                        memory=memory or None,
+                        memory=int(needs.memory_gib * GIB) or None,
                         max_concurrency=16,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
                     ).remote,
                     self._pass_env,
                 )
-                listening = await _listening(actor, order, self._host)
+                found = (await race(_listening(actor, order, self._host), _node_lost(group))).result
+                if isinstance(found, Ended):
+                    raise NodeLost(f"{found.reason}; it is started elsewhere")
+                assert isinstance(found, Listening)
+                listening = found
         except BaseException as error:
             await asyncio.shield(self._clear(order.job_id))
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PalestraError):
@@ -178,7 +184,7 @@ class RayServers:
             return Ended(ending=Ending.LOST, reason="the model server is gone")
         silence = _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS, heard)
         try:
-            ended = (await race(_result(actor), silence)).result
+            ended = (await race(_result(actor), silence, _node_lost(await _group(job_id)))).result
             if ended is None:
                 return Ended(ending=Ending.LOST, reason=f"it did not answer for {PING_LIMIT_SECONDS:g} s")
             if job_id in self._killed and ended.ending is Ending.LOST:
@@ -228,6 +234,7 @@ class _Actor:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.chdir(work)
         _limit_memory(order)
+        os.environ[CORES_VARIABLE] = str(max(int(order.resources.cpus - _runners_beside(order)), 1))
         while True:
             try:
                 return _at(await self._started(order, here))
@@ -240,7 +247,7 @@ class _Actor:
             self._server = base = BaseProcess()
             return await base.start(order, here)
         _set_base_key(order)
-        self._server = model = ModelServer(runner_actors(self._pass_env))
+        self._server = model = ModelServer(places_of(order, self._pass_env, here))
         return await model.start(order.config, str(order.folder), here, order.weights)
 
     async def listening(self) -> Listening | None:
@@ -260,9 +267,17 @@ class _Actor:
         return await self._server.ping()
 
 
-def _runners(order: ServerOrder | BaseOrder) -> int:
-    """Return how many runners a server starts within its resources."""
-    return runners_of(order.config) if isinstance(order, ServerOrder) else 0
+def _bundle(needs: ProcessResources) -> dict[str, float]:
+    """Return what a process holds, as Ray names it."""
+    bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": int(needs.memory_gib * GIB)}
+    return {name: amount for name, amount in bundle.items() if amount}
+
+
+def _runners_beside(order: ServerOrder | BaseOrder) -> int:
+    """Return how many runners a server starts within its own resources, because they have no bundle."""
+    if isinstance(order, BaseOrder) or any(bundle.role == "runner" for bundle in order.bundles):
+        return 0
+    return runners_of(order.config)
 
 
 def _set_base_key(order: ServerOrder) -> None:
@@ -303,6 +318,11 @@ def _at(url: str) -> Listening:
     return Listening(url=url, devices=tuple(int(name) for name in found if str(name).isdigit()))
 
 
+def _labels(of_node: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels that an operator has given a node, without those that Ray makes itself."""
+    return {name: value for name, value in of_node.items() if not name.startswith("ray.io/")}
+
+
 def _name(job_id: str) -> str:
     return f"{PREFIX}{job_id}"
 
@@ -334,22 +354,42 @@ async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         await asyncio.wait((making,))
 
 
-async def _until_ready(group: PlacementGroup, node_id: str) -> None:
+async def _until_ready(group: PlacementGroup, node_ids: Collection[str]) -> None:
     """Wait until the placement group holds its resources.
 
     Raises:
-        NodeLost: the node is dead; Ray reports that only some time after the processes on it have ended.
+        NodeLost: a node is dead; Ray reports that only some time after the processes on it have ended.
     """
     ready = asyncio.ensure_future(_awaited(group.ready()))
     try:
         while not ready.done():
             await asyncio.wait({ready}, timeout=NODE_SECONDS)
-            nodes = await asyncio.to_thread(ray.nodes)
-            if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
-                raise NodeLost(f"node {node_id[:12]} is gone; it is started elsewhere")
+            if (gone := await _gone(node_ids)) is not None:
+                raise NodeLost(f"node {gone[:12]} is gone; it is started elsewhere")
         ready.result()
     finally:
         ready.cancel()
+
+
+async def _gone(node_ids: Collection[str]) -> str | None:
+    """Return one of these nodes that is not alive; None: all are."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    alive = {node["NodeID"] for node in nodes if node["Alive"]}
+    return min(set(node_ids) - alive, default=None)
+
+
+async def _node_lost(group: PlacementGroup | None) -> Ended:
+    """Return when a node of a job is dead, which may be another one than that of its own process.
+
+    The job is started again elsewhere, from its newest checkpoint: Ray would move the bundle, but not what ran in it.
+    """
+    found = {} if group is None else await asyncio.to_thread(placement_group_table, group)
+    at = {node for node in found.get("bundles_to_node_id", {}).values() if node}
+    while True:
+        await asyncio.sleep(NODE_SECONDS)
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster does not answer; `_until_silent` decides
+            if (gone := await _gone(at)) is not None:
+                return Ended(ending=Ending.LOST, reason=f"node {gone[:12]} is gone, which had processes of the job")
 
 
 async def _awaited(reference: Any) -> Any:

@@ -5,49 +5,64 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palestra.config import TrainerConfig
-from palestra.errors import TrainerLost
+from palestra.errors import ServerFailed, TrainerLost
+from palestra.models.device import available_cores
 from palestra.models.owned_folder import OwnedFolder
+from palestra.processes import ChildProcess, ProcessStarter, open_stream, start_process
 from palestra.threads import in_thread
 from palestra.trainer.sharded.rank_process import FOLDER
 from palestra.trainer.sharded.wire import HEADER_BYTES, Answer, Beat, Request, length_of, packed, unpacked
-from palestra.waiting import cancelled
+from palestra.waiting import cancelled, together
 
 log = logging.getLogger("palestra.trainer")
 CHECK_SECONDS = 0.5  # between two looks at how long a rank has been silent
 BLAME_SECONDS = 1.0  # for a rank that has died to be seen, when another has lost the connection to it
 GRACE_SECONDS = 10.0  # for the answers of the other ranks, when one has failed
-PROGRAM = (sys.executable, "-m", "palestra.trainer.sharded.rank_process")
+PROGRAM = "palestra.trainer.sharded.rank_process"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlaces:
+    """Where the ranks of a trainer run.
+
+    Attributes:
+        start: starts the process of a rank.
+        folder: that the machines of all ranks see, because they may be several; None: all are on this machine.
+    """
+
+    start: ProcessStarter = start_process
+    folder: Path | None = None
 
 
 class RankProcesses:
     """The ranks of one trainer, all of which have every request, or end.
 
     Attributes:
-        folder: for files that the ranks and the job share, in shared memory; it goes with the ranks.
+        folder: for files that the ranks and the job share, in shared memory where all are on this machine; it goes
+            with the ranks.
         lost: why the ranks have been ended; None: they live.
     """
 
-    def __init__(self, config: TrainerConfig, deterministic: bool, pictures: Path | None = None) -> None:
+    def __init__(
+        self, config: TrainerConfig, deterministic: bool, places: RankPlaces, pictures: Path | None = None
+    ) -> None:
         """Start nothing yet.
 
         Args:
             config: of the trainer.
             deterministic: see `RankOrder`.
+            places: where the ranks run.
             pictures: see `RankOrder`.
         """
-        self._config, self._deterministic, self._pictures = config, deterministic, pictures
-        self._owned = OwnedFolder("palestra-ranks-")
+        self._config, self._deterministic, self._places, self._pictures = config, deterministic, places, pictures
+        self._owned = OwnedFolder("palestra-ranks-", places.folder)
         self.folder = self._owned.path
         self.lost: str | None = None
         self._gone = asyncio.Event()
@@ -68,15 +83,27 @@ class RankProcesses:
         """
         from palestra.trainer.sharded.rank import RankOrder  # loads torch, as parts of a job that trains do
 
-        count = self._config.devices
-        threads = self._config.threads or max((os.cpu_count() or 1) // count, 1)
-        for number in range(count):
-            self._ranks.append(await _RankProcess.started(number, self.folder))
+        count, over_nodes = self._config.devices, self._places.folder is not None
+        variables = {FOLDER: str(self.folder)} | ({} if over_nodes else {"GLOO_SOCKET_IFNAME": "lo"})
+        found: dict[int, _RankProcess] = {}
+
+        async def begin(number: int) -> None:
+            process = await self._places.start(PROGRAM, variables)
+            found[number] = _RankProcess(process, *await open_stream(process.connection))
+
+        try:
+            await together(*(begin(number) for number in range(count)))
+        except ServerFailed as error:
+            self._lose(str(error))
+            raise self._error() from error
+        finally:  # `close` ends those that were started, whatever became of the others
+            self._ranks = [found[number] for number in sorted(found)]
         self._watch = asyncio.create_task(self._keep_watch())
+        threads = self._config.threads or (None if over_nodes else max(available_cores() // count, 1))
         orders = [
             RankOrder(
                 number=number,
-                meeting=self.folder / "meeting",
+                meeting=None if over_nodes else self.folder / "meeting",
                 config=self._config,
                 threads=threads,
                 deterministic=self._deterministic,
@@ -87,11 +114,15 @@ class RankProcesses:
         await self.call("begin", [(order,) for order in orders])
         try:
             async with asyncio.timeout(self._config.rank_timeout_seconds):
-                await self.call("join", [()] * count)
+                at = None
+                if over_nodes:
+                    at = self._ranks[0].address, (await self.call("listen", [()]))[0]
+                await self.call("join", [(at,)] * count)
         except TimeoutError:
             limit = self._config.rank_timeout_seconds
             self._lose(
                 f"the {count} ranks have not found one another within {limit:g} s (trainer.rank_timeout_seconds)"
+                + (f"; they are on {', '.join(rank.address for rank in self._ranks)}" if over_nodes else "")
             )
             raise self._error() from None
 
@@ -171,7 +202,7 @@ class RankProcesses:
                 if now - before > limit / 2:  # this process was stopped, and has not read what was sent meanwhile
                     rank.heard = now
                 if rank.ended.done():
-                    self._lose(f"rank {number} {await in_thread(rank.how_ended)}")
+                    self._lose(f"rank {number} {await rank.how_ended()}")
                 elif now - rank.heard > limit:
                     self._lose(
                         f"rank {number} has been silent for {now - rank.heard:.0f} s (trainer.rank_timeout_seconds)"
@@ -206,37 +237,16 @@ class _RankProcess:
 
     Attributes:
         pid: of the process.
+        address: of its machine.
         heard: monotonic time of its last sign of life.
         ended: is done when the process has closed its end.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self.pid, self.heard = process.pid, time.monotonic()
+        self.pid, self.address, self.heard = process.pid, process.address, time.monotonic()
         self._answer: asyncio.Future[Answer] | None = None
         self.ended = asyncio.create_task(self._read())
-
-    @classmethod
-    async def started(cls, number: int, folder: Path) -> _RankProcess:
-        """Start the process of a rank.
-
-        Args:
-            number: of the rank.
-            folder: see `RankProcesses`.
-        """
-        own, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 - it takes milliseconds
-                [*PROGRAM, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # gloo writes to it
-                env={**os.environ, FOLDER: str(folder), "GLOO_SOCKET_IFNAME": "lo"},
-            )
-        reader, writer = await asyncio.open_unix_connection(sock=own)
-        return cls(process, reader, writer)
 
     async def call(self, request: Request) -> Answer:
         """Send a request, and return the answer; never, if the process has ended."""
@@ -257,15 +267,11 @@ class _RankProcess:
                 if not isinstance(message, Beat) and self._answer is not None and not self._answer.done():
                     self._answer.set_result(message)
 
-    def how_ended(self) -> str:
+    async def how_ended(self) -> str:
         """Wait for the process to end, and return how it did, in words."""
-        try:
-            code = self._process.wait(timeout=GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "has closed its connection"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with code {code}"
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._process.how_ended(), GRACE_SECONDS)
+        return "has closed its connection"
 
     def kill(self) -> None:
         """End the process, also one that is stopped."""
@@ -273,6 +279,6 @@ class _RankProcess:
 
     async def close(self) -> None:
         """Wait for the process, which has been killed, and close the socket."""
-        await in_thread(self._process.wait)
+        await self._process.how_ended()
         self._writer.close()
         await cancelled(self.ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
@@ -44,17 +45,18 @@ class RankOrder:
 
     Attributes:
         number: of the rank, from 0.
-        meeting: a file that does not exist, by which the ranks of one trainer find one another.
+        meeting: a file that does not exist, by which ranks of one machine find one another; None: ranks may be on
+            several machines, each in room of its own, and meet at the first one.
         config: of the trainer.
-        threads: for arithmetic.
+        threads: for arithmetic; None: as many as the room of the rank has cores.
         deterministic: whether the same requests have to give the same bits.
         pictures: folder in which the pictures of rows are found; None: there are none.
     """
 
     number: int
-    meeting: Path
+    meeting: Path | None
     config: TrainerConfig
-    threads: int
+    threads: int | None
     deterministic: bool
     pictures: Path | None = None
 
@@ -73,6 +75,7 @@ class Rank:
         """
         self._order, self._config = order, order.config
         self._policies: dict[str, RankPolicy] = {}
+        self._exchange: Exchange | None
         self._pictures = None if order.pictures is None else StoredPictures(Blobs(order.pictures))
         set_threads(order.threads)
         if order.deterministic:
@@ -80,28 +83,60 @@ class Rank:
             torch.use_deterministic_algorithms(True)
         self._device = device_of(self._config.device, "trainer.device")
         if self._device.type == "cuda":
-            if order.number >= torch.cuda.device_count():
+            index = 0 if order.meeting is None else order.number  # in room of its own it sees its device alone
+            if index >= torch.cuda.device_count():
                 raise ConfigError(
                     f"trainer.devices is {self._config.devices}, and torch sees {torch.cuda.device_count()} CUDA "
                     "devices here; lower it"
                 )
-            self._device = torch.device("cuda", order.number)
+            self._device = torch.device("cuda", index)
             torch.cuda.set_device(self._device)
         elif self._config.cpu_offload:
             raise ConfigError("trainer.cpu_offload is for CUDA devices, and this trainer is on CPUs; leave it out")
 
-    def join(self) -> None:
-        """Meet the other ranks; returns when all are there."""
+    def listen(self) -> int:
+        """Open the meeting point of ranks on several machines, and return its port, which the system chooses."""
+        self._store = TCPStore("0.0.0.0", 0, self._config.devices, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def join(self, at: tuple[str, int] | None) -> None:
+        """Meet the other ranks; returns when all are there.
+
+        Args:
+            at: address and port at which the first rank listens; None: all are on one machine.
+
+        Raises:
+            ConnectionError: this rank can't reach the first one.
+        """
         count = self._config.devices
-        store = FileStore(str(self._order.meeting), count)
+        store = self._meeting_point(at)
         dist.init_process_group(
             _BACKENDS[self._device.type], store=store, rank=self._order.number, world_size=count, timeout=COLLECTIVE
         )
         self._mesh: DeviceMesh = init_device_mesh(self._device.type, (count,))
         self._group = RankGroup(self._device)
-        folder = self._order.meeting.parent
-        self._one_machine = self._group.share(folder)
-        self._exchange = Exchange(folder) if self._one_machine and self._device.type == "cpu" else None
+        self._one_machine, self._exchange = False, None
+        if self._order.meeting is not None:  # several machines may see the same files too, and yet share no memory
+            folder = self._order.meeting.parent
+            self._one_machine = self._group.share(folder)
+            if self._one_machine and self._device.type == "cpu":
+                self._exchange = Exchange(folder)
+
+    def _meeting_point(self, at: tuple[str, int] | None) -> Store:
+        if at is None:
+            return FileStore(str(self._order.meeting), self._config.devices)
+        if self._order.number == 0:
+            return self._store
+        # So that this rank says why before the job's time is over; a TCPStore tries longer than it is told.
+        seconds = self._config.rank_timeout_seconds * 0.75
+        try:
+            socket.create_connection(at, timeout=seconds).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"{socket.gethostname()} can't reach rank 0 at {at[0]}:{at[1]} within {seconds:.0f} s ({error}); look "
+                "at the network between these machines"
+            ) from error
+        return TCPStore(*at, self._config.devices, is_master=False)
 
     def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy, and keep this rank's part of it; see `Trainer.create`."""

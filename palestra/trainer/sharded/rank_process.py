@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 
 from palestra.errors import PalestraError
+from palestra.processes import HOSTED, die_with_parent
 from palestra.trainer.sharded.wire import Answer, Beat, Request, packed, receive, unpacked
 
 BEAT_SECONDS = 1.0
@@ -57,6 +58,8 @@ class _Talk:
 
 def main() -> None:
     """Answer requests until the job is gone."""
+    if HOSTED in os.environ:  # else a rank outlives a job that was killed, to remove its folder
+        die_with_parent()
     # Ctrl-C reaches all processes of a terminal, and SIGTERM those of a group; the job saves before it ends.
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)

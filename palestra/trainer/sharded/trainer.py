@@ -21,7 +21,7 @@ from palestra.trainer import checkpoint
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.serial import Serial
-from palestra.trainer.sharded.processes import RankProcesses
+from palestra.trainer.sharded.processes import RankPlaces, RankProcesses
 from palestra.trainer.sharded.shares import share_out
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
@@ -39,7 +39,7 @@ class _Policy:
 
 
 class ShardedTrainer:
-    """A `Trainer` over rank processes of this machine, which are started with the first policy.
+    """A `Trainer` over rank processes, which are started with the first policy.
 
     When a rank is lost, all are ended and every call fails with TrainerLost, until `renew` starts others, without
     policies.
@@ -57,6 +57,7 @@ class ShardedTrainer:
         keep: int,
         weights_dtype: str,
         deterministic: bool = False,
+        places: RankPlaces | None = None,
         pictures: Path | None = None,
     ) -> None:
         """Create a trainer without policies, and start nothing yet.
@@ -66,8 +67,10 @@ class ShardedTrainer:
             keep: how many checkpoints of a policy are kept.
             weights_dtype: precision of the matrices that engines get.
             deterministic: whether the same requests have to give the same bits.
+            places: where the ranks run; None: on this machine.
             pictures: folder in which the pictures of rows are found; None: there are none.
         """
+        self._places = places or RankPlaces()
         self._config, self._keep, self._weights_dtype = config, keep, weights_dtype
         self._deterministic, self._pictures = deterministic, pictures
         self._policies: dict[str, _Policy] = {}
@@ -118,7 +121,7 @@ class ShardedTrainer:
         await self._start()
 
     async def _start(self) -> None:
-        self._ranks = RankProcesses(self._config, self._deterministic, self._pictures)
+        self._ranks = RankProcesses(self._config, self._deterministic, self._places, self._pictures)
         await self._ranks.start()
 
     def version(self, policy: str) -> PolicyVersion:

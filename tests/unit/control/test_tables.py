@@ -12,7 +12,7 @@ from palestra.control.store.control_store import ControlStore
 from palestra.control.store.tables import SCHEMA
 from palestra.errors import StoreError
 from palestra.types.bases import BaseKind, BaseRecord
-from palestra.types.jobs import Resources
+from palestra.types.jobs import Bundle, Resources
 from palestra.types.states import BaseState, JobState
 from unit.building import open_store
 from unit.control.building import change_numbers, running, submit
@@ -38,6 +38,7 @@ ADDED = {
     3: ("jobs.private", "tenants.private_jobs"),
     4: ("jobs.time_limit_seconds", "jobs.ran_seconds"),
     5: ("jobs.adapters", "jobs.base_id", "bases"),  # a whole table
+    6: ("jobs.more_resources", "jobs.bundle_nodes"),
 }
 
 
@@ -169,6 +170,23 @@ def test_a_run_store_is_not_a_control_store(tmp_path):
     open_store(tmp_path).close()
     with pytest.raises(StoreError, match="another program"):
         ControlStore(f"sqlite:///{tmp_path / 'run.db'}")
+
+
+async def test_jobs_of_the_sixth_version_are_one_process_and_later_ones_may_have_bundles(url, clock):
+    with ControlStore(url, clock) as store:
+        job = await submit(store)
+    go_back(url, 6)
+    bundles = (Bundle(role="engine", count=2, gpus=1.0, gpu_kind="H100", labels={"zone": "a"}),)
+    with ControlStore(url, clock) as store:
+        assert await store.job("a", job.job_id) == job
+        assert (job.bundle_nodes, job.resources.bundles) == ((), ())
+        over_nodes = await submit(store, resources=Resources(bundles=bundles, placement="SPREAD"))
+        fields = {"node": "n1", "bundle_nodes": ("n2", "n3")}
+        await store.change_state(over_nodes.job_id, JobState.QUEUED, JobState.STARTING, "it starts", **fields)
+    with ControlStore(url, clock) as store:
+        again = await store.job("a", over_nodes.job_id)
+    assert (again.resources, again.bundle_nodes) == (over_nodes.resources, ("n2", "n3"))
+    assert again.resources == Resources(bundles=bundles, placement="SPREAD")
 
 
 async def test_a_store_of_the_fifth_version_gets_the_table_of_base_servers(url, clock):

@@ -33,3 +33,10 @@ def test_many_ranks_of_a_tiny_model_are_refused_too(monkeypatch):
     monkeypatch.setattr(rank_memory, "available_bytes", lambda: 24 * GIB)
     with pytest.raises(ConfigError, match=r"trainer\.devices is 64, .* take 25\.\d GiB .* 24\.0 GiB are free"):
         rank_memory.check_memory(config, {"policy": "tiny-random"})
+
+
+def test_a_rank_that_does_not_fit_into_its_bundle_is_refused_with_what_is_missing():
+    config = parse_config({"model": "tiny-random", "trainer": {"devices": 2}})
+    rank_memory.check_memory(config, {"policy": "tiny-random"}, rank_memory_gib=1.0)
+    with pytest.raises(ConfigError, match=r"a rank .* takes 0\.4 GiB .* has 0\.25 GiB, so that 0\.1 GiB are "):
+        rank_memory.check_memory(config, {"policy": "tiny-random"}, rank_memory_gib=0.25)

@@ -1,0 +1,117 @@
+"""What a job holds: what was asked for, and what its configuration makes of it: workers, ranks and runners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.config import JobConfig
+from palestra.config.engine import EmbeddedEngineConfig, PooledEngineConfig
+from palestra.control.jobs.shared_jobs import LIGHT_CPUS
+from palestra.errors import InvalidRequest
+from palestra.types.control_wire import BundleBody, ProcessBody, ResourcesBody
+from palestra.types.jobs import Bundle, Resources, Role
+
+_KEYS: dict[Role, str] = {"engine": "engine.replicas", "trainer": "trainer.devices", "runner": "environment.runners"}
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Processes of one role that a job's configuration asks for.
+
+    Attributes:
+        count: how many there may be; 0: the role can have no process of its own.
+        cores: of each, where it has no bundle.
+        in_job: whether the only one runs in the job's own process, unless it has a bundle.
+    """
+
+    count: int
+    cores: int = 1
+    in_job: bool = False
+
+
+def processes_of(config: JobConfig) -> dict[Role, Processes]:
+    """Return the processes of a job beside its own, by role."""
+    training = config.kind == "training"
+    found: dict[Role, Processes] = {"engine": Processes(0), "trainer": Processes(0), "runner": Processes(0)}
+    if training:
+        found["runner"] = Processes(config.environment.runners or 0)
+    if config.base is not None:  # its base server has the engine and the trainer
+        return found
+    if isinstance(config.engine, PooledEngineConfig):
+        threads = config.engine.threads if isinstance(config.engine, EmbeddedEngineConfig) else None
+        replicas = config.engine.replicas
+        found["engine"] = Processes(replicas, threads or 1, in_job=replicas == 1)
+    if training and config.trainer.devices > 1:
+        found["trainer"] = Processes(config.trainer.devices, config.trainer.threads or 1)
+    return found
+
+
+def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Resources:
+    """Return what a job holds. One with adapters on a shared base, which computes for it, needs few cores.
+
+    Processes without a bundle are on the job's node, and their cores are added to those that were asked for: so a
+    tenant can't have more ranks or workers than it is counted for.
+
+    Args:
+        asked: the resources of the submission.
+        config: the job, checked.
+        adapters: of the job on a shared base.
+
+    Raises:
+        InvalidRequest: a bundle is of a role that the job has no process of, stands twice, or has another number.
+    """
+    processes = processes_of(config)
+    bundles = tuple(_bundle(number, body, processes[body.role]) for number, body in enumerate(asked.bundles))
+    roles = {bundle.role for bundle in bundles}
+    if len(roles) < len(bundles):
+        raise InvalidRequest("resources.bundles has a role twice; all processes of a role hold alike", "resources")
+    light = adapters > 0 and "cpus" not in asked.model_fields_set and asked.gpus == 0
+    own = LIGHT_CPUS if light else asked.cpus
+    here = sum(one.count * one.cores for role, one in processes.items() if role not in roles and not one.in_job)
+    return Resources(
+        cpus=own + here,
+        gpus=asked.gpus,
+        memory_gib=asked.memory_gib,
+        gpu_kind=asked.gpu_kind,
+        labels=asked.labels,
+        bundles=bundles,
+        placement=asked.placement,
+    )
+
+
+def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
+    """Return a bundle with its number of processes, which the configuration says.
+
+    Raises:
+        InvalidRequest: there are none, or another number was asked for.
+    """
+    key, where = _KEYS[body.role], f"resources.bundles.{number}"
+    if processes.count == 0:
+        raise InvalidRequest(
+            f"{where} is for role {body.role!r}, and the job has no such process: set {key}, or leave the bundle out",
+            where,
+        )
+    if body.count not in (None, processes.count):
+        raise InvalidRequest(
+            f"{where}.count is {body.count}, and {key} is {processes.count}; leave count out, or make them equal", where
+        )
+    return Bundle(
+        role=body.role,
+        count=processes.count,
+        cpus=body.cpus,
+        gpus=body.gpus,
+        memory_gib=body.memory_gib,
+        gpu_kind=body.gpu_kind,
+        labels=body.labels,
+    )
+
+
+def body_of(resources: Resources) -> ResourcesBody:
+    """Return what a job holds, as answers say it."""
+    bundles = [BundleBody(role=bundle.role, count=bundle.count, **_fields(bundle)) for bundle in resources.bundles]
+    return ResourcesBody(bundles=bundles, placement=resources.placement, **_fields(resources))
+
+
+def _fields(of: Resources | Bundle) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in ProcessBody.model_fields}

@@ -1,0 +1,33 @@
+"""`JobPlaces`: where the processes of a job run beside its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.processes import ProcessStarter
+from palestra.runtime.runner_fleet import RunnerStarter
+from palestra.runtime.runner_process import start_process as start_runner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlaces:
+    """What starts the processes of a job.
+
+    Attributes:
+        runner: starts a runner of `environment.runners`.
+        engine: starts an inference worker in room of its own; None: workers share this machine with the job.
+        trainer: starts a rank of the trainer in room of its own; None: ranks share this machine with the job.
+        rank_memory_gib: memory that a rank has there; None: the memory of this machine, or what is not known.
+        folder: that all machines of the job see, for weights between them; None: there is only this machine.
+    """
+
+    runner: RunnerStarter = start_runner
+    engine: ProcessStarter | None = None
+    trainer: ProcessStarter | None = None
+    rank_memory_gib: float | None = None
+    folder: Path | None = None
+
+
+HERE = JobPlaces()
+"""All processes are on this machine."""

@@ -1,0 +1,97 @@
+"""What a job holds: nothing that its configuration starts is left out of what a tenant is counted for."""
+
+from __future__ import annotations
+
+import pytest
+
+from palestra.config import parse_config
+from palestra.control.jobs.job_resources import body_of, resources_of
+from palestra.control.placement.fitting import counted, total
+from palestra.control.store.stored_resources import more_resources
+from palestra.control.store.stored_resources import resources_of as stored
+from palestra.errors import InvalidRequest
+from palestra.types.control_wire import ResourcesBody
+from palestra.types.jobs import Bundle, Resources
+
+MODEL = {"model": "tiny-random"}
+SHARED = {"policies": {"policy": {"model": "tiny-random", "base": "shared", "adapter": {"rank": 2}}}}
+
+
+def held(config: dict, adapters: int = 0, **asked) -> Resources:
+    return resources_of(ResourcesBody.model_validate(asked), parse_config(config), adapters)
+
+
+@pytest.mark.parametrize(
+    ("config", "cpus"),
+    [
+        ({}, 1.0),
+        ({"engine": {"replicas": 3}}, 4.0),
+        ({"engine": {"replicas": 3, "threads": 2}}, 7.0),
+        ({"engine": {"threads": 2}}, 1.0),
+        ({"trainer": {"devices": 4, "threads": 2}}, 9.0),
+        (
+            {
+                "trainer": {"devices": 64},
+                "engine": {"replicas": 16},
+                "environment": {"name": "frozen-lake", "runners": 5},
+            },
+            86.0,
+        ),
+        ({"kind": "inference", "engine": {"replicas": 2}, "trainer": {"devices": 4}}, 3.0),
+    ],
+)
+def test_workers_ranks_and_runners_hold_cores_beside_those_that_were_asked_for(config, cpus):
+    assert total(held(MODEL | config)) == counted(Resources(cpus=cpus))
+
+
+def test_a_light_job_holds_little_because_its_base_server_has_engine_and_trainer():
+    assert held(SHARED, adapters=1).cpus == 0.25
+    assert held(SHARED | {"environment": {"name": "frozen-lake", "runners": 2}}, adapters=1).cpus == 2.25
+    assert held(SHARED, adapters=1, cpus=3).cpus == 3
+
+
+def test_a_bundle_takes_the_place_of_the_cores_of_its_role():
+    config = MODEL | {"engine": {"replicas": 2}, "trainer": {"devices": 2}}
+    bundle = {"role": "engine", "cpus": 4, "gpus": 1, "memory_gib": 8, "gpu_kind": "H100", "labels": {"zone": "eu"}}
+    found = held(config, cpus=2, bundles=[bundle], placement="SPREAD")
+    assert found.cpus == 4  # two of its own, and two ranks
+    assert found.bundles == (Bundle(count=2, **bundle),)
+    assert total(found) == counted(Resources(cpus=12, gpus=2, memory_gib=16))
+    assert [part.cpus for part in found.parts] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("bundles", "said"),
+    [
+        ([{"role": "runner"}], r"resources.bundles.0 is for role 'runner', and the job has no such process: set "
+         r"environment.runners, or leave the bundle out"),
+        ([{"role": "trainer"}], r"set trainer.devices"),
+        ([{"role": "engine", "count": 2}], r"bundles.0.count is 2, and engine.replicas is 1; leave count out"),
+        ([{"role": "engine"}, {"role": "engine"}], r"resources.bundles has a role twice"),
+        ([{"role": "engine", "cpus": 0}], r"a job needs a part of a CPU or of a GPU"),
+    ],
+)  # fmt: skip
+def test_bundles_that_make_no_sense_are_refused_in_one_line(bundles, said):
+    with pytest.raises(InvalidRequest, match=said):
+        held(MODEL, bundles=bundles)
+
+
+def test_the_only_engine_of_a_job_may_have_a_bundle():
+    found = held(MODEL, bundles=[{"role": "engine", "cpus": 2}])
+    assert (found.cpus, found.bundles[0].count) == (1, 1)
+
+
+def test_resources_come_back_from_the_store_and_in_answers():
+    class Row:
+        def __init__(self, of: Resources) -> None:
+            self.cpus, self.gpus, self.memory_gib = of.cpus, of.gpus, of.memory_gib
+            self.more_resources = more_resources(of)
+
+    config = MODEL | {"engine": {"replicas": 2}, "environment": {"name": "frozen-lake", "runners": 3}}
+    asked = {"bundles": [{"role": "engine", "gpus": 1, "gpu_kind": "A100"}, {"role": "runner"}], "labels": {"a": "b"}}
+    found = held(config, **asked)
+    assert stored(Row(found)) == found
+    assert stored(Row(Resources(cpus=2))) == Resources(cpus=2)
+    assert more_resources(Resources(cpus=2)) is None  # as the rows of earlier versions
+    again = body_of(found).model_dump(exclude_unset=False)
+    assert resources_of(ResourcesBody.model_validate(again | {"cpus": 1}), parse_config(config), 0) == found

@@ -1,0 +1,57 @@
+"""How a job takes the connection of a program on another machine; no Ray is started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from palestra.control.jobs.launcher import BundleOrder
+from palestra.runtime.ray.process_host import _accepted, _interface, _variables
+from palestra.types.jobs import ProcessResources
+
+SECRET = bytes(range(32))
+
+
+async def test_only_a_connection_that_shows_the_secret_is_taken_and_others_hold_up_nobody():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        accepting = asyncio.ensure_future(_accepted(listener, SECRET))
+        silent, wrong, right = (socket.create_connection(listener.getsockname()) for _ in range(3))
+        with silent, wrong, right:
+            wrong.sendall(SECRET[::-1])
+            wrong.setblocking(False)
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(wrong, 1), 10) == b"", "it was closed"
+            assert not accepting.done()
+            for part in (SECRET[:7], SECRET[7:]):
+                right.sendall(part)
+                await asyncio.sleep(0.01)
+            with await asyncio.wait_for(accepting, 10) as taken:
+                assert taken.getpeername() == right.getsockname()
+            silent.setblocking(False)
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(silent, 1), 10) == b""
+
+
+async def test_a_start_that_is_broken_off_leaves_no_connection_open():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        accepting = asyncio.ensure_future(_accepted(listener, SECRET))
+        with socket.create_connection(listener.getsockname()) as waits:
+            await asyncio.sleep(0.05)
+            accepting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await accepting
+            waits.settimeout(10)
+            assert waits.recv(1) == b""
+
+
+def test_the_interface_of_an_address_is_named_to_gloo_and_nccl():
+    assert set(_interface("127.0.0.3").values()) == {"lo"}
+    assert _interface("203.0.113.1") == {}  # an address that this machine does not have
+
+
+def test_a_program_is_told_how_much_it_has():
+    order = BundleOrder(role="engine", node="n1", resources=ProcessResources(cpus=2.5), memory_gib=1.5)
+    found = _variables(order)
+    assert (found["PALESTRA_CORES"], found["PALESTRA_MEMORY_GIB"]) == ("2", "1.5")
