@@ -14,7 +14,6 @@ from typing import Any
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig, past_name
-from palestra.config.engine_pool import PooledEngineConfig
 from palestra.envs.task_splits import Split
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
@@ -249,7 +248,7 @@ async def _parts(
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
-    if isinstance(config.engine, PooledEngineConfig) and config.engine.workers > 1:
+    if config.engine.workers > 1:
         return await pooled_parts(config, config.engine, weights), None
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
     built = await in_thread(lambda: build_parts(config, weights, pictures))  # in a thread of its own, not of a pool
