@@ -14,7 +14,6 @@ from typing import Any
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig, past_name
-from palestra.config.engine_pool import PooledEngineConfig
 from palestra.envs.task_splits import Split
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
@@ -258,7 +257,7 @@ async def _parts(
     if config.base is not None:
         return await connect_base(config, weights)
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
-    if isinstance(config.engine, PooledEngineConfig) and (config.engine.workers > 1 or places.engine is not None):
+    if config.engine.workers > 1 or places.engine is not None:
         return await pooled_parts(config, config.engine, weights, pictures, places), None
     # In a thread of its own, not of a pool.
     built = await in_thread(lambda: build_parts(config, weights, pictures, places))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from palestra.config import parse_config
-from palestra.config.engine_pool import PooledEngineConfig
 from palestra.control.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, write_ended
 from palestra.errors import PalestraError, ServerFailed
 from palestra.models.catalog import exact_model
@@ -71,7 +70,7 @@ class ModelServer:
                 named = {name: weights.get(name, policy.model) for name, policy in job_config.policies.items()}
                 weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
             # The service has looked at the configuration; a tenant's key must not lift what it has allowed.
-            most = job_config.engine.workers if isinstance(job_config.engine, PooledEngineConfig) else None
+            most = job_config.engine.workers
             self._thread = JobThread(job_config, console, weights=weights, places=self._places, most_replicas=most)
             job = await self._thread.start()
         self._url = job.url
