@@ -17,7 +17,7 @@ from servers import SCRIPTED, TINY, Job, run_through, until
 
 from faults.cells import ENGINE_WORKER, TRAINER_RANK, Cell
 
-STUCK_SECONDS, SILENT_SECONDS = 3.0, 10.0
+STUCK_SECONDS, SILENT_SECONDS = 3.0, 20.0
 OVER_SECONDS = 240.0  # in which a job is over whatever was hurt
 Settings = dict[str, Any]
 

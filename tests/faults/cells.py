@@ -30,7 +30,7 @@ PAST_THE_LEASE = {  # what a SIGSTOP outlasts
     SCHEDULER: "for 5 s, in which the job goes on without it; one of 40 s is below",
     DATABASE: "for 12 s, longer than a request is tried again",
     ENGINE_WORKER: "for ever: it has to be given up after 3 s without progress, and replaced",
-    TRAINER_RANK: "for ever: all ranks have to be given up after 10 s of silence, and started again",
+    TRAINER_RANK: "for ever: all ranks have to be given up after 20 s of silence, and started again",
 }
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
     talk = _Talk(socket.socket(fileno=int(sys.argv[1])), Path(os.environ[FOLDER]))
-    for work in (talk.read, talk.beat):
+    for work in (talk.beat, talk.read):  # the first request loads torch in the thread that reads it
         threading.Thread(target=work, name=f"palestra-rank-{work.__name__}", daemon=True).start()
     from palestra.models.device import tune_malloc  # torch comes after the first sign of life
 
