@@ -131,7 +131,7 @@ function seenPart(run, digest, policy) {
       const picture = h("img", { class: "picture", alt: `picture ${digest.slice(0, 12)}, ${seen.said}` });
       picture.onload = () => URL.revokeObjectURL(address);
       picture.src = address;
-      place.append(h("div", { class: "tiles" }, picture, gridLines("across", "top", seen.rows), gridLines("down", "left", seen.columns)), h("p", { class: "muted" }, seen.said));
+      place.append(h("div", { class: "cutpicture" }, picture, gridLines("across", "top", seen.rows), gridLines("down", "left", seen.columns)), h("p", { class: "muted" }, seen.said));
     } catch (error) {
       place.append(h("p", { class: "muted" }, error.message));
     }

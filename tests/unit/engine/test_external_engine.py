@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.config import JobConfig
 from palestra.engine.base import Engine
 from palestra.engine.external import bounded
 from palestra.engine.external import engine as module
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
 from palestra.models.weights import LocalWeights
+from palestra.runtime.engine_servers import served_engine
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from unit.building import engine_request
 from unit.engine.engine_servers import STOP, ScriptedSglang, ScriptedVllm, on_server
@@ -564,3 +566,16 @@ async def test_closing_fails_the_calls_that_are_open_and_those_that_wait(server,
         assert not failure.done()
         failure.cancel()
         server.gate.set()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_model_that_sees_is_refused_before_a_server_is_asked(kind):
+    settings = {
+        "model": "tiny-random-vision",
+        "kind": "inference",
+        "engine": {"kind": kind, "url": "http://127.0.0.1:1"},
+    }
+    config = JobConfig.model_validate(settings)
+    said = f"tiny-random-vision sees pictures, and engine.kind = '{kind}' is for models that read text only"
+    with pytest.raises(ConfigError, match=said):
+        served_engine(config, config.engine, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import time
 import tracemalloc
 from contextlib import suppress
@@ -80,6 +81,35 @@ def test_the_orientation_of_exif_is_applied(orientation, kind):
 @pytest.mark.parametrize("raw", [b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0", b"Exif\0\0MM\0*" + b"\xff" * 400])
 def test_damaged_exif_changes_no_pixel(raw):
     assert np.array_equal(_pixels(decode(encoded(RED, "PNG", exif=raw))), _pixels(RED))
+
+
+def _exif(*entries: tuple[int, int, int, int], after: int = 0) -> bytes:
+    """EXIF data of one directory, little-endian; `after` is where the next one is said to be."""
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(entries)) + packed + struct.pack("<I", after)
+
+
+EXIF_TRICKS = {
+    "a directory that follows itself": _exif((0x0112, 3, 1, 1), after=8),
+    "a directory within itself": _exif((0x8769, 4, 1, 8), (0x8825, 4, 1, 8), (0xA005, 4, 1, 8)),
+    "an orientation that is none": _exif((0x0112, 3, 1, 77)),
+    "an orientation of text": _exif((0x0112, 2, 400, 8)),
+    "a value of four gigabytes": _exif((0x010E, 2, 0xFFFFFFFF, 8)),
+    "a thumbnail beyond the end": _exif((0x0201, 4, 1, 0xFFFFFFF0), (0x0202, 4, 1, 0xFFFFFFF0)),
+    "5,000 entries": _exif(*[(0x9C9B, 1, 4, 0)] * 5_000),
+}
+
+
+@pytest.mark.parametrize("name", EXIF_TRICKS)
+def test_a_trick_of_exif_changes_no_pixel_and_takes_no_time(name):
+    decode(encoded())  # imports
+    for kind in ("PNG", "WEBP"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        data = encoded(RED, kind, exif=EXIF_TRICKS[name], **options)
+        began = time.process_time()
+        pixels = _pixels(decode(data))
+        assert time.process_time() - began < 0.1
+        assert np.array_equal(pixels, _pixels(RED))
 
 
 @pytest.mark.parametrize("name", ATTACKS)
