@@ -57,6 +57,7 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
 def _seeing(tokenizer: Any, pictures: PictureTokens) -> Renderer | None:
     """Return a renderer with pictures that gives the ids of the model's own template; None: there is none.
 
+    A renderer of a large vocabulary takes a second to make, so that one is made only if a template ends as it does.
     The package's renderers for names that it knows are not asked: those that take pictures load a processor, and read
     the pixels themselves.
     """
@@ -72,15 +73,21 @@ def _seeing(tokenizer: Any, pictures: PictureTokens) -> Renderer | None:
     return None
 
 
-def _idefics(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer:
+def _idefics(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
     """Return a renderer of Idefics3's dialogs, which begin with the token that the template writes."""
-    first = re.match(r".*?(?=User:|System:)", _text(tokenizer, PICTURED[0]) or "", re.DOTALL)
+    shown = _text(tokenizer, PICTURED[0])
+    if shown is None or not shown.endswith(IDEFICS.opening):
+        return None
+    first = re.match(r".*?(?=User:|System:)", shown, re.DOTALL)
     begin = [] if first is None else tokenizer.encode(first[0], add_special_tokens=False)
     return DialogRenderer(tokenizer, pictures, IDEFICS, begin)
 
 
-def _llava(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer:
+def _llava(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
     """Return a renderer of Llava's dialogs, which begin with the token that the tokenizer puts before every text."""
+    shown = _text(tokenizer, PICTURED[0])
+    if shown is None or not shown.endswith(LLAVA.opening):
+        return None
     return DialogRenderer(tokenizer, pictures, LLAVA, tokenizer.encode(""))
 
 

@@ -99,6 +99,7 @@ def test_a_text_that_spells_a_control_token_is_text_and_there_are_no_tools(llava
         renderer.stream(lambda: None, single_call=True)
 
 
+@pytest.mark.slow
 def test_a_template_that_differs_in_a_space_gets_no_renderer_with_pictures(llava):
     tokenizer, _, _ = llava
     tokenizer.chat_template = TEMPLATE.replace("'<image>\n'", "'<image>'")
