@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palestra.config import JobConfig
-from palestra.config.engine import PooledEngineConfig
 from palestra.runtime.role_check import past_copies
 
 TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two moments in float32
@@ -75,7 +74,7 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
 
 def replicas_of(config: JobConfig) -> int:
     """Return how many processes sample, each with copies of the models of its own."""
-    return config.engine.replicas if isinstance(config.engine, PooledEngineConfig) else 1
+    return config.engine.workers
 
 
 def add_reference(sizes: Sizes, config: JobConfig, model: str, parameters: int) -> None:
