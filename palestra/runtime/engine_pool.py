@@ -13,7 +13,7 @@ from palestra.engine.pool.manager import InferenceManager, PoolOptions
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
 from palestra.grammars.pool import Grammars
-from palestra.models.kept_weights import KeptSource, keep_weights
+from palestra.models.kept_weights import KeptSource, WeightKeeper
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
 from palestra.renderers import select_renderer
@@ -81,12 +81,11 @@ def _share(settings: EmbeddedEngineConfig) -> EmbeddedEngineConfig:
 
 def _keep_in(settings: EmbeddedEngineConfig) -> Keep:
     """Return a function that keeps weights in the precision in which the workers have them."""
+    keeper = WeightKeeper(settings.dtype)
 
     async def keep(policy: str, source: WeightSource) -> KeptWeights:
-        import torch
-
         try:
-            return await in_thread(lambda: keep_weights(source, getattr(torch, settings.dtype)))
+            return await in_thread(lambda: keeper.keep(source))
         except OSError as error:
             raise EngineFailure(
                 f"the weights of {policy} can't be written for the engine's workers: {error}"
