@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palestra.models.saved_weights import SavedWeights
-from palestra.models.weight_file import FileWeights, weight_folder, write_weights
+from palestra.models.weight_file import FileWeights, mapped_weights, weight_folder, write_weights
 from palestra.models.weights import LocalWeights, WeightSource
 
 if TYPE_CHECKING:
@@ -51,31 +51,99 @@ class KeptFile:
             OSError: there is no room, or the folder can't be written to.
         """
         path = (folder or weight_folder()) / f"palestra-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
-        write_weights(LocalWeights(list(_rounded(source, matrices))), path)
+        self._matrices = matrices
+        written = dict(_rounded(source, matrices))
+        write_weights(LocalWeights(list(written.items())), path)
         if folder is None and OPEN_FILES.exists():
             opened = os.open(path, os.O_RDONLY)
             path.unlink()
-            self.source: WeightSource = FileWeights(OPEN_FILES / str(opened))
+            path = OPEN_FILES / str(opened)
             weakref.finalize(self, os.close, opened)
         else:
-            self.source = FileWeights(path)
             weakref.finalize(self, path.unlink, missing_ok=True)
+        self.source: WeightSource = FileWeights(path)
+        self._places = mapped_weights(path, written)
+
+    def replace(self, source: WeightSource) -> bool:
+        """Write other weights in the place of these, if they are of the same names, shapes and precisions.
+
+        The system has given the file its memory already, which takes longer than all else.
+
+        Args:
+            source: as of the constructor.
+
+        Returns:
+            False: they are not, and nothing is written.
+        """
+        given = dict(source.tensors())
+        if given.keys() != self._places.keys() or not all(
+            place.shape == given[name].shape and place.dtype == _precision(given[name], self._matrices)
+            for name, place in self._places.items()
+        ):
+            return False
+        for name, tensor in given.items():
+            self._places[name].copy_(tensor.detach())
+        return True
 
 
-def keep_weights(source: WeightSource, matrices: dtype, folder: Path | None = None) -> KeptFile | KeptSource:
-    """Keep weights so that a worker can read them at any time. Those of a folder stay there.
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class HeldFile:
+    """The weights of a file until nothing refers to this object; then the file may be written again.
 
-    Args:
-        source: the weights.
-        matrices: see `KeptFile`.
-        folder: see `KeptFile`.
-
-    Raises:
-        OSError: there is no room, or the folder can't be written to.
+    Attributes:
+        source: what is read.
     """
-    return KeptSource(source) if isinstance(source, SavedWeights) else KeptFile(source, matrices, folder)
+
+    source: WeightSource
+
+
+class WeightKeeper:
+    """Keeps weights so that workers can read them at any time, and uses the memory of one that is not needed again."""
+
+    def __init__(self, matrices: str, folder: Path | None = None) -> None:
+        """Keep none yet.
+
+        Args:
+            matrices: name of the precision of torch; see `KeptFile`.
+            folder: see `KeptFile`.
+        """
+        self._matrices, self._folder = matrices, folder
+        self._spare: list[KeptFile] = []  # at most one
+
+    def keep(self, source: WeightSource) -> HeldFile | KeptSource:
+        """Keep weights; those of a folder stay there.
+
+        Args:
+            source: the weights; it may change once this has returned.
+
+        Raises:
+            OSError: there is no room, or the folder can't be written to.
+        """
+        import torch  # here, because a keeper is made on the event loop
+
+        if isinstance(source, SavedWeights):
+            return KeptSource(source)
+        file = self._spare.pop() if self._spare else None
+        if file is None or not file.replace(source):
+            file = KeptFile(source, getattr(torch, self._matrices), self._folder)
+        held = HeldFile(file.source)
+        weakref.finalize(held, self._take_back, file)
+        return held
+
+    def _take_back(self, file: KeptFile) -> None:
+        """Keep a file for later weights, in the place of the one before.
+
+        One that other machines read is never written over: a network's file system may show them what was there before.
+        """
+        if self._folder is None:
+            self._spare[:] = [file]
+
+
+def _precision(tensor: Tensor, matrices: dtype) -> dtype:
+    """Return the precision in which a weight, [n, d] or [d], is kept."""
+    return matrices if tensor.ndim > 1 else tensor.dtype
 
 
 def _rounded(source: WeightSource, matrices: dtype) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in source.tensors():
-        yield name, tensor.detach().to("cpu", matrices) if tensor.ndim > 1 else tensor
+        yield name, tensor.detach().to("cpu", _precision(tensor, matrices))

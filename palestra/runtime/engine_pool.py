@@ -13,7 +13,7 @@ from palestra.engine.pool.manager import InferenceManager, PoolOptions, StartWor
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
 from palestra.grammars.pool import Grammars
-from palestra.models.kept_weights import KeptSource, keep_weights
+from palestra.models.kept_weights import KeptSource, WeightKeeper
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
 from palestra.pictures.stored import StoredPictures
@@ -126,12 +126,11 @@ def _keep_in(settings: EmbeddedEngineConfig | VllmEngineConfig | SglangEngineCon
         settings: of the engine.
         folder: that all machines of the job see; None: the workers are on this one.
     """
+    keeper = WeightKeeper(settings.dtype, folder)
 
     async def keep(policy: str, source: WeightSource) -> KeptWeights:
-        import torch
-
         try:
-            return await in_thread(lambda: keep_weights(source, getattr(torch, settings.dtype), folder))
+            return await in_thread(lambda: keeper.keep(source))
         except OSError as error:
             raise EngineFailure(
                 f"the weights of {policy} can't be written for the engine's workers: {error}"

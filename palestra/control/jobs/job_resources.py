@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.config import JobConfig
-from palestra.config.engine import EmbeddedEngineConfig, PooledEngineConfig
+from palestra.config.engine import EmbeddedEngineConfig
 from palestra.control.jobs.shared_jobs import LIGHT_CPUS
 from palestra.errors import InvalidRequest
 from palestra.types.control_wire import BundleBody, ProcessBody, ResourcesBody
@@ -38,10 +38,10 @@ def processes_of(config: JobConfig) -> dict[Role, Processes]:
         found["runner"] = Processes(config.environment.runners or 0)
     if config.base is not None:  # its base server has the engine and the trainer
         return found
-    if isinstance(config.engine, PooledEngineConfig):
-        threads = config.engine.threads if isinstance(config.engine, EmbeddedEngineConfig) else None
-        replicas = config.engine.replicas
-        found["engine"] = Processes(replicas, threads or 1, in_job=replicas == 1)
+    threads = config.engine.threads if isinstance(config.engine, EmbeddedEngineConfig) else None
+    served_elsewhere = getattr(config.engine, "url", None) is not None
+    workers = 0 if served_elsewhere else config.engine.workers
+    found["engine"] = Processes(workers, threads or 1, in_job=workers == 1)
     if training and config.trainer.devices > 1:
         found["trainer"] = Processes(config.trainer.devices, config.trainer.threads or 1)
     return found

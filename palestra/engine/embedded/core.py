@@ -101,6 +101,7 @@ class EngineCore:
             for work in self.scheduler.schedule():
                 if not self._run(work):
                     break
+                self.flush()  # the first token of a reply does not wait for the next tokens of all others
         except Exception as error:  # noqa: BLE001 - fails requests, not the engine
             self._survive(error, list(self.policies))
         self.flush()

@@ -19,7 +19,7 @@ from palestra.engine.external.model_files import ModelFiles
 from palestra.engine.pool import manager
 from palestra.engine.pool.manager import InferenceManager, PoolOptions
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
-from palestra.models.kept_weights import keep_weights
+from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
 from palestra.runtime.served_models import ServedModel
 from palestra.runtime.served_pool import ServerWorkers
@@ -36,7 +36,7 @@ NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
 
 
 async def keep(policy, source):
-    return keep_weights(source, torch.float32)
+    return WeightKeeper("float32").keep(source)
 
 
 @pytest.fixture(autouse=True)
