@@ -14,7 +14,7 @@ from service import GAMES, Service, metrics_of, until
 
 from palestra.errors import InvalidRequest
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]  # of two jobs one after another, on a busy machine
 POOL = GAMES | {
     "engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05, "replicas": 2},
     "environment": {**GAMES["environment"], "runners": 1},
