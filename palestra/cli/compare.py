@@ -163,7 +163,7 @@ def _resources(arguments: argparse.Namespace) -> ResourcesBody:
     found = {name: checked_amount(name, amount) for name, amount in given.items() if amount is not None}
     if found and arguments.control is None:
         raise ConfigError(f"--{next(iter(found)).replace('_', '-')} is of the jobs of a service; add --control URL")
-    return ResourcesBody(**found)
+    return ResourcesBody.model_validate(found)
 
 
 def _chosen(only: Sequence[str], runs: Sequence[PlannedRun]) -> list[PlannedRun]:

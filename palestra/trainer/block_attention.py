@@ -27,8 +27,10 @@ BLOCK = 128  # nodes: the kernel's default
 @cache
 def _kernel(device: str) -> Callable[..., Any]:
     """Return FlexAttention compiled for a device; on a CPU as it is, slowly and with all scores: for tests."""
-    kernel: Callable[..., Any] = flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
-    return kernel
+    if device == "cpu":
+        return flex_attention
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled
 
 
 class BlockAttention:

@@ -117,8 +117,9 @@ class ShardedNetwork:
             work: calls the model once, and anything of it that is not a layer.
         """
         # A backward pass begins with what is gathered for all of a pass, and frees it; without one the pass has to.
-        self._root.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
-        return self._root(work)
+        root: Any = self._root  # `fully_shard` has made it an `FSDPModule`
+        root.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
+        return root(work)
 
     def idle(self) -> Tensor:
         """Return 0, a scalar, from a pass over one token, with zero gradients for all weights; called in `compute`."""
