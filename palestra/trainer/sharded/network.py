@@ -117,6 +117,7 @@ class ShardedNetwork:
             work: calls the model once, and anything of it that is not a layer.
         """
         # A backward pass begins with what is gathered for all of a pass, and frees it; without one the pass has to.
+        assert isinstance(self._root, FSDPModule)
         self._root.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
         return self._root(work)
 
