@@ -243,3 +243,28 @@ def test_a_numbers_kind_counts_and_what_is_no_json_counts_as_text():
     assert message_key(calling(("f", "1"))) != message_key(calling(("f", "true")))
     assert message_key(calling(("f", "{"))) != message_key(calling(("f", "{ ")))
     assert message_key(calling(("f", "{"))) == message_key(calling(("f", "{")))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (("look", "d1"), None),
+        (("look", "d2"), ForkReason.PICTURE_CHANGED),
+        (("look",), ForkReason.PICTURE_CHANGED),
+        (("d1", "look"), ForkReason.PICTURE_CHANGED),
+        (("look", "d1", "d1"), ForkReason.PICTURE_CHANGED),
+        (("Look", "d1"), ForkReason.EDITED_MESSAGE),
+        (("Look", "d2"), ForkReason.EDITED_MESSAGE),
+    ],
+)
+def test_a_message_that_came_back_with_other_pictures_alone_has_a_reason_of_its_own(content, reason):
+    def user(*parts: str) -> ChatMessage:
+        made = (ImagePart(digest=part) if part.startswith("d") else TextPart(text=part) for part in parts)
+        return ChatMessage(role="user", content=tuple(made))
+
+    reply = text_message("assistant", "r")
+    history = history_of(make_chat(index=0, messages=(user("look", "d1"),), reply="r"))
+    match = history.match("policy", (user(*content), reply, user("on")))
+    assert (match.reason, match.known) == (reason, 2 if reason is None else 0)
+    alone = history.match("policy", (user(*content),))
+    assert alone.reason is (None if reason is None else ForkReason.NEW_CONVERSATION)
