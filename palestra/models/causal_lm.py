@@ -31,7 +31,7 @@ from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer
 from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
-from palestra.models.exact_logits import AdaptedHead, sharpened
+from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
 from palestra.models.quiet import quiet_transformers
 from palestra.models.vision.loading import load_seeing, sees
 from palestra.models.vision.placed import PictureRows, PlacedPicture
@@ -346,17 +346,21 @@ class CausalLM:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, corrections: list[Correction] | None = None) -> Tensor:
         """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden].
 
         In bfloat16 the `EXACT_LOGITS` largest of each row are computed in float32; their gradient is that of the
         product.
+
+        Args:
+            hidden: of the positions.
+            corrections: of these logits, where they are computed a second time; see `sharpened`.
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
             out: Tensor = (head(hidden) if self.packed is None else self.packed.head.product(hidden, 0)).float()
         if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear | AdaptedHead):
-            out = sharpened(out, hidden, head, self.compute_dtype)
+            out = sharpened(out, hidden, head, self.compute_dtype, corrections)
         config = self.config
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
             out = out / divisor
