@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palestra.models.saved_weights import SavedWeights
-from palestra.models.weight_file import FileWeights, mapped_weights, weight_folder, write_weights
+from palestra.models.weight_file import FileWeights, weight_folder, write_weights
 from palestra.models.weights import LocalWeights, WeightSource
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class KeptFile:
         else:
             weakref.finalize(self, path.unlink, missing_ok=True)
         self.source: WeightSource = FileWeights(path)
-        self._places = mapped_weights(path, written)
+        self._places = _mapped(path, written)
 
     def replace(self, source: WeightSource) -> bool:
         """Write other weights in the place of these, if they are of the same names, shapes and precisions.
@@ -131,6 +132,25 @@ class WeightKeeper:
     def _take_back(self, file: KeptFile) -> None:
         """Keep a file for later weights, in the place of the one before."""
         self._spare[:] = [file]
+
+
+def _mapped(path: Path, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, [n, d] or [d], of a file by name: what is written into them is in the file.
+
+    Args:
+        path: of the file.
+        written: what `write_weights` has written into it.
+    """
+    import torch
+
+    whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    start = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")  # as safetensors has it: a length, then a header
+    header = json.loads(whole[8:start].numpy().tobytes())
+    found = {}
+    for name, tensor in written.items():
+        first, last = header[name]["data_offsets"]
+        found[name] = whole[start + first : start + last].view(tensor.dtype).view(tensor.shape)
+    return found
 
 
 def _precision(tensor: Tensor, matrices: dtype) -> dtype:

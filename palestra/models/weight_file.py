@@ -6,10 +6,9 @@ and read at the speed of memory.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,25 +53,6 @@ def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = 
     finally:
         part.unlink(missing_ok=True)
     return FileWeights(path)
-
-
-def mapped_weights(path: Path, written: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, [n, d] or [d], of a file by name: what is written into them is in the file.
-
-    Args:
-        path: of the file.
-        written: what `write_weights` has written into it.
-    """
-    import torch
-
-    whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-    start = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")  # as safetensors has it: a length, then a header
-    header = json.loads(whole[8:start].numpy().tobytes())
-    found = {}
-    for name, tensor in written.items():
-        first, last = header[name]["data_offsets"]
-        found[name] = whole[start + first : start + last].view(tensor.dtype).view(tensor.shape)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
