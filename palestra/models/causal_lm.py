@@ -32,6 +32,7 @@ from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
+from palestra.models.llama_layers import shorten_layers
 from palestra.models.quiet import quiet_transformers
 from palestra.models.vision.loading import load_seeing, sees
 from palestra.models.vision.placed import PictureRows, PlacedPicture
@@ -151,6 +152,8 @@ class CausalLM:
         trial = TrialAttention()
         self._try(trial)
         self.key_heads, self.head_dim = trial.shape
+        if self.device.type == "cpu":
+            shorten_layers(text)
 
     def _try(self, trial: TrialAttention) -> None:
         """Compare a flat forward pass of a few tokens with the model's own forward pass.
@@ -342,7 +345,7 @@ class CausalLM:
                     given = {"inputs_embeds": _replaced(embedded, pictures).unsqueeze(0)}
                 out = text(**given, position_ids=positions.unsqueeze(0), use_cache=False)
         finally:
-            self._slot.attention = None
+            self._slot.clear()
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
