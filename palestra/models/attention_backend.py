@@ -31,12 +31,19 @@ class AttentionBackend(Protocol):
 
 
 class AttentionSlot:
-    """Holds the backend of the forward pass that is running, for the attention modules of one model.
+    """Holds what the layers of one model have in common in the forward pass that is running; between passes nothing.
 
-    None between passes.
+    Attributes:
+        attention: the backend.
+        rotation: what the layers were given for rotary embedding, and what was made of it.
     """
 
     attention: AttentionBackend | None = None
+    rotation: tuple[tuple[Tensor, Tensor], Tensor, Tensor] | None = None
+
+    def clear(self) -> None:
+        """Forget the pass."""
+        self.attention = self.rotation = None
 
 
 def recomputed(forward: Callable[..., Any], slot: AttentionSlot) -> Callable[..., Any]:

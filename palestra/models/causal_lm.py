@@ -31,7 +31,8 @@ from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer
 from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
-from palestra.models.exact_logits import AdaptedHead, sharpened
+from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
+from palestra.models.llama_layers import shorten_layers
 from palestra.models.quiet import quiet_transformers
 from palestra.models.vision.loading import load_seeing, sees
 from palestra.models.vision.placed import PictureRows, PlacedPicture
@@ -165,6 +166,8 @@ class CausalLM:
                 module.palestra_slot = self._slot
         if unread is None:
             self.try_out()
+            if self.device.type == "cpu":  # of parts of weights, transformers' own layers know where the others are
+                shorten_layers(text)
 
     def try_out(self) -> None:
         """Compare a flat forward pass of a few tokens with the model's own forward pass.
@@ -369,21 +372,25 @@ class CausalLM:
                     given = _replaced(text.get_input_embeddings()(ids), pictures)
                 out = text(**given, position_ids=positions.unsqueeze(-2), use_cache=False)
         finally:
-            self._slot.attention = None
+            self._slot.clear()
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, corrections: list[Correction] | None = None) -> Tensor:
         """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden].
 
         In bfloat16 the `EXACT_LOGITS` largest of each row are computed in float32; their gradient is that of the
         product.
+
+        Args:
+            hidden: of the positions.
+            corrections: of these logits, where they are computed a second time; see `sharpened`.
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
             out: Tensor = (head(hidden) if self.packed is None else self.packed.head.product(hidden, 0)).float()
         if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear | AdaptedHead):
-            out = sharpened(out, hidden, head, self.compute_dtype)
+            out = sharpened(out, hidden, head, self.compute_dtype, corrections)
         config = self.config
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
             out = out / divisor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,25 @@ class AdaptedHead(Protocol):
         ...
 
 
-def sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, dtype: torch.dtype) -> Tensor:
+class Correction(NamedTuple):
+    """What the largest logits of each row lack.
+
+    Attributes:
+        tokens: int64 [M, K], whose logits they are.
+        lacking: float32 [M, K], what is added to them.
+    """
+
+    tokens: Tensor
+    lacking: Tensor
+
+
+def sharpened(
+    logits: Tensor,
+    hidden: Tensor,
+    head: nn.Linear | AdaptedHead,
+    dtype: torch.dtype,
+    corrections: list[Correction] | None = None,
+) -> Tensor:
     """Replace the largest logits of each row by float32 products with the rounded weights, in place.
 
     Args:
@@ -33,7 +51,17 @@ def sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, dty
         hidden: [M, hidden].
         head: the output layer, weights [V, hidden].
         dtype: precision to which the weights are rounded, as in the product that made the logits.
+        corrections: gets what was added, unless it has that already, of the same logits computed before; None: it is
+            not kept.
     """
+    found = corrections[0] if corrections else _correction(logits, hidden, head, dtype)
+    if corrections is not None and not corrections:
+        corrections.append(found)
+    return logits.scatter_add_(1, *found)
+
+
+def _correction(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, dtype: torch.dtype) -> Correction:
+    """Return what the largest logits of each row lack; see `sharpened`."""
     bias = getattr(head, "bias", None)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         largest = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
@@ -46,4 +74,4 @@ def sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, dty
         lacking = torch.cat(pieces) - logits.gather(1, largest) if pieces else logits.new_zeros(largest.shape)
         if isinstance(head, AdaptedHead) and pieces:
             lacking += head.products_at(hidden.to(dtype), largest)
-    return logits.scatter_add_(1, largest, lacking)
+    return Correction(largest, lacking)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 from palestra.config import TrainerConfig
 from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
+from palestra.models.exact_logits import Correction
 from palestra.models.grammar_masks import unpack_bits
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.positions import AXES
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.trainer.packing import MicroBatch, Tree
-from palestra.trainer.token_scores import token_logprobs, token_logprobs_and_entropies
+from palestra.trainer.token_scores import Measured, token_logprobs, token_logprobs_and_entropies
 from palestra.trainer.tree_attention import TreeAttention
 from palestra.types.calls import TokenSequence
 
@@ -193,9 +194,10 @@ class TokenForward:
 
     def _measured(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         """Return log-probabilities with gradient and entropies without, [T] each."""
-        entropies: list[Tensor] = []
-        logprobs = chunk.call(lambda hidden: token_logprobs(self._scores(hidden, chunk), chunk.target, entropies))
-        return logprobs, entropies[0]
+        measured = Measured()
+        logprobs = chunk.call(lambda hidden: token_logprobs(self._scores(hidden, chunk), chunk.target, measured))
+        assert measured.entropies is not None
+        return logprobs, measured.entropies
 
     def _with_entropy(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, [T] each, both with gradient."""
@@ -208,7 +210,7 @@ class TokenForward:
             hidden: [T, hidden], of the chunk.
             chunk: has the temperatures, and the tokens that could have been sampled.
         """
-        scores = self._model.logits(hidden)
+        scores = self._model.logits(hidden, chunk.corrections)
         if chunk.temperature is not None:
             scores = scores / chunk.temperature.unsqueeze(1)
         if chunk.allowed is not None:  # the distribution from which the token was sampled had no other tokens
@@ -226,6 +228,7 @@ class _Chunk:
         temperature: [T], at which the tokens were sampled; None: all at 1.
         allowed: [T, B] bits of the tokens that could have been sampled; None: all.
         again: whether the scores are dropped and computed again in the backward pass, to save memory.
+        corrections: of the logits, which are not computed again.
     """
 
     hidden: Tensor
@@ -233,6 +236,7 @@ class _Chunk:
     temperature: Tensor | None
     allowed: Tensor | None
     again: bool
+    corrections: list[Correction] = field(default_factory=list)
 
     def call(self, function: Callable[[Tensor], T]) -> T:
         """Return what `function` returns for the hidden states."""

@@ -6,21 +6,36 @@ Autograd would make a tensor of their size for each operation, forward and backw
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 
-def token_logprobs(scores: Tensor, target: Tensor, entropies: list[Tensor] | None = None) -> Tensor:
+@dataclass(slots=True)
+class Measured:
+    """What was found of distributions when their scores were computed first, for where they are computed again.
+
+    Attributes:
+        totals: [T, 1], the logarithms of the sums of the scores' exponents; None: not found yet.
+        entropies: [T], without gradient; None: not found yet.
+    """
+
+    totals: Tensor | None = None
+    entropies: Tensor | None = None
+
+
+def token_logprobs(scores: Tensor, target: Tensor, measured: Measured | None = None) -> Tensor:
     """Return the log-probabilities [T] of the targets, with gradient.
 
     Args:
         scores: float32 [T, V], finite.
         target: int64 [T].
-        entropies: gets the entropies [T] of the distributions, without gradient, unless it has them already, as where
-            a chunk is computed a second time for its gradient; None: they are not wanted.
+        measured: gets what is found of the distributions, their entropies included, or has it already, of the same
+            scores; None: it is not kept.
     """
-    found: Tensor = _Logprobs.apply(scores, target, entropies)  # type: ignore[no-untyped-call]
+    found: Tensor = _Logprobs.apply(scores, target, measured)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -43,11 +58,14 @@ class _Context(FunctionCtx):
 
 class _Logprobs(Function):
     @staticmethod
-    def forward(ctx: _Context, scores: Tensor, target: Tensor, entropies: list[Tensor] | None) -> Tensor:
+    def forward(ctx: _Context, scores: Tensor, target: Tensor, measured: Measured | None) -> Tensor:
         """Return log-probabilities [T]."""
-        parts, mass, total = _parts(scores)
-        if entropies is not None and not entropies:
-            entropies.append((total - parts.mul_(scores).sum(dim=1, keepdim=True) / mass).squeeze(1))
+        total = None if measured is None else measured.totals
+        if total is None:
+            parts, mass, total = _parts(scores)
+            if measured is not None:
+                measured.totals = total
+                measured.entropies = (total - parts.mul_(scores).sum(dim=1, keepdim=True) / mass).squeeze(1)
         ctx.save_for_backward(scores, target, total)
         return _chosen(scores, target, total)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from palestra.trainer.token_scores import token_logprobs, token_logprobs_and_entropies
+from palestra.trainer.token_scores import Measured, token_logprobs, token_logprobs_and_entropies
 
 
 def drawn(tokens: int, vocabulary: int, spread: float):
@@ -31,11 +31,11 @@ def oracle(scores, target, weights):
 def test_values_and_gradients_are_those_of_torch(tokens, vocabulary, spread):
     scores, target, weights = drawn(tokens, vocabulary, spread)
     wanted = oracle(scores, target, weights)
-    kept: list[torch.Tensor] = []
+    kept = Measured()
     alone = token_logprobs(scores, target, kept)
     torch.testing.assert_close(alone, wanted[0])
-    torch.testing.assert_close(kept[0], wanted[1])
-    assert not kept[0].requires_grad
+    torch.testing.assert_close(kept.entropies, wanted[1])
+    assert not kept.entropies.requires_grad
     torch.testing.assert_close(torch.autograd.grad((alone * weights[0]).sum(), scores)[0], wanted[2])
     logprobs, entropies = token_logprobs_and_entropies(scores, target)
     torch.testing.assert_close(logprobs, wanted[0])
@@ -62,12 +62,15 @@ def test_tokens_that_can_not_be_sampled_have_no_part_in_anything(chosen):
     assert scores.grad[0].tolist() == ([0, 0, 0] if chosen == 0 else [-1, 1, 0])
 
 
-def test_entropies_are_measured_once_where_scores_are_computed_again():
+def test_distributions_are_measured_once_where_scores_are_computed_again():
     scores, target, weights = drawn(4, 9, 1.0)
-    kept: list[torch.Tensor] = []
+    wanted = oracle(scores, target, weights)
+    kept = Measured()
     found = torch.utils.checkpoint.checkpoint(
         lambda given: token_logprobs(given * 1, target, kept), scores, use_reentrant=False
     )
+    first = kept.totals
     (found * weights[0]).sum().backward()
-    assert len(kept) == 1
-    torch.testing.assert_close(scores.grad, oracle(scores, target, weights)[2])
+    assert kept.totals is first
+    torch.testing.assert_close(kept.entropies, wanted[1])
+    torch.testing.assert_close(scores.grad, wanted[2])

@@ -1,0 +1,148 @@
+"""Layers of the Llama kind on a CPU, computed in fewer and larger steps than transformers' modules do.
+
+A layer of this kind is attention with rotary embedding, then a gated block, each behind an RMS norm. A trainer in
+bfloat16 gets the functions of `layer_functions`, and an engine with packed matrices whole products without the modules
+around them, which give the same bits; in all other cases transformers' own layers compute, as where there are adapters
+beside the matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from palestra.models.attention_backend import AttentionSlot
+from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, normed, split_heads
+from palestra.models.packed_matrix import PackedLinear, PackedMatrix
+
+# Layers of these classes differ in nothing but biases, and in where it is written how far a token sees.
+_WINDOWS: dict[str, Callable[[Any], int | None]] = {
+    "LlamaDecoderLayer": lambda attention: None,
+    "MistralDecoderLayer": lambda attention: getattr(attention.config, "sliding_window", None),
+    "Qwen2DecoderLayer": lambda attention: attention.sliding_window,
+}
+
+
+def shorten_layers(model: nn.Module) -> None:
+    """Let the layers of a model that are of the Llama kind compute in fewer steps; all others stay as they are.
+
+    Args:
+        model: of transformers, on a CPU. What takes the place of its matrices later is found at each call.
+    """
+    for layer in model.modules():
+        if type(layer).__name__ in _WINDOWS and _is_plain(layer):
+            layer.forward = MethodType(_forward, layer)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether a layer has the activation and no biases beyond those that `_forward` knows."""
+    biased = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+    return isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation) and all(one.bias is None for one in biased)
+
+
+def _forward(
+    layer: Any, hidden_states: Tensor, *arguments: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
+) -> Tensor:
+    """Return the residual stream [1, N, hidden] behind a layer; in the place of the layer's own `forward`."""
+    slot: AttentionSlot = layer.self_attn.palestra_slot
+    if slot.attention is not None and hidden_states.dtype == torch.float32:
+        if (packed := _packed(layer)) is not None:
+            return _sampled(layer, packed, hidden_states, slot, position_embeddings)
+        if _is_trained(layer):
+            return _trained(layer, hidden_states, slot, position_embeddings)
+    found: Tensor = type(layer).forward(
+        layer, hidden_states, *arguments, position_embeddings=position_embeddings, **named
+    )
+    return found
+
+
+def _is_trained(layer: Any) -> bool:
+    """Return whether a layer has matrices of its own and nothing beside them, which get a gradient in bfloat16."""
+    return (
+        torch.is_grad_enabled()
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        and all(type(one) is nn.Linear and one.weight.requires_grad for one in _projections(layer))
+    )
+
+
+def _projections(layer: Any) -> tuple[Any, ...]:
+    attention, mlp = layer.self_attn, layer.mlp
+    first = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    return *first, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _packed(layer: Any) -> tuple[PackedMatrix, PackedMatrix] | None:
+    """Return the matrices of queries, keys and values, and of gate and up; None: they are not packed like this."""
+    query, key, value, out, gate, up, down = _projections(layer)
+    if not all(type(one) is PackedLinear for one in (query, key, value, out, gate, up, down)):
+        return None
+    if not (query.matrix is key.matrix is value.matrix and gate.matrix is up.matrix):
+        return None
+    return query.matrix, gate.matrix
+
+
+def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Return what a layer computes, with the functions whose gradients are our own."""
+    attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+    x, first = stream[0], (attention.q_proj, attention.k_proj, attention.v_proj)
+    cos, sin = _signed(slot, rotation)
+    queries, keys, values = AttentionInput.apply(  # type: ignore[no-untyped-call]
+        x,
+        before.weight,
+        before.variance_epsilon,
+        cos,
+        sin,
+        _heads(attention),
+        *(one.weight for one in first),
+        *(one.bias for one in first),
+    )
+    x = x + attention.o_proj(_attended(layer, slot, queries, keys, values))
+    found: Tensor = GatedProducts.apply(  # type: ignore[no-untyped-call]
+        x, behind.weight, behind.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    )
+    return found.unsqueeze(0)
+
+
+def _sampled(
+    layer: Any,
+    packed: tuple[PackedMatrix, PackedMatrix],
+    stream: Tensor,
+    slot: AttentionSlot,
+    rotation: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return what a layer computes, with packed matrices and without a gradient."""
+    attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+    whole = packed[0].whole_product(normed(stream[0], before.weight, before.variance_epsilon)[0])
+    found = _attended(layer, slot, *split_heads(whole, *_signed(slot, rotation), _heads(attention)))
+    x: Tensor = stream[0] + attention.o_proj.matrix.whole_product(found)
+    both = packed[1].whole_product(normed(x, behind.weight, behind.variance_epsilon)[0])
+    return x.add_(mlp.down_proj.matrix.whole_product(gated(both))).unsqueeze(0)
+
+
+def _attended(layer: Any, slot: AttentionSlot, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return what each token sees, [N, H * D]."""
+    assert slot.attention is not None
+    attention = layer.self_attn
+    window = _WINDOWS[type(layer).__name__](attention)
+    return slot.attention(attention.layer_idx, queries, keys, values, attention.scaling, window).flatten(1)
+
+
+def _heads(attention: Any) -> tuple[int, int]:
+    """Return how many heads queries and keys have."""
+    queries, keys = (one.out_features // attention.head_dim for one in (attention.q_proj, attention.k_proj))
+    return queries, keys
+
+
+def _signed(slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [N, 1, D], the first half of the sines negative, once for all layers of a pass."""
+    if slot.rotation is None or slot.rotation[0] is not rotation:
+        cos, sin = (each[0].unsqueeze(1) for each in rotation)
+        low, high = sin.chunk(2, dim=-1)
+        slot.rotation = rotation, cos, torch.cat((-low, high), dim=-1)
+    return slot.rotation[1:]

@@ -1,0 +1,97 @@
+"""Matrices of layers that read the same input, in the layout that oneDNN multiplies by, and what stands for a layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ROWS = 64  # for which oneDNN chooses the layout; other numbers of rows are multiplied by it as well
+
+
+class PackedMatrix:
+    """The matrices of layers that read the same input, below one another, with their biases.
+
+    Attributes:
+        names: of the layers in the model of transformers.
+        width: how many inputs they have.
+    """
+
+    def __init__(self, names: Sequence[str], layers: Sequence[nn.Linear]) -> None:
+        """Pack the weights of some layers, all with a bias or all without, as they are.
+
+        Args:
+            names: of the layers.
+            layers: have weights [out, in], with the same number of inputs.
+        """
+        self.names = list(names)
+        self._sizes, self.width = [layer.out_features for layer in layers], layers[0].in_features
+        self._biases: list[Tensor | None] = [layer.bias for layer in layers]
+        self._given: Tensor | None = None
+        self._products: tuple[Tensor, ...] = ()
+        self.pack([layer.weight for layer in layers])
+
+    def __deepcopy__(self, known: dict[int, Any]) -> PackedMatrix:
+        """Return a copy with weights of its own, which `copy.deepcopy` can't make of what oneDNN keeps."""
+        made = known[id(self)] = object.__new__(PackedMatrix)
+        made.names, made._sizes, made.width = self.names, self._sizes, self.width
+        made._biases = copy.deepcopy(self._biases, known)
+        made._given, made._products = None, ()
+        made._packed, made._bias = self._packed.clone(), self._bias
+        return made
+
+    def pack(self, weights: Sequence[Tensor]) -> None:
+        """Replace the weights, one [out, in] for each layer; the biases are read from the layers."""
+        rounded = [weight.detach().to(torch.bfloat16) for weight in weights]
+        whole = torch.cat(rounded) if len(rounded) > 1 else rounded[0]  # of one, `cat` would only make a copy
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
+        biases = [bias.detach() for bias in self._biases if bias is not None]
+        self._bias = torch.cat(biases).to(torch.bfloat16) if biases else None
+
+    def shapes(self) -> Iterator[tuple[str, torch.Size]]:
+        """Yield the name and the shape of each layer's weights."""
+        for name, size in zip(self.names, self._sizes, strict=True):
+            yield f"{name}.weight", torch.Size((size, self.width))
+
+    def unpacked(self) -> tuple[Tensor, ...]:
+        """Return the weights of each layer, bfloat16 [out, in], in memory of their own."""
+        return torch.split(self._packed.to_dense(), self._sizes)
+
+    def whole_product(self, rows: Tensor) -> Tensor:
+        """Return what all layers make of rows [N, in], bfloat16 [N, out]."""
+        rounded = rows.to(torch.bfloat16)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rounded, self._packed, self._bias, "none", [], "")
+        return out
+
+    def product(self, x: Tensor, number: int) -> Tensor:
+        """Return what one of the layers makes of its input, bfloat16 [..., out].
+
+        The products of all layers are computed for the first that reads an input, and kept for the others.
+
+        Args:
+            x: [..., in], in any floating type.
+            number: of the layer.
+        """
+        if x is not self._given:
+            whole = self.whole_product(x.flatten(0, -2))
+            self._given, self._products = x, torch.split(whole, self._sizes, dim=-1)
+        found = self._products[number]
+        if number == len(self._sizes) - 1:
+            self._given, self._products = None, ()
+        return found.view(*x.shape[:-1], -1)
+
+
+class PackedLinear(nn.Module):
+    """Stands where a linear layer was, and has a part of a packed matrix."""
+
+    def __init__(self, matrix: PackedMatrix, number: int, layer: nn.Linear) -> None:
+        super().__init__()
+        self.matrix, self._number = matrix, number
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output, bfloat16 [..., out], for [..., in]."""
+        return self.matrix.product(x, self._number)
