@@ -47,7 +47,8 @@ def expected(model, ids) -> list[float]:
 async def test_calls_of_a_server_that_is_killed_end_at_the_other_and_its_successor_has_the_present_weights(tmp_path):
     model = write_model(tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    async with started(model, tmp_path / "run", replicas=2, threads=1, seeds=True) as pool:
+    # On a busy machine a pass of a server may take a minute.
+    async with started(model, tmp_path / "run", replicas=2, threads=1, seeds=True, stuck_seconds=240.0) as pool:
         changed(reference)
         await pool.sync_weights("policy", SECOND, weights_of(reference))
         calls = [asyncio.create_task(reply(pool, seed, 400)) for seed in range(6)]
