@@ -162,7 +162,7 @@ def _variables(order: BundleOrder) -> dict[str, str]:
 
 
 async def _accepted(listener: socket.socket, secret: bytes) -> socket.socket:
-    """Return the first connection that shows the secret; others are closed, and hold up nobody."""
+    """Return the first connection that shows the secret; others are closed, and delay no other."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[socket.socket] = loop.create_future()
     looking: dict[socket.socket, asyncio.Task[None]] = {}
