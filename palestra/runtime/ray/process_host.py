@@ -39,6 +39,7 @@ from palestra.waiting import cancelled, race
 
 GIB = 2**30
 CONNECT_SECONDS = 30.0  # for the actor to reach the job, and to show its secret
+AGAIN_SECONDS = 1.0  # between two questions to an actor that can't be reached
 SECRET_BYTES = 32
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
@@ -161,7 +162,7 @@ def _variables(order: BundleOrder) -> dict[str, str]:
 
 
 async def _accepted(listener: socket.socket, secret: bytes) -> socket.socket:
-    """Return the first connection that shows the secret; others are closed, and hold up nobody."""
+    """Return the first connection that shows the secret; others are closed, and delay no other."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[socket.socket] = loop.create_future()
     looking: dict[socket.socket, asyncio.Task[None]] = {}
@@ -257,14 +258,21 @@ class HostedProcess:
 
     async def _end(self) -> str:
         try:
-            said = ending(await _awaited(self._actor.ended.remote()))
-        except ray.exceptions.RayError as error:  # the actor was killed, or its machine is gone
-            said = f"is gone with its machine, or was ended ({type(error).__name__})"
+            said = await self._code()
         finally:
             ray.kill(self._actor)  # so that the bundle is free for another
             self._give_back()
         written = await asyncio.to_thread(read_ended, self._file.parent, self._file.name)
         return said if written is None else f"{said}: {written.reason}"
+
+    async def _code(self) -> str:
+        while True:
+            try:
+                return ending(await _awaited(self._actor.ended.remote()))
+            except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; a silent program ends otherwise
+                await asyncio.sleep(AGAIN_SECONDS)
+            except ray.exceptions.RayError as error:  # the actor was killed, or its machine is gone
+                return f"is gone with its machine, or was ended ({type(error).__name__})"
 
 
 class _ProcessHost:

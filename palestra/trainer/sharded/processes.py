@@ -96,7 +96,7 @@ class RankProcesses:
         except ServerFailed as error:
             self._lose(str(error))
             raise self._error() from error
-        finally:  # `close` ends those that were started, whatever became of the others
+        finally:  # `close` ends those that were started, also where another failed
             self._ranks = [found[number] for number in sorted(found)]
         self._watch = asyncio.create_task(self._keep_watch())
         threads = self._config.threads or (None if over_nodes else max(available_cores() // count, 1))
