@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # The headless shell is preferred: a whole browser opens a window, with renderers of its own, for each context, which
 # takes about three times as much of the processor.
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+# Debian's command of that name is a shell script that waits for this program: what is watched is the browser itself.
+_PROGRAM = Path("/usr/lib/chromium/chromium-headless-shell")
 START_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9.-]+(:\d{1,5})?")
@@ -41,7 +43,7 @@ def chromium_path() -> str:
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     if path is None:
         raise ConfigError("this environment needs Chromium; run: apt-get install chromium")
-    return path
+    return str(_PROGRAM) if Path(path).name == _PROGRAM.name and _PROGRAM.exists() else path
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
