@@ -25,21 +25,33 @@ SCORE, SAMPLED = "validation/reward_mean", "train/reward_mean"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What tells runs of a trial apart.
+
+    Attributes:
+        label: in tables and pictures.
+        about: a sentence for the page, where such a run was made.
+    """
+
+    label: str
+    about: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """Something to be learned by looking, and what is said about it.
 
     Attributes:
         script: in `bench`, without `.py`.
         heading: of its part of the page, and of the picture.
-        about: that part's text; `{steps}` is filled in.
+        about: that part's text; `{steps}` and `{chance}` are filled in.
         measure: the axis of the picture.
         steps: of a run.
-        kinds: what tells runs apart, with the words for it, such as `http`: "over HTTP".
+        kinds: by their names in the command.
         blind: the kind that sees nothing.
         runs: kind and seed of each run that is made unless others are asked for.
         target: the least held-out score of a run that sees.
-        chance: the best that can be had blindfolded, on average.
-        most_blind: the greatest held-out score of a run that sees nothing: chance, and room for luck.
+        chance: the greatest held-out score of a model that plays greedily and sees nothing.
         play: makes the run of a kind and a seed, with so many steps, in a folder.
     """
 
@@ -48,12 +60,11 @@ class Trial:
     about: str
     measure: str
     steps: int
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, Kind]
     blind: str
     runs: Sequence[tuple[str, int]]
     target: float
     chance: float
-    most_blind: float
     play: Callable[[str, int, int, Path], object]
 
     @property
@@ -116,10 +127,10 @@ def main(trial: Trial) -> int:
     for name in given.runs:
         runs.append(run := result_of(trial, name, given.steps, given.folder))
         (_, before), *_, (_, after) = run.scores
-        words = f"{trial.kinds[run.kind]}, seed {run.seed}: held-out {before:.3f} before, {after:.3f} after"
+        words = f"{trial.kinds[run.kind].label}, seed {run.seed}: held-out {before:.3f} before, {after:.3f} after"
         sys.stdout.write(f"{words} {given.steps} steps, {run.wall_seconds:.0f} s\n")
         sys.stdout.flush()
-        failed |= after > trial.most_blind if run.kind == trial.blind else after < trial.target
+        failed |= after > trial.chance if run.kind == trial.blind else after < trial.target
     if not given.no_page:
         draw(trial, runs)
         PAGE.write_text(written(PAGE.read_text(), trial.script, part(trial, runs, given.runs, given.steps)))
@@ -162,7 +173,7 @@ def draw(trial: Trial, runs: Sequence[Run]) -> None:
         blind = run.kind == trial.blind
         colour = "#777777" if blind else f"C{number}"
         axes.plot(*zip(*run.sampled, strict=True), color=colour, lw=3, alpha=0.2)
-        label, style = f"{trial.kinds[run.kind]}, seed {run.seed}", "--" if blind else "-"
+        label, style = f"{trial.kinds[run.kind].label}, seed {run.seed}", "--" if blind else "-"
         axes.plot(*zip(*run.scores, strict=True), color=colour, ls=style, marker="o", lw=1.8, label=label)
     axes.axhline(trial.chance, color="#222222", ls=":", lw=1.0, label="best without seeing")
     axes.set(xlabel="training step", ylabel=trial.measure, title=trial.heading, ylim=(0.0, 1.04))
@@ -177,7 +188,8 @@ def part(trial: Trial, runs: Sequence[Run], names: Sequence[str], steps: int) ->
     lines = [
         f"## {trial.heading}",
         "",
-        trial.about.strip().format(steps=steps),
+        trial.about.strip().format(steps=steps, chance=trial.chance),
+        *(trial.kinds[kind].about for kind in dict.fromkeys(run.kind for run in runs)),
         "",
         f"![held-out scores over steps]({trial.picture.name})",
         "",
@@ -189,7 +201,7 @@ def part(trial: Trial, runs: Sequence[Run], names: Sequence[str], steps: int) ->
         scores, sampled = [score for _, score in run.scores], [reward for _, reward in run.sampled]
         last = sampled[-3:]
         lines.append(
-            f"| {trial.kinds[run.kind]} | {run.seed} | {scores[0]:.2f} | {scores[-1]:.2f} | {sampled[0]:.2f} | "
+            f"| {trial.kinds[run.kind].label} | {run.seed} | {scores[0]:.2f} | {scores[-1]:.2f} | {sampled[0]:.2f} | "
             f"{sum(last) / len(last):.2f} | {run.wall_seconds:.0f} | {run.cpu_seconds:.0f} | {run.peak_mib:.0f} |"
         )
     command = f"python bench/{trial.script}.py --runs {' '.join(names)}"

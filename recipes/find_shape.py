@@ -1,6 +1,6 @@
 """Pictures over several turns: a model that sees, of random weights, looks around for a shape and clicks on it.
 
-    python recipes/find_shape.py [--steps 40] [--seed 0] [--model tiny-random-vision] [--blindfolded]
+    python recipes/find_shape.py [--steps 20] [--seed 0] [--model tiny-random-vision] [--blindfolded]
 
 A canvas has four windows, with a disc, a square, a triangle and a cross, one in each. The model is told the name of the
 shape that is wanted and shown one window a look; it clicks on this window (c), or looks at the next one (n), of which
@@ -75,6 +75,11 @@ def canvases(name: str, first: int, count: int) -> list[dict[str, Any]]:
     return [{"id": f"{name}{seed}", "seed": seed} for seed in range(first, first + count)]
 
 
+def held_out() -> list[dict[str, Any]]:
+    """Return canvases that are not trained on."""
+    return canvases("fresh", 0, 100)
+
+
 def job(seed: int, steps: int, model: str) -> JobConfig:
     """Return what is trained, and how; everything else is a default."""
     optimizer = {"learning_rate": 1e-3, "schedule": "linear"}
@@ -96,17 +101,17 @@ def job(seed: int, steps: int, model: str) -> JobConfig:
 
 
 def demonstrate(
-    steps: int = 40, seed: int = 0, model: str = "tiny-random-vision", blindfolded: bool = False
+    steps: int = 20, seed: int = 0, model: str = "tiny-random-vision", blindfolded: bool = False
 ) -> palestra.TrainResult:
-    """Train; 100 canvases that are not trained on are played greedily, before, after, and four times on the way."""
+    """Train; canvases that are not trained on are played greedily after every fifth of the steps."""
     play = RolloutSpec(environment=lambda: Canvas(blindfolded), agents={"agent": EYE})
-    training, held_out = canvases("train", 10_000, GROUPS * steps), canvases("fresh", 0, 100)
-    return palestra.train(play, training, job(seed, steps, model), validation_tasks=held_out, concurrency=64)
+    training, config = canvases("train", 10_000, GROUPS * steps), job(seed, steps, model)
+    return palestra.train(play, training, config, validation_tasks=held_out(), concurrency=64)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A tiny model that sees looks for a shape.")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny-random-vision")
     parser.add_argument("--blindfolded", action="store_true")

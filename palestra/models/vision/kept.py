@@ -64,7 +64,7 @@ class KeptEmbeddings(_KeptByDigest[Tensor]):
         super().__init__(most_bytes)
 
     def bytes_of(self, made: Tensor) -> int:
-        """Return the bytes of a picture's embeddings."""
+        """Return the bytes of a picture's embeddings, [F, hidden]."""
         return made.nbytes
 
 
@@ -75,5 +75,5 @@ class KeptPixels(_KeptByDigest[Mapping[str, Tensor]]):
         super().__init__(most_bytes)
 
     def bytes_of(self, made: Mapping[str, Tensor]) -> int:
-        """Return the bytes of a picture's pixels and masks."""
+        """Return the bytes of a picture's pixels and masks, [1, …] each."""
         return sum(tensor.nbytes for tensor in made.values())
