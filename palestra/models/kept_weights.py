@@ -167,22 +167,3 @@ def _precision(tensor: Tensor, matrices: dtype) -> dtype:
 def _rounded(source: WeightSource, matrices: dtype) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in source.tensors():
         yield name, tensor.detach().to("cpu", _precision(tensor, matrices))
-
-
-def _mapped(path: Path, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, [n, d] or [d], of a file by name: what is written into them is in the file.
-
-    Args:
-        path: of the file.
-        written: what `write_weights` has written into it.
-    """
-    import torch
-
-    whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-    start = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")  # as safetensors has it: a length, then a header
-    header = json.loads(whole[8:start].numpy().tobytes())
-    found = {}
-    for name, tensor in written.items():
-        first, last = header[name]["data_offsets"]
-        found[name] = whole[start + first : start + last].view(tensor.dtype).view(tensor.shape)
-    return found
