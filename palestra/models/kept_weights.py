@@ -165,5 +165,6 @@ def _precision(tensor: Tensor, matrices: dtype) -> dtype:
 
 
 def _rounded(source: WeightSource, matrices: dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights, [n, d] or [d], in the precisions in which they are kept."""
     for name, tensor in source.tensors():
         yield name, tensor.detach().to("cpu", _precision(tensor, matrices))

@@ -66,7 +66,7 @@ class AttentionInput(Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the stream, the norm, the weights and the biases."""
+        """Return the gradients of the stream [N, hidden], the norm, the weights [n, d] and the biases."""
         x, norm, scale, rounded, weight, cos, sin = ctx.saved_tensors
         (of_queries, of_keys, of_values), rotated = gradients, sum(ctx.heads)
         count, width = len(x), cos.shape[-1]
@@ -109,7 +109,7 @@ class GatedProducts(Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the stream, the norm and the weights; the activations are computed again."""
+        """Return the gradients of the stream [N, hidden], the norm and the weights [n, d]; activations are made twice."""
         x, norm, scale, rounded, weight, last, both = ctx.saved_tensors
         given = gradients[0].to(_ROUNDED)
         gate, up = both.chunk(2, dim=1)

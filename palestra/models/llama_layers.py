@@ -88,7 +88,7 @@ def _packed(layer: Any) -> tuple[PackedMatrix, PackedMatrix] | None:
 
 
 def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return what a layer computes, with the functions whose gradients are our own."""
+    """Return what a layer computes, [1, N, hidden], with the functions whose gradients are our own."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     x, first = stream[0], (attention.q_proj, attention.k_proj, attention.v_proj)
     cos, sin = _signed(slot, rotation)
@@ -116,7 +116,7 @@ def _sampled(
     slot: AttentionSlot,
     rotation: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Return what a layer computes, with packed matrices and without a gradient."""
+    """Return what a layer computes, [1, N, hidden], with packed matrices and without a gradient."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     whole = packed[0].whole_product(normed(stream[0], before.weight, before.variance_epsilon)[0])
     found = _attended(layer, slot, *split_heads(whole, *_signed(slot, rotation), _heads(attention)))

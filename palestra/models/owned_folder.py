@@ -1,7 +1,7 @@
 """A folder in shared memory that goes with the process that made it, however that process ends.
 
-The kernel frees nothing in shared memory when processes are killed. So a folder is locked by its owner, and whoever
-makes the next one removes those that nobody has locked any more.
+The kernel frees nothing in shared memory when processes are killed. So a folder is locked by its owner, and the
+process that makes the next one removes those without a lock.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class ServerWorkers:
     async def _reach(self, engine: ExternalEngine, place: int) -> None:
         """Return when the servers of a worker fit their policies, and can be given weights.
 
-        A server that runs already and was reached before is waited for: somebody starts it again.
+        A server that runs already and was reached before is waited for: its operator starts it again.
         """
         while True:
             try:

@@ -58,6 +58,7 @@ class BlockAttention:
         self._entry[self._count :], self._leave[self._count :] = alone, alone + 1
 
     def _padded(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return numbers of the nodes, [N], with zeros up to whole blocks."""
         return np.pad(numbers, (0, self._blocks * BLOCK - len(numbers)))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -87,7 +88,7 @@ class BlockAttention:
             torch.from_numpy(numbers).to(self._device) for numbers in (self._entry, self._leave, self._positions)
         )
 
-        def sees(_batch: Tensor, _head: Tensor, node: Tensor, other: Tensor) -> Tensor:
+        def sees(_batch: Tensor, _head: Tensor, node: Tensor, other: Tensor) -> Tensor:  # of indices, [] each
             found = (entry[other] <= entry[node]) & (entry[node] < leave[other])
             return found if window is None else found & (place[node] - place[other] < window)
 
@@ -157,7 +158,7 @@ def _chains(tree: Tree) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
 
 
 def _spread(first: int, last: int) -> tuple[NDArray[np.int64], slice]:
-    """Return how many nodes of a range are in each of its blocks, and which blocks these are."""
+    """Return how many nodes of a range are in each of its blocks, [blocks], and which blocks these are."""
     blocks = np.arange(first // BLOCK, (last - 1) // BLOCK + 1)
     inside = np.minimum(last, (blocks + 1) * BLOCK) - np.maximum(first, blocks * BLOCK)
     return inside, slice(int(blocks[0]), int(blocks[-1]) + 1)

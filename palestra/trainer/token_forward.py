@@ -43,7 +43,7 @@ def flat_hidden(model: CausalLM, micro: MicroBatch) -> Tensor:
 
 
 def hidden_with(model: CausalLM, micro: MicroBatch, pictures: PictureRows | None) -> Tensor:
-    """Return what `flat_hidden` returns, where the pictures of the micro-batch are computed already.
+    """Return what `flat_hidden` returns, [N, hidden], where the pictures of the micro-batch are computed already.
 
     Args:
         model: the policy's, or a reference's.

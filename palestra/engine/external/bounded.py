@@ -1,4 +1,4 @@
-"""What a server sends, read up to a bound: a server that goes on without end must not fill this process's memory."""
+"""What a server sends, read up to a bound: a server that sends without end must not fill this process's memory."""
 
 from __future__ import annotations
 

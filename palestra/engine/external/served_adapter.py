@@ -112,7 +112,7 @@ class ServedAdapter(ServedPolicy):
         return NewWeights(folder, is_own=False)  # it stays as long as the server may read it
 
     def _layers(self, matrices: Mapping[str, Tensor]) -> set[str]:
-        """Return the layers of an adapter.
+        """Return the layers of an adapter, of whose matrices, [r, d] and [n, r], these are the names.
 
         Raises:
             ModelError: a matrix does not fit its layer, or its layer can't have one at a server.

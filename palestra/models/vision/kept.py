@@ -69,7 +69,7 @@ class KeptEmbeddings(_KeptByDigest[Tensor]):
 
 
 class KeptPixels(_KeptByDigest[Mapping[str, Tensor]]):
-    """What the tower gets of pictures, [1, …] each by the names of the image processor, whatever the weights are."""
+    """What the tower gets of pictures, [1, …] each by the names of the image processor, for all versions of weights."""
 
     def __init__(self, most_bytes: int = KEPT_PIXELS_BYTES) -> None:
         super().__init__(most_bytes)

@@ -66,7 +66,7 @@ class _Allocation:
     """Memory for an operation, from the process's own."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor of this size and precision on a device."""
+        """Return a tensor of this size, [n], and precision on a device."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
