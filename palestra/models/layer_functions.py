@@ -109,7 +109,7 @@ class GatedProducts(Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the stream [N, hidden], the norm and the weights [n, d]; activations are made twice."""
+        """Return gradients of the stream [N, hidden], the norm and the weights [n, d]; activations are made twice."""
         x, norm, scale, rounded, weight, last, both = ctx.saved_tensors
         given = gradients[0].to(_ROUNDED)
         gate, up = both.chunk(2, dim=1)
