@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from palestra.envs import TerminalEnvironment as TerminalEnvironment
     from palestra.envs import TimeLimit as TimeLimit
     from palestra.envs import ToolEnvironment as ToolEnvironment
+    from palestra.envs import catalog_entry as catalog_entry
     from palestra.envs import check_environment as check_environment
     from palestra.envs import decided as decided
     from palestra.envs import free as free
@@ -191,6 +192,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "TerminalEnvironment",
         "TimeLimit",
         "ToolEnvironment",
+        "catalog_entry",
         "check_environment",
         "decided",
         "free",

@@ -22,9 +22,9 @@ from palestra import (
     PolicyHandle,
     RolloutSpec,
     TerminalEnvironment,
+    catalog_entry,
     text_message,
 )
-from palestra.envs import catalog_entry
 
 KINDS = ("count", "find", "edit")  # YOURS 1: of the tasks that `palestra environments terminal` describes
 SYSTEM = "You solve tasks in a shell. Reply with one line: run and a command, or finish and the answer."

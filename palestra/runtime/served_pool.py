@@ -52,9 +52,10 @@ class ServerWorkers:
             worker = await self._started(place)
         except BaseException as error:
             self._free.put_nowait(place)
-            if self._served and isinstance(error, PalestraError) and not isinstance(error, EngineFailure):
-                # Others serve these models, so that it is the machine: a moment without memory, a server of another
-                # model that was started at an address of ours.
+            final = isinstance(error, PalestraError) and not isinstance(error, EngineFailure)
+            if final and self._served and (place in self._served or place >= self._settings.workers):
+                # It is one of the job's first workers that has to fit. Of a later one it is the machine: a moment
+                # without memory, a server of another model that was started at an address of ours.
                 raise EngineFailure(str(error)) from error
             raise
         self._served.add(place)

@@ -80,7 +80,7 @@ async def test_without_a_key_nothing_but_the_public_routes_answers(plane):
 def filled(path: str, job_id: str = "job-0000000000000000") -> str:
     values = {"job_id": job_id, "run": job_id, "name": "somebody", "key_id": "000000000000"}
     parts = {"step": "1", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0", "call": "0"}
-    parts["digest"] = "0" * 64
+    parts |= {"digest": "0" * 64, "policy": "policy"}
     whole = path.replace("{path:path}", "x").format(**values, **parts)
     return f"{whole}?after={job_id}:0" if path == "/dashboard/api/events" else whole
 

@@ -34,7 +34,7 @@ from unit.control.building import api_routes, running, submit
 from unit.dashboard.recorded import PICTURE_DIGEST, record
 
 PARTS = {"step": "5", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0", "call": "1"}
-PARTS["digest"] = PICTURE_DIGEST
+PARTS |= {"digest": PICTURE_DIGEST, "policy": "policy"}
 RUNS = "/dashboard/api/runs"
 
 

@@ -17,7 +17,7 @@ from palestra.engine.external import engine as module
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
 from palestra.models.weights import LocalWeights
-from palestra.runtime.engine_servers import served_engine
+from palestra.runtime.served_models import read_served_models
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from unit.building import engine_request
 from unit.engine.engine_servers import STOP, ScriptedSglang, ScriptedVllm, on_server
@@ -578,4 +578,4 @@ def test_a_model_that_sees_is_refused_before_a_server_is_asked(kind):
     config = JobConfig.model_validate(settings)
     said = f"tiny-random-vision sees pictures, and engine.kind = '{kind}' is for models that read text only"
     with pytest.raises(ConfigError, match=said):
-        served_engine(config, config.engine, {})
+        read_served_models(config, {})

@@ -53,7 +53,7 @@ async def pool_of(folder: Path, engine, **options):
         write_files(files)
     model = ServedModel(
         name="policy",
-        files=ModelFiles(folder=files, vocab_size=BOUNDS.vocab_size, max_positions=64, shapes=SHAPES),
+        files=ModelFiles(folder=files, vocab_size=BOUNDS.vocab_size, max_positions=64, shapes=SHAPES, sees=False),
         tokenizer=None,
         renderer=None,
         bounds=BOUNDS,
