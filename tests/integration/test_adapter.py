@@ -90,6 +90,7 @@ def test_the_checkpoint_is_an_adapter_that_has_learned(run, checkpoint, learned)
     assert learned == said(checkpoint, LORA) == said(run)
 
 
+@pytest.mark.slow
 def test_a_merged_export_is_whole_weights_that_say_the_same(run, learned, tmp_path, capsys):
     assert main(["export", str(run), str(tmp_path / "copied")]) == 0
     assert main(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0

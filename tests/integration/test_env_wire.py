@@ -291,6 +291,7 @@ async def test_sessions_end_when_their_clients_are_gone_and_not_before():
         assert len(server.table) == 0
 
 
+@pytest.mark.slow
 async def test_an_idle_session_ends_and_its_client_plays_on_in_another():
     with EnvServer(Ledger, idle_seconds=0.3, lease_seconds=0.8) as server:
         environment = server.remote()

@@ -107,6 +107,7 @@ def test_greedy_games_of_one_task_are_all_the_same(run_dir):
     assert len({(game.first, game.second, game.rewards) for game in found.games}) == 2
 
 
+@pytest.mark.slow
 def test_what_can_not_be_played_is_a_clear_sentence(run_dir):
     def refused(said: str, *arguments, **kw):
         with pytest.raises(ConfigError, match=said):

@@ -137,6 +137,7 @@ def test_an_evaluation_keeps_order_and_says_what_failed(tmp_path):
     assert kept[0].episode_id == found.outcomes[0].episode_id
 
 
+@pytest.mark.slow
 def test_an_evaluation_loads_no_trainer_and_refuses_a_folder_that_has_a_run(tmp_path, monkeypatch):
     palestra.train(environment=Echo, tasks=TASKS, config=job(tmp_path / "trained"), quiet=True)
     monkeypatch.setattr(FakeTrainer, "__init__", lambda *_: pytest.fail("a trainer was made"))

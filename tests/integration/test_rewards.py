@@ -87,6 +87,7 @@ def test_none_leaves_the_episode_out_once_and_for_all(tmp_path, value):
     assert all(row["rewards"] is None for row in left_out)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_scored_the_run_ends_by_the_rule_for_dropped_groups(tmp_path):
     said = r"groups of step 1 lost more than 1 of their episodes; (\d+) of \1 discarded episodes were not scored: "
     with pytest.raises(EngineFailure, match=said + "the rollout returned None"):
@@ -153,6 +154,7 @@ def test_an_environment_that_gives_none_leaves_the_episode_out(tmp_path):
     assert {(row["attempts"], row["reason"].partition(":")[0]) for row in left_out} == {(1, "not_scored")}
 
 
+@pytest.mark.slow
 def test_an_environment_with_a_bad_reward_fails_its_episode(tmp_path, caplog):
     palestra.train(RolloutSpec(environment=scored("good")), TASKS, config(tmp_path), quiet=True, concurrency=1)
     told = [r.getMessage() for r in caplog.records if r.name == "palestra.rollout" and r.levelno == logging.WARNING]

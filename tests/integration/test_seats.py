@@ -109,6 +109,7 @@ async def play(job: Any, role: str) -> list[tuple[Any, list[str]]]:
                 played.append((seat, seen))
 
 
+@pytest.mark.slow
 async def test_two_workers_play_an_episode_and_each_sees_its_own_side(tmp_path):
     async with running(tmp_path / "run") as job:
         white, black = await asyncio.wait_for(asyncio.gather(play(job, "white"), play(job, "black")), 30)

@@ -124,6 +124,7 @@ def test_on_a_gpu_the_blocks_of_nodes_hold_all_that_see_each_other(one, two, win
     assert ((blocks > 0) <= (listed > 0)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_gpu_gets_the_same_attention(window):

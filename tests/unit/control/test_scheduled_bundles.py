@@ -59,6 +59,7 @@ async def waits(scheduler, job_id: str) -> bool:
     return job_id in scheduler.waiting
 
 
+@pytest.mark.slow
 async def test_a_job_waits_until_all_of_it_has_room(store, tmp_path):
     launcher = FakeLauncher(NODES[0])
     async with scheduling(store, tmp_path, launcher) as scheduler:

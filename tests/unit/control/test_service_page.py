@@ -214,6 +214,7 @@ async def test_the_stream_of_a_tenant_ends_with_its_key(plane, keys, monkeypatch
             assert events_of((await following).text) == [("begin", {"number": 0})]
 
 
+@pytest.mark.slow
 async def test_waiting_jobs_have_their_places_and_machines_what_is_free(plane, keys):
     scheduler, node = plane.scheduler, Node(node_id="n", cpus=4.0, gpus=1, memory_gib=8.0)
     low = await submit(plane.store, "default", "ann", priority="low", resources=Resources(cpus=2.0))

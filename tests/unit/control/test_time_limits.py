@@ -238,6 +238,7 @@ async def test_a_scheduler_that_dies_while_a_job_saves_at_its_limit_leaves_it_to
     assert (await store.job("a", job.job_id)).reason.startswith(OVER)
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_lost_when_the_limit_is_over_is_not_started_again(store, tmp_path, launcher):
     async with scheduling(store, tmp_path, launcher):
         job = await runs(store, time_limit_seconds=5400.0)

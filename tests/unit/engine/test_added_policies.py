@@ -35,6 +35,7 @@ async def test_an_added_policy_answers_as_an_engine_of_its_own_and_disturbs_none
         assert (await replies(engine, "white@3"))["white@3"] == both["white@3"]
 
 
+@pytest.mark.slow
 async def test_without_a_source_it_has_the_present_weights_and_keeps_them():
     async with engine_of({"white": scaled(torch.float32, 1.0)}) as engine:
         before = (await replies(engine, "white"))["white"]

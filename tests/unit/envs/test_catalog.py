@@ -63,6 +63,7 @@ def test_tasks_do_not_depend_on_the_process():
     assert runs == {f"{[CATALOG[n].generate('train', 3, 9) for n in names]}\n"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["countdown", "gsm-symbolic"])
 def test_the_splits_share_no_question(name):
     entry = catalog_entry(name)

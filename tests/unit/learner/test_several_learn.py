@@ -322,6 +322,7 @@ async def test_recorded_episodes_of_a_users_algorithm_are_refused_for_several(tm
     job.store.close()
 
 
+@pytest.mark.slow
 async def test_warnings_say_whose_they_are_and_stay_while_a_policy_waits(tmp_path):
     """White's rewards are all equal."""
     job = ScriptedJob(tmp_path, two(white={"updates": {"every": 2}}, steps=6), equal_rewards=True)

@@ -84,7 +84,7 @@ SIZE = {
     "pad_token_id": 0,
 }
 OLD_SIZE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-SUPPORTED = [
+ARCHITECTURES = [
     "apertus",
     "arcee",
     "cohere",
@@ -119,6 +119,9 @@ SUPPORTED = [
     "stablelm",
     "starcoder2",
 ]
+# One of each kind of layer, for both tiers.
+QUICK = {"gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}
+SUPPORTED = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in ARCHITECTURES]
 
 
 def two_of(kind: str, **changes):

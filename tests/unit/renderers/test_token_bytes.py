@@ -27,6 +27,7 @@ def test_the_bytes_of_all_tokens_together_are_those_of_the_text(tokenizer, text)
     assert b"".join(map(token_bytes(tokenizer), ids)) == text.encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=40))
 def test_the_same_of_any_text(tokenizer, text):

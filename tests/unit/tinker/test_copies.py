@@ -104,6 +104,7 @@ def test_what_can_not_be_copied_is_refused_in_a_sentence(ada):
         assert (answer.status_code, said in answer.json()["error"]) == (status, True), answer.text
 
 
+@pytest.mark.slow
 def test_sessions_and_models_are_forgotten_when_nothing_can_use_them(tmp_path):
     """Rows of a session stay while it is alive, or while one of its models has a checkpoint or waits for something."""
     limits = Limits(poll_seconds=5.0, kept_seconds=0.0)  # so that a session is forgotten as soon as it is over
