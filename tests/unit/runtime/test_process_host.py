@@ -1,9 +1,13 @@
-"""How a job takes the connection of a program on another machine; no Ray is started."""
+"""How a job takes the connection of a program on another machine, and what a process in a bundle may use."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +48,23 @@ async def test_a_start_that_is_broken_off_leaves_no_connection_open():
                 await accepting
             waits.settimeout(10)
             assert waits.recv(1) == b""
+
+
+async def test_a_job_that_can_take_no_connection_says_so_and_does_not_wait(monkeypatch):
+    async def no_files_left(_: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", no_files_left, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="Too many open files"):
+        await asyncio.wait_for(_accepted(listener, SECRET), 10)
+
+
+@pytest.mark.service
+def test_a_runner_in_a_bundle_is_ended_when_it_uses_more_memory_than_it_holds(tmp_path):
+    command = [sys.executable, str(Path(__file__).with_name("runner_in_bundle.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "GiB of memory, and its bundle has 0.001; give it more memory_gib" in done.stdout
 
 
 def test_the_interface_of_an_address_is_named_to_gloo_and_nccl():
