@@ -59,7 +59,9 @@ class MemoryLimit:
 
     def watch(self, pid: int) -> None:
         """Start a watcher that ends a process and its children if they use too much memory; see `memory_watch`."""
-        reason = f"it used {memory_watch.USED} GiB of memory, and its bundle has {self.gib:.3g}; give it more memory_gib"
+        reason = (
+            f"it used {memory_watch.USED} GiB of memory, and its bundle has {self.gib:.3g}; give it more memory_gib"
+        )
         text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
         command = [sys.executable, "-I", "-S", memory_watch.__file__, str(pid), str(int(self.gib * GIB))]
         subprocess.Popen([*command, str(self.ended), text, str(self.ended.with_name(LOG_FILE))])
@@ -153,9 +155,14 @@ class Bundles:
             with socket.create_server((self._here, 0)) as listener:
                 listener.setblocking(False)
                 secret = secrets.token_bytes(SECRET_BYTES)
-                actor = await asyncio.to_thread(
-                    self.actor, index, ray.remote(_ProcessHost), self._pass_env, max_concurrency=4
+                making = asyncio.ensure_future(
+                    asyncio.to_thread(self.actor, index, ray.remote(_ProcessHost), self._pass_env, max_concurrency=4)
                 )
+                try:
+                    await asyncio.shield(making)
+                finally:  # a start that is broken off has to end the actor, too, which would keep the bundle
+                    await asyncio.wait((making,))
+                    actor = making.result()
                 limit = await asyncio.to_thread(self.memory_limit, index)
                 starting = asyncio.ensure_future(
                     _awaited(
