@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 from starlette.responses import Response
 
 from palestra.dashboard.runs import Run
@@ -16,6 +19,10 @@ from palestra.store.run_log import read_fact
 
 TILES = "x-palestra-tiles"  # rows and columns
 WORDS = "x-palestra-seen"
+# Of what is decoded for the page: a run may allow more, in files of a few bytes, and a service shows the runs of all
+# tenants from one process. 15 bytes a pixel are needed for a moment, where something is transparent.
+LIMITS = replace(OF_A_RUN, max_pixels=1 << 24)
+_DECODING = threading.Lock()  # one picture at a time, whosever run it is of
 
 
 def seen_picture(run: Run, digest: str, policy: str) -> Response:
@@ -28,6 +35,7 @@ def seen_picture(run: Run, digest: str, policy: str) -> Response:
 
     Raises:
         NotFound: there is no such picture, or the run has not noted how this policy's model gets pictures.
+        InvalidPicture: the picture has more pixels than are decoded for the page.
         StoreError: the run can't be read.
     """
     with run.open() as connection:
@@ -35,7 +43,10 @@ def seen_picture(run: Run, digest: str, policy: str) -> Response:
     if noted is None:
         raise NotFound(f"this run does not say how the model of {policy!r} gets pictures")
     layout = read_layout(noted)
-    image = decode(Blobs(run.folder / FOLDER).get(digest), OF_A_RUN)
+    file = Blobs(run.folder / FOLDER).get(digest)
+    with _DECODING:
+        image = decode(file, LIMITS)
+        seen = encode(layout.seen(image))
     rows, columns = layout.grid(*image.size)
     said = in_words(layout, *image.size).replace("×", "x")
-    return file_answer(encode(layout.seen(image)), **{TILES: f"{max(rows, 1)} {max(columns, 1)}", WORDS: said})
+    return file_answer(seen, **{TILES: f"{max(rows, 1)} {max(columns, 1)}", WORDS: said})

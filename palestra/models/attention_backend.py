@@ -31,15 +31,18 @@ class AttentionBackend(Protocol):
 
 
 class AttentionSlot:
-    """Holds what the layers of one model have in common in the forward pass that is running; between passes nothing.
+    """Holds what the layers of one model have in common in the forward pass that is running.
 
     Attributes:
-        attention: the backend.
-        rotation: what the layers were given for rotary embedding, and what was made of it.
+        attention: the backend; None between passes.
+        rotation: what the layers were given for rotary embedding, and what was made of it; None between passes.
+        shared_out: whether the model's weights are shared out over ranks, and whole only while transformers' own
+            modules compute.
     """
 
     attention: AttentionBackend | None = None
     rotation: tuple[tuple[Tensor, Tensor], Tensor, Tensor] | None = None
+    shared_out: bool = False
 
     def clear(self) -> None:
         """Forget the pass."""

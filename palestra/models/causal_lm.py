@@ -229,6 +229,10 @@ class CausalLM:
                 return list(module)
         raise ModelError(f"{self.config.model_type} models have no list of {self.layers} layers")
 
+    def share_out(self) -> None:
+        """Let transformers' own modules compute all layers from now on, because ranks gather weights for these."""
+        self._slot.shared_out = True
+
     def recompute_blocks(self) -> None:
         """Let each decoder layer keep its input alone, and compute itself again in the backward pass.
 

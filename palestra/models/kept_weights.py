@@ -124,12 +124,19 @@ class WeightKeeper:
 
         if isinstance(source, SavedWeights):
             return KeptSource(source)
-        file = self._spare.pop() if self._spare else None
+        file = self._taken()
         if file is None or not file.replace(source):
             file = KeptFile(source, getattr(torch, self._matrices), self._folder)
         held = HeldFile(file.source)
         weakref.finalize(held, self._take_back, file)
         return held
+
+    def _taken(self) -> KeptFile | None:
+        """Return a file that is not needed again, which no other call gets; several threads may keep weights."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return None
 
     def _take_back(self, file: KeptFile) -> None:
         """Keep a file for later weights, in the place of the one before.

@@ -50,7 +50,7 @@ def _forward(
 ) -> Tensor:
     """Return the residual stream [1, N, hidden] behind a layer; in the place of the layer's own `forward`."""
     slot: AttentionSlot = layer.self_attn.palestra_slot
-    if slot.attention is not None and hidden_states.dtype == torch.float32:
+    if slot.attention is not None and not slot.shared_out and hidden_states.dtype == torch.float32:
         if (packed := _packed(layer)) is not None:
             return _sampled(layer, packed, hidden_states, slot, position_embeddings)
         if _is_trained(layer):

@@ -56,7 +56,7 @@ async def looked_after(
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await remove_unnamed_pictures(store, max_episode_seconds)
-            except PalestraError as error:
+            except (PalestraError, OSError) as error:  # a disk that is gone for a while, perhaps: try again
                 log.error("pictures that nothing needs can't be removed now: %s", error)
 
     tasks = asyncio.create_task(watch()), asyncio.create_task(sweep())

@@ -13,6 +13,7 @@ from palestra.types.control_wire import BundleBody, ProcessBody, ResourcesBody
 from palestra.types.jobs import Bundle, Resources, Role
 
 _KEYS: dict[Role, str] = {"engine": "engine.replicas", "trainer": "trainer.devices", "runner": "environment.runners"}
+_THREADS: dict[Role, str] = {"engine": "engine.threads", "trainer": "trainer.threads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
         adapters: of the job on a shared base.
 
     Raises:
-        InvalidRequest: a bundle is of a role that the job has no process of, stands twice, or has another number.
+        InvalidRequest: a bundle is of a role that the job has no process of, stands twice, has another number, or
+            fewer cores than its processes use.
     """
     processes = processes_of(config)
     bundles = tuple(_bundle(number, body, processes[body.role]) for number, body in enumerate(asked.bundles))
@@ -84,7 +86,8 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
     """Return a bundle with its number of processes, which the configuration says.
 
     Raises:
-        InvalidRequest: there are none, or another number was asked for.
+        InvalidRequest: there are none, or another number was asked for; or they would compute with more cores than they
+            hold.
     """
     key, where = _KEYS[body.role], f"resources.bundles.{number}"
     if processes.count == 0:
@@ -96,7 +99,7 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
         raise InvalidRequest(
             f"{where}.count is {body.count}, and {key} is {processes.count}; leave count out, or make them equal", where
         )
-    return Bundle(
+    found = Bundle(
         role=body.role,
         count=processes.count,
         cpus=body.cpus,
@@ -105,6 +108,17 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
         gpu_kind=body.gpu_kind,
         labels=body.labels,
     )
+    if processes.cores > max(body.cpus, 1):
+        raise InvalidRequest(
+            f"{where}.cpus is {body.cpus:g}, and {_THREADS[body.role]} is {processes.cores}; make them equal, or set "
+            "fewer threads",
+            where,
+        )
+    if body.cpus < LIGHT_CPUS and body.gpus < 1:
+        raise InvalidRequest(
+            f"{where}.cpus is {body.cpus:g}; a process without a GPU of its own holds at least {LIGHT_CPUS:g}", where
+        )
+    return found
 
 
 def body_of(resources: Resources) -> ResourcesBody:

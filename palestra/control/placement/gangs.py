@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from palestra.control.placement.fitting import (
@@ -205,12 +206,16 @@ def _fewest_nodes(part: GangPart, later: list[GangPart], left: Free, used: Count
     known = [node for node in able if used[node]]
     if known:
         return min(known, key=lambda node: left[node].leftover(part.needs))
+    alike = [(one, len(list(same))) for one, same in groupby(later)]
 
     def held(node: FreeOnNode) -> int:
         amounts, count = left[node].copy(), 0
-        for one in later:
-            if one.may_run_on(node) and amounts.hold_all((one.needs,)) is not None:
-                count += 1
+        for one, number in alike:
+            if one.may_run_on(node):
+                for _ in range(number):
+                    if amounts.hold_all((one.needs,)) is None:
+                        break  # nor is there room for others of this size
+                    count += 1
         return count
 
     return min(able, key=lambda node: (-held(node), left[node].leftover(part.needs)), default=None)

@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,33 @@ CONNECT_SECONDS = 30.0  # for the actor to reach the job, and to show its secret
 AGAIN_SECONDS = 1.0  # between two questions to an actor that can't be reached
 SECRET_BYTES = 32
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """How much memory a process in a bundle may use, with its children.
+
+    Attributes:
+        gib: beyond it they are ended.
+        ended: file that says so then.
+    """
+
+    gib: float
+    ended: Path
+
+    def watch(self, pid: int) -> None:
+        """Start a watcher that ends a process and its children if they use too much memory; see `memory_watch`."""
+        reason = (
+            f"it used {memory_watch.USED} GiB of memory, and its bundle has {self.gib:.3g}; give it more memory_gib"
+        )
+        text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
+        command = [sys.executable, "-I", "-S", memory_watch.__file__, str(pid), str(int(self.gib * GIB))]
+        subprocess.Popen([*command, str(self.ended), text, str(self.ended.with_name(LOG_FILE))])
+
+    def said(self) -> str | None:
+        """Return why the process was ended; None: not because of its memory. Blocks for the disk."""
+        found = read_ended(self.ended.parent, self.ended.name)
+        return None if found is None else found.reason
 
 
 class Bundles:
@@ -85,6 +113,17 @@ class Bundles:
         finally:
             self._give_back(index)
 
+    def memory_limit(self, index: int) -> MemoryLimit | None:
+        """Return how much memory the next process of a bundle may use; None: any amount. Blocks for the disk.
+
+        Args:
+            index: of the bundle.
+        """
+        order = self._bundles[index]
+        ended = self._folder / f"ended-{order.role}-{index}.json"
+        ended.unlink(missing_ok=True)  # of the process before
+        return None if order.memory_gib is None else MemoryLimit(order.memory_gib, ended)
+
     def actor(self, index: int, make: Any, *arguments: Any, **options: Any) -> Any:
         """Return an actor that holds all of a bundle.
 
@@ -111,16 +150,20 @@ class Bundles:
             ServerFailed: the program can't be started there, or its machine can't reach this one.
         """
         index = await self.empty().get()
-        order, actor, kept = self._bundles[index], None, False
+        order, actor, connection, kept = self._bundles[index], None, None, False
         try:
             with socket.create_server((self._here, 0)) as listener:
                 listener.setblocking(False)
                 secret = secrets.token_bytes(SECRET_BYTES)
-                actor = await asyncio.to_thread(
-                    self.actor, index, ray.remote(_ProcessHost), self._pass_env, max_concurrency=4
+                making = asyncio.ensure_future(
+                    asyncio.to_thread(self.actor, index, ray.remote(_ProcessHost), self._pass_env, max_concurrency=4)
                 )
-                ended = self._folder / f"ended-{order.role}-{index}.json"
-                await asyncio.to_thread(ended.unlink, missing_ok=True)
+                try:
+                    await asyncio.shield(making)
+                finally:  # a start that is broken off has to end the actor, too, which would keep the bundle
+                    await asyncio.wait((making,))
+                    actor = making.result()
+                limit = await asyncio.to_thread(self.memory_limit, index)
                 starting = asyncio.ensure_future(
                     _awaited(
                         actor.start.remote(
@@ -128,8 +171,7 @@ class Bundles:
                             listener.getsockname(),
                             secret,
                             _variables(order) | dict(variables),
-                            order.memory_gib,
-                            str(ended),
+                            limit,
                         )
                     )
                 )
@@ -140,13 +182,17 @@ class Bundles:
                 finally:
                     starting.cancel()
             kept = True
-            return HostedProcess(connection, actor, pid, address, ended, partial(self._give_back, index))
+            return HostedProcess(connection, actor, pid, address, limit, partial(self._give_back, index))
+        except OSError as error:
+            raise ServerFailed(f"the {order.role} process can't be connected with the job: {error}") from error
         except ray.exceptions.RayError as error:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
             said = cause if isinstance(cause, PalestraError) else _first_line(error)
             raise ServerFailed(f"the {order.role} process on node {order.node[:12]} did not start: {said}") from error
         finally:
             if not kept:
+                if connection is not None:
+                    connection.close()
                 if actor is not None:
                     ray.kill(actor)
                 self._give_back(index)
@@ -162,7 +208,11 @@ def _variables(order: BundleOrder) -> dict[str, str]:
 
 
 async def _accepted(listener: socket.socket, secret: bytes) -> socket.socket:
-    """Return the first connection that shows the secret; others are closed, and delay no other."""
+    """Return the first connection that shows the secret; others are closed, and delay no other.
+
+    Raises:
+        OSError: no connection can be taken: this process may have no more open files, say.
+    """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[socket.socket] = loop.create_future()
     looking: dict[socket.socket, asyncio.Task[None]] = {}
@@ -174,17 +224,17 @@ async def _accepted(listener: socket.socket, secret: bytes) -> socket.socket:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found.set_result(connection)
 
-    async def accept() -> None:
+    async def accept() -> socket.socket:
         while True:
             connection, _ = await loop.sock_accept(listener)
             looking[connection] = asyncio.create_task(look(connection))
 
-    accepting, taken = asyncio.create_task(accept()), None
+    taken = None
     try:
-        taken = await found
+        taken = (await race(found, accept())).result
         return taken
     finally:
-        await cancelled(accepting, *looking.values())
+        await cancelled(*looking.values())
         for connection in looking.keys() - {taken}:
             connection.close()
 
@@ -231,7 +281,7 @@ class HostedProcess:
         actor: Any,
         pid: int,
         address: str,
-        ended: Path,
+        limit: MemoryLimit | None,
         give_back: Callable[[], None],
     ) -> None:
         """Stand for a program that runs.
@@ -241,11 +291,11 @@ class HostedProcess:
             actor: keeps the program.
             pid: of the program.
             address: of its machine.
-            ended: file that says so if the program was ended because of its memory.
+            limit: of its memory; None: there is none.
             give_back: is called when the bundle is empty again.
         """
         self.connection, self.pid, self.address = connection, pid, address
-        self._actor, self._file, self._give_back = actor, ended, give_back
+        self._actor, self._limit, self._give_back = actor, limit, give_back
         self._ended = asyncio.create_task(self._end())
 
     def kill(self) -> None:
@@ -262,8 +312,8 @@ class HostedProcess:
         finally:
             ray.kill(self._actor)  # so that the bundle is free for another
             self._give_back()
-        written = await asyncio.to_thread(read_ended, self._file.parent, self._file.name)
-        return said if written is None else f"{said}: {written.reason}"
+        written = None if self._limit is None else await asyncio.to_thread(self._limit.said)
+        return said if written is None else f"{said}: {written}"
 
     async def _code(self) -> str:
         while True:
@@ -289,8 +339,7 @@ class _ProcessHost:
         job: tuple[str, int],
         secret: bytes,
         variables: Mapping[str, str],
-        memory_gib: float | None,
-        ended: str,
+        limit: MemoryLimit | None,
     ) -> tuple[int, str]:
         """Start a program, connected with the job; returns its id, and the address of this machine."""
         here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -303,8 +352,8 @@ class _ProcessHost:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(secret)
             self._process = popen(module, connection, {**os.environ, **_interface(here), **variables})
-        if memory_gib is not None:
-            _limit_memory(self._process.pid, memory_gib, Path(ended))
+        if limit is not None:
+            limit.watch(self._process.pid)
         return self._process.pid, here
 
     async def ended(self) -> int:
@@ -323,11 +372,3 @@ def _interface(address: str) -> dict[str, str]:
                 if own == address or (own.startswith("127.") and address.startswith("127.")):
                     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return {}
-
-
-def _limit_memory(pid: int, memory_gib: float, ended: Path) -> None:
-    """Start a watcher that ends a program and its children if they use too much memory; see `memory_watch`."""
-    reason = f"it used {memory_watch.USED} GiB of memory, and its bundle has {memory_gib:.3g}; give it more memory_gib"
-    text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
-    command = [sys.executable, "-I", "-S", memory_watch.__file__, str(pid), str(int(memory_gib * GIB))]
-    subprocess.Popen([*command, str(ended), text, str(ended.with_name(LOG_FILE))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection
 from functools import partial
@@ -12,7 +13,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.runtime.ray.job_environment import limit_environment
-from palestra.runtime.ray.process_host import Bundles
+from palestra.runtime.ray.process_host import Bundles, MemoryLimit
 from palestra.runtime.runner import play_environment
 from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter
 
@@ -20,8 +21,10 @@ from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter
 class _Runner:
     """A process that plays the environment of a job, with the variables that the job has."""
 
-    def __init__(self, pass_env: Collection[str]) -> None:
+    def __init__(self, pass_env: Collection[str], limit: MemoryLimit | None = None) -> None:
         limit_environment(os.environ, pass_env)
+        if limit is not None:
+            limit.watch(os.getpid())
 
     async def play(self, url: str, key: str, worker_id: str, concurrency: int) -> None:
         await play_environment(url, key, worker_id, concurrency)
@@ -63,7 +66,12 @@ async def _play_in(bundles: Bundles, pass_env: tuple[str, ...], order: RunnerOrd
         worker_id: the name under which it claims episodes.
     """
     async with bundles.taken() as index:
-        await _play(bundles.actor(index, ray.remote(_Runner), pass_env), order, worker_id)
+        limit = await asyncio.to_thread(bundles.memory_limit, index)
+        try:
+            await _play(bundles.actor(index, ray.remote(_Runner), pass_env, limit), order, worker_id)
+        except RunnerDied as error:
+            said = None if limit is None else await asyncio.to_thread(limit.said)
+            raise error if said is None else RunnerDied(f"died: {said}") from None
 
 
 async def _play(actor: Any, order: RunnerOrder, worker_id: str) -> None:

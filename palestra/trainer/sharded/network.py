@@ -52,6 +52,7 @@ class ShardedNetwork:
             dtype: precision of products.
             exchange: memory by which the ranks gather and add up; None: by the process group of the mesh.
         """
+        model.share_out()
         share = partial(fully_shard, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
         rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in model.blocks:

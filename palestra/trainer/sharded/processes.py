@@ -116,7 +116,8 @@ class RankProcesses:
             async with asyncio.timeout(self._config.rank_timeout_seconds):
                 at = None
                 if over_nodes:
-                    at = self._ranks[0].address, (await self.call("listen", [()]))[0]
+                    first = self._ranks[0].address
+                    at = first, (await self.call("listen", [(first,)]))[0]
                 await self.call("join", [(at,)] * count)
         except TimeoutError:
             limit = self._config.rank_timeout_seconds

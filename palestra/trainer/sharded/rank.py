@@ -94,10 +94,26 @@ class Rank:
         elif self._config.cpu_offload:
             raise ConfigError("trainer.cpu_offload is for CUDA devices, and this trainer is on CPUs; leave it out")
 
-    def listen(self) -> int:
-        """Open the meeting point of ranks on several machines, and return its port, which the system chooses."""
-        self._store = TCPStore("0.0.0.0", 0, self._config.devices, is_master=True, wait_for_workers=False)
-        return self._store.port
+    def listen(self, address: str) -> int:
+        """Open the meeting point of ranks on several machines, and return its port, which the system chooses.
+
+        Args:
+            address: of this machine, at which the others reach it. Only there it is open, because it asks for no key.
+
+        Raises:
+            OSError: this machine does not have the address.
+        """
+        listener = socket.create_server((address, 0))
+        port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            address,
+            port,
+            self._config.devices,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return port
 
     def join(self, at: tuple[str, int] | None) -> None:
         """Meet the other ranks; returns when all are there.

@@ -1,6 +1,8 @@
 """Messages between a job and the processes of its trainer's ranks: pickled objects behind their length.
 
-Both ends are one program, and the socket between them has no name, so that no other process can send anything.
+Both ends are one program, and trust what the other sends. On one machine the socket between them has no name, so that
+no other process can send anything; between machines it is a TCP connection, which was opened with a secret
+(`runtime.ray.process_host`) and is as safe as the network of the cluster.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.control.placement.fitting import FreeOnNode, counted, total
+from palestra.control.placement.fitting import FreeOnNode, FreeResources, counted, total
 from palestra.control.placement.gangs import GangPlaces, fit_gang, gang_of
 from palestra.control.placement.placement import Quota
 from palestra.control.placement.queues import WaitingJob
@@ -161,3 +161,19 @@ def test_a_job_of_several_processes_starts_at_last_beside_a_stream_of_small_ones
 def test_a_kind_of_gpu_without_gpus_is_refused():
     with pytest.raises(InvalidRequest, match="gpu_kind is 'H100', and gpus is 0; ask for GPUs"):
         Resources(gpu_kind="H100")
+
+
+def test_processes_that_are_alike_are_counted_once_for_a_node_and_not_one_by_one(monkeypatch):
+    tried, hold_all = 0, FreeResources.hold_all
+
+    def counting(self, needs):
+        nonlocal tried
+        tried += 1
+        return hold_all(self, needs)
+
+    monkeypatch.setattr(FreeResources, "hold_all", counting)
+    machines = [node(f"n{number}", cpus=4, memory=64) for number in range(20)]
+    found = nodes_of(gang(Bundle(role="runner", count=79)), *machines)
+    assert found is not None
+    assert len(set(found)) == 20
+    assert tried < 1500  # 20 times for at most 20 nodes with room for four; one by one there were 8,000

@@ -76,6 +76,39 @@ def test_bundles_that_make_no_sense_are_refused_in_one_line(bundles, said):
         held(MODEL, bundles=bundles)
 
 
+@pytest.mark.parametrize(
+    ("config", "bundle", "said"),
+    [
+        ({"engine": {"replicas": 16}}, {"role": "engine", "cpus": 0.0001}, "a GPU of its own holds at least 0.25"),
+        (
+            {"environment": {"name": "frozen-lake", "runners": 256}},
+            {"role": "runner", "cpus": 0.001, "gpus": 0.001},
+            "a GPU of its own holds at least 0.25",
+        ),
+        (
+            {"engine": {"threads": 256}},
+            {"role": "engine", "cpus": 2},
+            "bundles.0.cpus is 2, and engine.threads is 256; make them equal, or set fewer threads",
+        ),
+        (
+            {"trainer": {"devices": 2, "threads": 3}},
+            {"role": "trainer", "gpus": 1},
+            "cpus is 1, and trainer.threads is",
+        ),
+    ],
+)
+def test_processes_of_a_bundle_use_no_more_than_a_tenant_is_counted_for(config, bundle, said):
+    with pytest.raises(InvalidRequest, match=said):
+        held(MODEL | config, bundles=[bundle])
+
+
+def test_a_bundle_may_hold_a_part_of_a_core_or_a_gpu_and_no_core():
+    config = MODEL | {"engine": {"replicas": 2}, "trainer": {"devices": 2, "threads": 4}}
+    bundles = [{"role": "engine", "cpus": 0, "gpus": 1}, {"role": "trainer", "cpus": 4}]
+    assert [part.cpus for part in held(config, bundles=bundles).parts] == [1, 0, 0, 4, 4]
+    assert held(MODEL, bundles=[{"role": "engine", "cpus": 0.5}]).bundles[0].cpus == 0.5
+
+
 def test_the_only_engine_of_a_job_may_have_a_bundle():
     found = held(MODEL, bundles=[{"role": "engine", "cpus": 2}])
     assert (found.cpus, found.bundles[0].count) == (1, 1)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 
 import httpx2
 import pytest
+from PIL import Image
 
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import public_paths
 from palestra.dashboard.server import create_page_app
+from palestra.pictures.blobs import Blobs
 from palestra.pictures.decoding import decode
 from unit.dashboard.recorded import PICTURE, PICTURE_DIGEST, record
 
@@ -84,6 +87,19 @@ async def test_a_picture_is_shown_as_the_model_of_a_policy_got_it(page):
     assert decode(found.content).getcolors() == [(64 * 64, (255, 0, 0))]
     for other in (f"{address}/unknown", address.replace(PICTURE_DIGEST, "0" * 64) + "/policy"):
         assert (await http.get(other, headers=headers)).status_code == 404
+
+
+async def test_a_small_file_of_very_many_pixels_is_not_decoded_for_the_page(page, tmp_path):
+    _, access, http = page
+    headers = {"authorization": f"Bearer {(await key_of(http, access.code)).json()['key']}"}
+    (folder,) = tmp_path.rglob("pictures")
+    file = io.BytesIO()
+    Image.new("1", (5000, 5000)).save(file, "PNG")
+    assert len(file.getvalue()) < 10_000
+    address = f"/dashboard/api/runs/recorded/pictures/{Blobs(folder).put(file.getvalue())}"
+    assert (await http.get(address, headers=headers)).content == file.getvalue()
+    refused = await http.get(f"{address}/seen/policy", headers=headers)
+    assert (refused.status_code, "a picture may have 16,777,216 in all" in refused.text) == (422, True)
 
 
 async def test_a_link_is_good_once_and_a_new_one_can_be_made(page):

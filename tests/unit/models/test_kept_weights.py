@@ -62,3 +62,16 @@ def test_the_files_are_freed_with_their_keeper():
 
 def test_weights_of_a_folder_stay_there(tmp_path):
     assert isinstance(WeightKeeper("bfloat16").keep(SavedWeights(tmp_path)), KeptSource)
+
+
+class SeenFull(list):
+    """What a thread has looked at before another one took what was in it."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_a_file_that_another_thread_has_taken_meanwhile_is_not_waited_for():
+    keeper, source = WeightKeeper("bfloat16"), drawn(0, a=(5, 3))
+    keeper._spare = SeenFull()
+    check(keeper.keep(source), source)

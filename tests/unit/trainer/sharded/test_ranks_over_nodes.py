@@ -16,6 +16,7 @@ from palestra.errors import TrainerLost
 from palestra.processes import LocalProcess, popen
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.sharded.processes import RankPlaces
+from palestra.trainer.sharded.rank import Rank, RankOrder
 from palestra.trainer.sharded.trainer import ShardedTrainer
 from unit.trainer.test_torch_trainer import batch_of_two_groups
 
@@ -65,8 +66,8 @@ async def test_ranks_of_several_machines_train_and_leave_weights_where_all_machi
     assert not list(shared.iterdir())
 
 
-async def test_a_rank_that_cannot_reach_the_first_one_is_named_within_the_time(tmp_path):
-    lost = trainer(tmp_path, NOWHERE, 12.0)
+async def test_a_first_rank_that_lacks_its_address_is_named(tmp_path):
+    lost = trainer(tmp_path, NOWHERE, 60.0)
     try:
         with pytest.raises(TrainerLost) as raised:
             await lost.create("policy", PolicySpec(model="tiny-random"))
@@ -74,5 +75,27 @@ async def test_a_rank_that_cannot_reach_the_first_one_is_named_within_the_time(t
         await lost.close()
     said = str(raised.value)
     assert "\n" not in said
-    assert "rank 1 failed: ConnectionError: " in said
-    assert f"can't reach rank 0 at {NOWHERE}:" in said
+    assert "rank 0 failed: OSError: " in said
+    assert NOWHERE in said
+
+
+def rank(number: int) -> Rank:
+    config = TrainerConfig(devices=2, device="cpu", rank_timeout_seconds=12.0)
+    return Rank(RankOrder(number=number, meeting=None, config=config, threads=None, deterministic=False))
+
+
+def test_a_rank_that_cannot_reach_the_first_one_says_so():
+    with socket.create_server(("127.0.0.3", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"can't reach rank 0 at 127.0.0.3:{port} within 9 s") as raised:
+        rank(1).join(("127.0.0.3", port))
+    assert "\n" not in str(raised.value)
+
+
+def test_the_meeting_point_is_open_at_the_address_of_the_cluster_alone():
+    first = rank(0)
+    port = first.listen("127.0.0.3")
+    socket.create_connection(("127.0.0.3", port), timeout=10).close()
+    for other in ("127.0.0.1", "127.0.0.2"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, port), timeout=10)

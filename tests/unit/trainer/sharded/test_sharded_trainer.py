@@ -317,7 +317,14 @@ def two_rounding_ranks(loop):
     loop.run(trainer.close())
 
 
-@pytest.mark.parametrize("spec", [None, PolicySpec(model="tiny-random", adapter=LORA, seed=3)], ids=["full", "lora"])
+ROUNDED = {
+    "full": None,
+    "lora": PolicySpec(model="tiny-random", adapter=LORA, seed=3),
+    "loaded whole": PolicySpec(model="tiny-random-vision"),  # so that no weight waits in a file
+}
+
+
+@pytest.mark.parametrize("spec", ROUNDED.values(), ids=ROUNDED)
 @on_the_loop
 async def test_in_bfloat16_ranks_round_what_one_process_rounds(spec, two_rounding_ranks, tmp_path):
     """The products of a rank have other numbers of rows, so that their sums differ by their last bits; no more."""
