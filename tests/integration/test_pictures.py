@@ -235,8 +235,8 @@ async def test_an_episode_fills_no_more_of_the_run_than_it_may(tmp_path):
 BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "unknown digest": (shown(f"sha256:{'0' * 64}"), 422, ("there is no picture", "upload")),
     "no digest": (shown("sha256:../../secret"), 422, ("64 hexadecimal digits",)),
-    "base64 that is none": (shown("data:image/png;base64,§§"), 422, ("base64 is none",)),
-    "base64 with an end": (shown(url_of(PNG) + "=="), 422, ("base64 is none",)),
+    "base64 that can't be decoded": (shown("data:image/png;base64,§§"), 422, ("base64 can't be decoded",)),
+    "base64 with an end": (shown(url_of(PNG) + "=="), 422, ("base64 can't be decoded",)),
     "no base64": (shown("data:image/png,abc"), 422, ("data URL",)),
     "svg": (shown(url_of(b"<svg/>", "image/svg+xml")), 422, ("no type that is taken",)),
     "mislabelled": (shown(url_of(PNG, "image/jpeg")), 422, ("sent as image/jpeg and is image/png",)),
