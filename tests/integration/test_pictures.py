@@ -20,6 +20,7 @@ from in_process import episode_of, parts_of, serving
 from PIL import Image
 from seeing import PER_PICTURE, SeeingRenderer
 
+from palestra import AsyncClient, Client
 from palestra.pictures.decoding import decode
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local_job import LocalJob
@@ -208,6 +209,16 @@ async def test_an_upload_is_idempotent_and_takes_a_key_of_the_job(tmp_path):
         assert (await user.http.put(f"/pictures/{DIGEST}", content=PNG, headers=headers)).status_code == 403
         headers = {"authorization": f"Bearer {user.job.plane.keys.talk_key}"}
         assert (await user.http.put(f"/pictures/{DIGEST}", content=PNG, headers=headers)).status_code == 403
+
+
+@pytest.mark.slow
+async def test_clients_upload_a_picture_and_return_the_digest_that_messages_name(tmp_path):
+    async with speaking(tmp_path) as user, AsyncClient(user.job.url, user.job.plane.keys.job_key) as client:
+        with Client(user.job.url, user.job.plane.keys.job_key) as plain:
+            assert await asyncio.to_thread(plain.upload_picture, PNG) == DIGEST
+        assert await client.upload_picture(PNG) == DIGEST
+        assert (await user.chat(shown(f"sha256:{DIGEST}"))).status_code == 200
+        assert user.stored == [DIGEST]
 
 
 @pytest.mark.slow
