@@ -4,7 +4,7 @@
 
 Needs bubblewrap: `palestra environments` says what is missing. Each reply is one line, `run COMMAND` or
 `finish ANSWER`, and nothing holds the model to that. It has hardly ever seen such a conversation: a worked example of
-each kind of task stands in front of every task. What it learns is in docs/learning.md.
+each kind of task stands in front of every task. Its learning was not measured yet.
 """
 
 from __future__ import annotations

@@ -34,8 +34,10 @@ def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
         yield Text(f"{title} ──", style="dim")
         for message in chat.new_messages:
             yield from _message(message, chat.policy, show)
-        if not chat.new_messages:
+        if chat.is_raw:
             yield Text("(a prompt of token ids or raw text)", style="dim")
+        elif not chat.new_messages and chat.parent is not None:
+            yield Text(f"(no new message: call {chat.parent.index} begins with this prompt, too)", style="dim")
         yield from _message(chat.reply, chat.policy, show, "cut at its limit" if chat.finish_reason == "length" else "")
         before = chat
     if not trajectory.chats:

@@ -29,10 +29,12 @@ from palestra.client.protocol import (
     heartbeat_call,
     push_calls,
     read_claim,
+    upload_call,
 )
 from palestra.client.seat import Seat, seat_of
 from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, PalestraError
+from palestra.pictures.blobs import digest_of
 
 T = TypeVar("T")
 LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
@@ -151,6 +153,21 @@ class Client:
             EpisodeLeaseExpired, EpisodeEnded: the episode does not belong to this client any more.
         """
         self._send(heartbeat_call(episode))
+
+    def upload_picture(self, data: bytes, episode: Episode | None = None) -> str:
+        """Upload a picture, and return the digest by which messages may name it; sent again, it changes nothing.
+
+        Args:
+            data: the file: PNG, JPEG, WebP or GIF, with one frame.
+            episode: whose key is sent; None: the job's.
+
+        Raises:
+            InvalidRequest: the file is no picture that the job takes.
+            PayloadTooLarge: it is too large, or the run's pictures have no room for it.
+        """
+        digest = digest_of(data)
+        self._send(upload_call(data, digest, None if episode is None else episode.api_key))
+        return digest
 
     def push_tasks(
         self, train: Sequence[Mapping[str, Any]] | str | Path, validation: Sequence[Mapping[str, Any]] | str | Path = ()

@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
-def _without_path(url: Any) -> Any:
-    """Refuse the address of a route, such as OpenAI's clients take, with the one that is needed."""
-    if isinstance(url, str) and (found := re.match(r"(https?://[^\s/?#]+)[/?#]", url)):
+_ADDRESS = r"https?://[^\s/?#]+"
+
+
+def _address(url: Any) -> Any:
+    """Refuse what is no address, and that of a route, such as OpenAI's clients take, with the one that is needed."""
+    if isinstance(url, str) and (found := re.match(f"({_ADDRESS})[/?#]", url)):
         raise ValueError(f"give the server's address alone, without a path: {found[1]}")
+    if isinstance(url, str) and re.fullmatch(_ADDRESS, url) is None:
+        raise ValueError(f"{url!r} is no address; give one such as http://127.0.0.1:8000")
     return url
 
 
-Url = Annotated[str, BeforeValidator(_without_path), Field(pattern=r"^https?://[^\s/?#]+$")]
+Url = Annotated[str, BeforeValidator(_address), Field(pattern=f"^{_ADDRESS}$")]
 
 
 def _one_or_several(urls: Any) -> Any:

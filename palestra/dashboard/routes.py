@@ -284,7 +284,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
 
     @api.get("/{run}/pictures/{digest}", response_class=Response, responses=SHOWN)
     async def picture(run: str, digest: str) -> Response:
-        """Return the file of a picture that the run's calls name by this digest, exactly as the model got it."""
+        """Return the file of a picture that the run's calls name by this digest, exactly as it was sent."""
         found = reader.run(run)
         return await reader.read(found, lambda: picture_answer(Blobs(found.folder / FOLDER), digest))
 

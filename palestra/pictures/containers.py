@@ -65,7 +65,8 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
         )
     if max(width, height) > limits.max_ratio * min(width, height):
         raise InvalidPicture(
-            f"it has {width:,} × {height:,} pixels, and one side may be {limits.max_ratio} times as long as the other"
+            f"it has {width:,} × {height:,} pixels, and one side may be at most {limits.max_ratio} times as long as "
+            "the other"
         )
     return Container(media_type=media_type, width=width, height=height)
 

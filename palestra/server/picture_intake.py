@@ -121,7 +121,7 @@ class PictureIntake:
         try:
             data = base64.b64decode(picture.base64, validate=True)
         except (binascii.Error, ValueError):
-            raise InvalidPicture("its base64 is none") from None
+            raise InvalidPicture("its base64 can't be decoded") from None
         return self._kept.keep(data, picture.media_type, charge)
 
     def _small_copy(self, digest: str, charge: Charge | None) -> str:

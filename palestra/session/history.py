@@ -203,7 +203,7 @@ class History:
             chat: the call.
             keys: known keys of its messages, by the `id` of the message; see `keys`.
         """
-        if is_raw(chat):
+        if chat.is_raw:
             self._ends[chat.index] = self._start(chat.policy)
             return
         node, messages = self._start(chat.policy), chat.new_messages
@@ -358,11 +358,6 @@ class History:
                     if end is not None and end.parent is node:
                         return chat
         return None
-
-
-def is_raw(chat: Chat) -> bool:
-    """Return whether a call had text or ids as its prompt, and no messages."""
-    return not chat.shared_messages and not chat.new_messages
 
 
 def _latest(node: _HistoryNode) -> Chat:

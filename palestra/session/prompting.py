@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest, UnsupportedField
 from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
-from palestra.session.history import History, Match, Sameness, is_raw
+from palestra.session.history import History, Match, Sameness
 from palestra.threads import WorkPool
 from palestra.tokens import TokenTrie, common_tokens
 from palestra.types.calls import Chat, Ids, MediaSpan, TokenSequence
@@ -292,7 +292,7 @@ class PromptBuilder:
         elif match.call is not None and not exact:
             decode = renderer.vocabulary.decode
             fork = await self._aside.run_if(len(whole.ids) > MANY_TOKENS, _drift, match.call, whole, tools, decode)
-        said = () if parent is None or is_raw(parent) else (*parent.messages, parent.reply)
+        said = () if parent is None or parent.is_raw else (*parent.messages, parent.reply)
         shared_messages = await self._aside.run(said, (), _common_messages, messages, said)
         return Prompt(
             ids=whole.ids,

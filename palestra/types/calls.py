@@ -200,6 +200,11 @@ class Chat:
     finished_at: float
 
     @property
+    def is_raw(self) -> bool:
+        """Return whether the prompt was text or token ids, and no messages."""
+        return not self.shared_messages and not self.new_messages
+
+    @property
     def prompt_tokens(self) -> int:
         """Return P, the number of prompt tokens, including those of the parents."""
         return self.shared + len(self.prompt_tail)

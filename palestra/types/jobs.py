@@ -60,7 +60,9 @@ class ProcessResources:
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise InvalidRequest(f"gpus is {self.gpus}; give a part of one, or whole ones", "resources.gpus")
         if self.cpus == 0 and self.gpus == 0:
-            raise InvalidRequest("a job needs a part of a CPU or of a GPU", "resources.cpus")
+            raise InvalidRequest(
+                "cpus and gpus are 0; each process of a job needs a part of a CPU or of a GPU", "resources.cpus"
+            )
         if self.gpu_kind is not None and self.gpus == 0:
             raise InvalidRequest(f"gpu_kind is {self.gpu_kind!r}, and gpus is 0; ask for GPUs", "resources.gpu_kind")
 

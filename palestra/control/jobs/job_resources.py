@@ -92,7 +92,8 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
     key, where = _KEYS[body.role], f"resources.bundles.{number}"
     if processes.count == 0:
         raise InvalidRequest(
-            f"{where} is for role {body.role!r}, and the job has no such process: set {key}, or leave the bundle out",
+            f"{where} is for role {body.role!r}, and the job has no such process: set {key}"
+            f"{' to 2 or more' if body.role == 'trainer' else ''}, or leave the bundle out",
             where,
         )
     if body.count not in (None, processes.count):

@@ -12,6 +12,7 @@ from palestra.control.placement.queues import QueueEntry, WaitingJob
 from palestra.control.placement.tenants import (
     CPUS,
     GPUS,
+    KINDS,
     MEMORY,
     UNITS,
     Quota,
@@ -131,7 +132,8 @@ def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
     parts = []
     for amounts, node in able[:SHOWN]:
         free = Amounts(max(0, amounts.cpus), max(0, amounts.gpus), max(0, amounts.memory))
-        parts.append(f"node {short(node.node_id)} has {format_needs(free) or 'nothing'}")
+        none = [f" but no {KINDS[kind]}" for kind in (GPUS, CPUS) if part.needs[kind] and not free[kind] and any(free)]
+        parts.append(f"node {short(node.node_id)} has {format_needs(free) or 'nothing'}{''.join(none)}")
     return ", ".join(parts)
 
 

@@ -376,7 +376,7 @@ class InferenceManager:
                     return
                 failures = 1 if time.monotonic() - began > STEADY_SECONDS and worker.served else failures + 1
                 if failures >= MOST_FAILURES:
-                    raise EngineFailure(f"{worker.name} {why}, the last of {failures} failures in a row")
+                    raise EngineFailure(f"{worker.name} {why} (the last of {failures} failures in a row)")
                 worker.restarts += 1
                 pause = BACKOFF_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0
                 log.warning("%s %s; started again", worker.name, why)

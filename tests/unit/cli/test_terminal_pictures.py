@@ -87,6 +87,25 @@ def test_pictures_stand_between_the_texts_beside_them():
     assert shown.splitlines()[1:7] == ["[user]", "first:", "<abab>", "<cdcd>", "and then?", "[assistant]"]
 
 
+def test_a_prompt_that_is_sent_again_is_no_prompt_of_token_ids():
+    first = make_chat()
+    again = make_chat(index=1, messages=(), prompt=(), parent=first, shared=3, shared_messages=1)
+    raw = make_chat(index=2, messages=())
+    chats = [first, again, raw]
+    shown = printed(conversation(make_trajectory(0, 0, 1.0, chats), lambda digest, _: digest), False).splitlines()
+    assert shown[5:] == [
+        "── call 1, agent, step 1 ──",
+        "(no new message: call 0 begins with this prompt, too)",
+        "[assistant]",
+        "reply",
+        "── call 2, agent, step 2 (from the beginning) ──",
+        "(a prompt of token ids or raw text)",
+        "[assistant]",
+        "reply",
+        "reward 1",
+    ]
+
+
 def test_the_tiles_that_a_model_got_are_shown_with_gaps_and_all_of_their_pixels(tmp_path):
     blobs, layout = Blobs(tmp_path), TiledLayout(tokens=4, tile=32, longest=64, splits=True)
     digest = blobs.put(encode(PIXELS))

@@ -36,6 +36,10 @@ def test_a_server_is_started_or_found():
         (FOUND | {"compile": True}, "compile is of a server that the job starts"),
         ({"kind": "sglang"}, "engine.url"),
         (SGLANG | {"url": "127.0.0.1:30000"}, "engine.url"),
+        (
+            SGLANG | {"url": "127.0.0.1:30000"},
+            "'127.0.0.1:30000' is no address; give one such as http://127.0.0.1:8000",
+        ),
         (SGLANG | {"url": "http://127.0.0.1:30000/v1"}, "address alone, without a path: http://127.0.0.1:30000"),
         (SGLANG | {"seeds": True}, "seeds"),
         (STARTED | {"cache_gib": 1.5}, "cache_gib"),

@@ -98,7 +98,11 @@ def test_all_of_a_job_starts_or_nothing_and_the_reason_names_bundle_and_nodes():
             gang(ranks(2, gpus=1, gpu_kind="H100")),
             "needs a node with GPUs of kind H100 for each process of its trainer bundle; there is none",
         ),
-        (gang(engines(3, cpus=4), cpus=1), "needs 1 CPU on one node for its own process, beside its other processes: "),
+        (
+            gang(engines(3, cpus=4), cpus=1),
+            "needs 1 CPU on one node for its own process, beside its other processes: node a has 2 GPUs and 16 GiB but "
+            "no CPUs, node b has 2 GPUs and 16 GiB but no CPUs, node c has 2 GPUs and 16 GiB but no CPUs left",
+        ),
         (
             gang(engines(2, cpus=3), placement="STRICT_PACK"),
             "needs 7 CPUs on one node, because its placement is STRICT_PACK; no node has that, and with PACK its "

@@ -65,7 +65,7 @@ def test_a_bundle_takes_the_place_of_the_cores_of_its_role():
     [
         ([{"role": "runner"}], r"resources.bundles.0 is for role 'runner', and the job has no such process: set "
          r"environment.runners, or leave the bundle out"),
-        ([{"role": "trainer"}], r"set trainer.devices"),
+        ([{"role": "trainer"}], r"set trainer.devices to 2 or more, or leave"),
         ([{"role": "engine", "count": 2}], r"bundles.0.count is 2, and engine.replicas is 1; leave count out"),
         ([{"role": "engine"}, {"role": "engine"}], r"resources.bundles has a role twice"),
         ([{"role": "engine", "cpus": 0}], r"a job needs a part of a CPU or of a GPU"),

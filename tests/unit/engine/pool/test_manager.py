@@ -237,7 +237,7 @@ async def test_after_failures_in_a_row_the_pool_has_failed_and_says_which_worker
         house.on_start = lambda engine: engine.break_now("was killed by SIGKILL")
         house.started[1].break_now()
         why = await asyncio.wait_for(pool.failure(), 10)
-        assert why == "inference worker 1 was killed by SIGKILL, the last of 5 failures in a row"
+        assert why == "inference worker 1 was killed by SIGKILL (the last of 5 failures in a row)"
         with pytest.raises(EngineFailure, match="inference worker 1"):
             await reply_of(pool)
         with pytest.raises(EngineFailure, match="inference worker 1"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 from machine import require
 
 from palestra.envs.terminal.sandbox import Limits, run_once, start_sandbox
@@ -225,6 +226,19 @@ async def test_nothing_is_left_not_even_a_descriptor():
     assert psutil.Process().num_fds() == before
     left = [one for one in psutil.Process().children() if one not in others]
     assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_it_has_its_own_descriptors_only_on_any_event_loop(new_loop):  # jobs run on uvloop
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    try:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            found = runner.run(said("id -u; echo /proc/self/fd/*"))
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert found == "1000\n/proc/self/fd/0 /proc/self/fd/1 /proc/self/fd/2 /proc/self/fd/3\n"  # 3: of the folder itself
 
 
 @pytest.mark.slow

@@ -1,0 +1,81 @@
+"""`Program`: a process that inherits only the descriptors that it is given, under any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
+
+from palestra.threads import in_thread
+
+_NOBODY = 65534  # the limit of processes does not hold for root, so root's sandboxes run as this user
+
+
+class Program:
+    """A running process of this one.
+
+    Not a process of asyncio: jobs run on uvloop, which knows no `user`, and passes on every descriptor of the job that
+    is inheritable.
+
+    Attributes:
+        pid: process id.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """Take a process that has been started; `Program.start` starts one."""
+        self._process = process
+        self.pid = process.pid
+        self._end = asyncio.ensure_future(in_thread(process.wait, "palestra-sandbox"))
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        *,
+        stdin: int,
+        stdout: int,
+        pass_fds: Iterable[int],
+        variables: Mapping[str, str],
+    ) -> Self:
+        """Start a program in a session of its own; as nobody, if this process is root's.
+
+        Args:
+            command: the program, with its arguments.
+            stdin: descriptor that the program reads from.
+            stdout: descriptor that the program writes to, errors as well.
+            pass_fds: the other descriptors that the program has.
+            variables: all of its environment variables.
+
+        Raises:
+            OSError: it can't be started.
+        """
+        as_root = os.geteuid() == 0
+        return cls(
+            subprocess.Popen(  # in the loop's thread, because bubblewrap ends with the thread that started it
+                command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stdout,
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+                env=dict(variables),
+                user=_NOBODY if as_root else None,
+                group=_NOBODY if as_root else None,
+                extra_groups=[] if as_root else None,
+            )
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        """Return the exit code, or minus the signal; None: the process runs."""
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """Kill the process; one that has ended is left alone."""
+        self._process.kill()
+
+    async def wait(self) -> int:
+        """Wait until the process has ended, and return its exit code, or minus the signal."""
+        return await asyncio.shield(self._end)
