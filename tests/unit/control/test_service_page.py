@@ -84,7 +84,7 @@ async def test_the_runs_of_jobs_are_read_by_those_who_may_read_the_jobs(plane, k
     open_, private = await with_run(plane), await with_run(plane, private=True)
     async with client(plane) as http:
         paths = run_paths(plane, open_)
-        assert len(paths) == 14
+        assert len(paths) == 15
         for path in paths:
             for name in ("ann", "bob", "eve", "admin"):
                 answer = await http.get(path, headers=keys[name])

@@ -308,11 +308,15 @@ async def test_a_picture_that_is_not_there_is_taken_back_by_all_ranks(two_ranks,
     await two_ranks.remove(name)
 
 
+def rounding_ranks() -> ShardedTrainer:
+    own = {"devices": 2, "dtype": "bfloat16", "activation_checkpointing": True}
+    return ShardedTrainer(TrainerConfig.model_validate(SETTINGS | own), 2, "bfloat16")
+
+
 @pytest.fixture(scope="module")
 def two_rounding_ranks(loop):
     """A trainer that computes in bfloat16, and layers again in the backward pass."""
-    own = {"devices": 2, "dtype": "bfloat16", "activation_checkpointing": True}
-    trainer = ShardedTrainer(TrainerConfig.model_validate(SETTINGS | own), 2, "bfloat16")
+    trainer = rounding_ranks()
     yield trainer
     loop.run(trainer.close())
 
@@ -368,19 +372,19 @@ def write_wide_model(folder):
 
 
 @on_the_loop
-async def test_no_rank_has_a_whole_model_in_memory_while_it_loads(two_rounding_ranks, tmp_path):
+async def test_no_rank_has_a_whole_model_in_memory_while_it_loads(tmp_path):
     whole, name = write_wide_model(tmp_path / "wide"), next(names)
-    await two_rounding_ranks.create(name, PolicySpec(model="tiny-random"))
-    before = await two_rounding_ranks.peak_bytes()
+    trainer = rounding_ranks()  # new ranks, whose peaks are not those of other tests
+    await trainer.create(name, PolicySpec(model="tiny-random"))
+    before = await trainer.peak_bytes()
     wide = next(names)
-    await two_rounding_ranks.create(wide, PolicySpec(model=str(tmp_path / "wide")))
-    grown = [after - first for first, after in zip(before, await two_rounding_ranks.peak_bytes(), strict=True)]
+    await trainer.create(wide, PolicySpec(model=str(tmp_path / "wide")))
+    grown = [after - first for first, after in zip(before, await trainer.peak_bytes(), strict=True)]
+    await trainer.close()
     # Half of the weights is its part; it has also read half of the files, which are a quarter, and gathered a layer for
     # a trial. One that had loaded all would have the whole weights, what it has read of the files, and its part.
     assert max(grown) < 1.25 * whole, [size / whole for size in grown]
     assert min(grown) > 0.4 * whole
-    for one in (name, wide):
-        await two_rounding_ranks.remove(one)
 
 
 async def lose(trainer, name: str, sent: signal.Signals) -> float:
