@@ -61,7 +61,9 @@ def add(commands: Any) -> None:
         default=0.0,
         help="memory that the job holds; a job that uses more is ended. 0: its share of the machine",
     )
-    parser.add_argument("--gpu-kind", metavar="KIND", help="kind of GPU that its node has to have, such as H100; without it, any")
+    parser.add_argument(
+        "--gpu-kind", metavar="KIND", help="kind of GPU that its node has to have, such as H100; without it, any"
+    )
     parser.add_argument(
         "--label",
         metavar="NAME=VALUE",
