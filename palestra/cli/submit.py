@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         help="what each process of a role holds, perhaps on another node: engine:cpus=4,gpus=1 (docs/nodes.md); may be "
-        "given once for each of engine, trainer and runner",
+        "given several times: for engine, trainer and runner",
     )
     parser.add_argument(
         "--placement",
