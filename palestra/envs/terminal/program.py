@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
-
-from palestra.threads import in_thread
 
 _NOBODY = 65534  # the limit of processes does not hold for root, so root's sandboxes run as this user
 
@@ -27,7 +27,15 @@ class Program:
         """Take a process that has been started; `Program.start` starts one."""
         self._process = process
         self.pid = process.pid
-        self._end = asyncio.ensure_future(in_thread(process.wait, "palestra-sandbox"))
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[int] = self._loop.create_future()
+        # A thread and no task: a killed process is waited for to its end, also where all tasks were cancelled.
+        threading.Thread(target=self._reap, name="palestra-sandbox", daemon=True).start()
+
+    def _reap(self) -> None:
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits for it any more
+            self._loop.call_soon_threadsafe(self._end.set_result, code)
 
     @classmethod
     def start(
@@ -69,8 +77,8 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """Return the exit code, or minus the signal; None: the process runs."""
-        return self._process.returncode
+        """Return the exit code, or minus the signal; None: the process runs, or its end is not known here yet."""
+        return self._process.returncode if self._end.done() else None
 
     def kill(self) -> None:
         """Kill the process; one that has ended is left alone."""
