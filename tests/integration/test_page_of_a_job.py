@@ -14,7 +14,7 @@ from servers import KEY, SCRIPTED, TINY, Job, Plane, until
 
 API = "/dashboard/api/runs"
 VALUES = {"run": "job", "step": "1", "kind": "train", "group": "0", "row": "0", "call": "0", "name": "none"}
-VALUES["digest"] = "0" * 64
+VALUES |= {"digest": "0" * 64, "policy": "policy"}
 
 
 def viewer_key(plane: Plane, key: str = KEY) -> str:
@@ -35,7 +35,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
             paths: dict[str, dict[str, object]] = plane.get("/openapi.json").json()["paths"]
             known = VALUES | {"episode": episode["episode_id"]}
             pages = [path for path in paths if path.startswith("/dashboard/api/")]
-            assert len(pages) == 15
+            assert len(pages) == 16
             for path, methods in paths.items():
                 address = re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
                 for method in methods:
@@ -44,9 +44,8 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
                         ask["params"] = {}
                     found = plane.http.request(method, job.url + address, **ask)
                     if path.startswith("/dashboard/"):
-                        expected = (
-                            404 if path.endswith(("{row}", "{call}", "{digest}")) else 200
-                        )  # the episode has no call yet
+                        unknown = ("{row}", "{call}", "{digest}", "{policy}")  # the episode has no call yet
+                        expected = 404 if path.endswith(unknown) else 200
                         assert found.status_code == expected, (path, found.text)
                     else:
                         assert found.status_code in (401, 403), (path, found.status_code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -189,8 +188,12 @@ class Rank:
         problem.catch(network.read)
         self._group.check(problem.error)
         if model.unread is not None:
+            # Between layers that are gathered malloc leaves holes, of as much again as a rank's part of the weights.
+            hooks = [block.register_forward_hook(lambda *_: return_freed_memory()) for block in model.blocks]
             with torch.no_grad():
                 network.compute(model.try_out)
+            for hook in hooks:
+                hook.remove()
         return network
 
     def _shared_out(self, model: CausalLM) -> ShardedNetwork:
@@ -254,5 +257,9 @@ class Rank:
         publish(path, getattr(torch, dtype))
 
     def peak_bytes(self) -> int:
-        """Return the most memory that this rank's process has had."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """Return the most memory that this rank's process has had.
+
+        Not `getrusage`: its figure survives `exec`, so that a small process started by a large one has the large one's.
+        """
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
