@@ -14,16 +14,19 @@ class PooledEngineConfig(Section):
 
     replicas: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Inference workers, each a process with the models, or servers of its own; 1: there is one engine, "
-        "and no pool.",
+        description="Number of inference workers. Each is a process with a copy of the models, or a group of servers; "
+        "1: there is one engine, and no pool.",
     )
     sync: Literal["rolling", "all"] = Field(
         "rolling",
-        description="How new weights reach several workers. `rolling`: one after another, so that the others go on; "
-        "`all`: all together.",
+        description="How new weights reach several workers. `rolling`: one after another, while the others keep "
+        "sampling; `all`: all together.",
     )
     stuck_seconds: float = Field(
-        60.0, gt=0, description="One of several workers that has work, and does none for so long, is replaced."
+        60.0,
+        gt=0,
+        description="With several workers: seconds after which a worker that has requests and makes no progress is "
+        "replaced.",
     )
 
     @property
