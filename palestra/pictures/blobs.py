@@ -18,7 +18,7 @@ from palestra.disk import write_whole, writing
 from palestra.errors import NotFound, PayloadTooLarge, StoreError
 
 FOLDER = "pictures"  # in the folder of a run
-Charge = Callable[[int], None]  # is given the bytes that a folder is about to grow by, and may raise instead
+Charge = Callable[[int], None]  # is called with the bytes by which a folder is about to grow; raises to refuse them
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
