@@ -1,4 +1,4 @@
-"""What engines have in common that may be several inference workers."""
+"""Keys that several kinds of engines have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from palestra.config.section import Section
+
+InFlightUpdates = Annotated[
+    Literal["continue", "finish"],
+    Field(
+        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
+        "weights (each token records its version); `finish`: the weights wait until the replies are complete."
+    ),
+]
 
 
 class PooledEngineConfig(Section):
