@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from palestra.config import JobConfig
 from palestra.config.engine import EmbeddedEngineConfig
@@ -25,11 +25,13 @@ class Processes:
         count: how many there may be; 0: the role can have no process of its own.
         cores: of each, where it has no bundle.
         in_job: whether the only one runs in the job's own process, unless it has a bundle.
+        device: where each computes, as the configuration has it; None: it computes with no model.
     """
 
     count: int
     cores: int = 1
     in_job: bool = False
+    device: Literal["auto", "cpu", "cuda"] | None = None
 
 
 def processes_of(config: JobConfig) -> dict[Role, Processes]:
@@ -41,11 +43,12 @@ def processes_of(config: JobConfig) -> dict[Role, Processes]:
     if config.base is not None:  # its base server has the engine and the trainer
         return found
     # A service refuses the engines that are servers of other projects, so that all workers are processes of the job.
-    threads = config.engine.threads if isinstance(config.engine, EmbeddedEngineConfig) else None
-    workers = config.engine.workers
-    found["engine"] = Processes(workers, threads or 1, in_job=workers == 1)
+    engine, workers = config.engine, config.engine.workers
+    threads, device = (engine.threads, engine.device) if isinstance(engine, EmbeddedEngineConfig) else (None, None)
+    found["engine"] = Processes(workers, threads or 1, in_job=workers == 1, device=device)
     if training and config.trainer.devices > 1:
-        found["trainer"] = Processes(config.trainer.devices, config.trainer.threads or 1)
+        trainer = config.trainer
+        found["trainer"] = Processes(trainer.devices, trainer.threads or 1, device=trainer.device)
     return found
 
 
@@ -103,8 +106,8 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
     """Return a bundle with its number of processes, which the configuration says.
 
     Raises:
-        InvalidRequest: another number was asked for; or the processes would compute with more cores than they hold; or
-            they hold what no machine can give.
+        InvalidRequest: another number was asked for; the processes would compute with more cores than they hold, or on
+            other GPUs; or they hold what no machine can give.
     """
     key, where = _KEYS[body.role], f"resources.bundles.{number}"
     if body.count not in (None, processes.count):
@@ -128,7 +131,22 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
             f"{LIGHT_CPUS:g}",
             where,
         )
+    if processes.device is not None and (why := _unfit_gpus(body.role, body.gpus, processes.device)):
+        raise InvalidRequest(f"{where}.gpus is {body.gpus:g}, and {why}", f"{where}.gpus")
     return found
+
+
+def _unfit_gpus(role: Role, gpus: float, device: str) -> str | None:
+    """Return why processes with a model can't use so many GPUs each, and what to change; None: they can."""
+    if device == "cpu" and gpus > 0:
+        return f"{role}.device is 'cpu'; leave gpus out, or set the device to 'auto'"
+    if device == "cuda" and gpus == 0:
+        return f"{role}.device is 'cuda'; give gpus=1, or set the device to 'auto'"
+    if gpus > 1:
+        return f"each process of role {role!r} computes on one GPU; give gpus=1, and raise {_KEYS[role]}"
+    if role == "trainer" and 0 < gpus < 1:
+        return "each rank needs a GPU of its own (NCCL refuses two on one); give gpus=1, or none"
+    return None
 
 
 def body_of(resources: Resources) -> ResourcesBody:

@@ -143,6 +143,34 @@ def test_processes_of_a_bundle_use_no_more_than_a_tenant_is_counted_for(config, 
         held(MODEL | config, bundles=[bundle])
 
 
+RANKS = {"trainer": {"devices": 2}}
+
+
+@pytest.mark.parametrize(
+    ("config", "bundle", "said"),
+    [
+        ({}, {"role": "engine", "gpus": 2}, "computes on one GPU; give gpus=1, and raise engine.replicas"),
+        (RANKS, {"role": "trainer", "gpus": 4}, "computes on one GPU; give gpus=1, and raise trainer.devices"),
+        (RANKS, {"role": "trainer", "gpus": 0.5}, "gpus is 0.5, and each rank needs a GPU of its own"),
+        ({"engine": {"device": "cpu"}}, {"role": "engine", "gpus": 1}, "gpus is 1, and engine.device is 'cpu'; leave"),
+        ({"engine": {"device": "cuda"}}, {"role": "engine"}, "gpus is 0, and engine.device is 'cuda'; give gpus=1"),
+        ({"trainer": {"devices": 2, "device": "cuda"}}, {"role": "trainer"}, "and trainer.device is 'cuda'; give"),
+    ],
+)
+def test_gpus_that_the_processes_of_a_bundle_can_not_use_are_refused(config, bundle, said):
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        held(MODEL | config, bundles=[bundle])
+    assert refused.value.field == "resources.bundles.0.gpus"
+
+
+def test_gpus_that_the_processes_of_a_bundle_can_use_are_held():
+    assert held(MODEL, bundles=[{"role": "engine", "gpus": 0.5}]).bundles[0].gpus == 0.5
+    assert held(MODEL | RANKS, bundles=[{"role": "trainer", "gpus": 1}]).bundles[0].gpus == 1
+    games = {"engine": {"kind": "fake"}, "environment": {"name": "frozen-lake", "runners": 2}}
+    several = [{"role": "engine", "gpus": 2}, {"role": "runner", "gpus": 2}]  # no model, or what an environment needs
+    assert [one.gpus for one in held(games, bundles=several).bundles] == [2, 2]
+
+
 def test_a_bundle_may_hold_a_part_of_a_core_or_a_gpu_and_no_core():
     config = MODEL | {"engine": {"replicas": 2}, "trainer": {"devices": 2, "threads": 4}}
     bundles = [{"role": "engine", "cpus": 0, "gpus": 1}, {"role": "trainer", "cpus": 4}]
