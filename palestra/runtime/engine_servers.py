@@ -180,6 +180,7 @@ def _served(settings: VllmEngineConfig | SglangEngineConfig, place: _Place) -> S
             stop_ids,
             seeded=settings.seeds,
             rank=None if adapter is None else adapter.rank,
+            pictures=model.pictures,
         )
         if isinstance(settings, VllmEngineConfig)
         else SglangApi(connection, model.bounds, stop_ids, model.files.folder)
