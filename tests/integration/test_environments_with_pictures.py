@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ import pytest
 from env_servers import EnvServer
 from seeing import SeeingRenderer
 
+from palestra.agents import Agent
 from palestra.client import AsyncClient, Worker
 from palestra.config import parse_config
-from palestra.envs import Environment
+from palestra.envs import Environment, ToolEnvironment
 from palestra.pictures.decoding import decode
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job
+from palestra.tools import McpServer
+from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 
 JOB: dict[str, Any] = {
     "engine": {"kind": "fake", "reply_tokens": 3},
@@ -29,6 +34,7 @@ JOB: dict[str, Any] = {
     "rollout": {"group_size": 3, "groups_per_step": 2},
     "evaluation": {"every_steps": 0},
 }
+SLOW = pytest.mark.slow
 COLOURS = [(200, 30, 30), (30, 200, 30)]
 
 
@@ -126,3 +132,52 @@ async def test_an_environment_whose_picture_is_none_fails_the_attempt(tmp_path, 
         await asyncio.gather(work, return_exceptions=True)
     assert any("no type that is taken" in reason for reason in reasons), reasons
     assert hashlib.sha256(b"<svg/>").hexdigest() not in list(job.plane.store.pictures)
+
+
+class Spoils(ToolEnvironment):
+    """Offers the tool `spoil` of a server of MCP, which returns a picture and one whose pixels are damaged."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "unit/tools/mcp_server.py")]
+        tools = [McpServer(command, tools=["spoil"], pictures=True)]
+        super().__init__(tools, lambda task, answer: 1.0, prompt=lambda task: "Look.")
+
+
+class LooksTwice(Agent):
+    """Calls the tool in its first two turns, and then answers."""
+
+    async def step(self, observation: Any, policy: Any) -> Any:
+        chat = await policy.chat((*policy.history, *observation.content))
+        if len(policy.history) >= 4:
+            return [chat], text_message("assistant", "seen")
+        asked = ToolCall(id=f"look-{len(policy.history)}", function=FunctionCall(name="spoil", arguments="{}"))
+        return [chat], ChatMessage(role="assistant", tool_calls=(asked,))
+
+
+@pytest.mark.parametrize("where", ["inside", *(pytest.param(one, marks=SLOW) for one in ("outside", "remote"))])
+async def test_a_damaged_picture_of_a_tool_is_told_to_the_model_and_the_episode_goes_on(tmp_path, seeing, where):
+    job = JOB | {"rollout": {"group_size": 2, "groups_per_step": 1, "max_attempts": 1}}
+    agents = {"agent": LooksTwice()}
+    with EnvServer(Spoils) if where == "remote" else nullcontext() as server:
+        spec = RolloutSpec(environment=server.remote() if server is not None else Spoils, agents=agents)
+        outside = where == "outside"
+        config = parse_config({"run_dir": str(tmp_path), **job})
+        async with local_job(config, lambda *_: None, None if outside else spec) as running:
+            work = asyncio.create_task(running.run())
+            async with AsyncClient(running.url, running.api_key, worker_id="outside") as client:
+                await client.push_tasks([{"id": "a"}])
+                if outside:
+                    await Worker(client, EnvironmentPlayer(client, spec, await client.facts()), 1).run()
+                await asyncio.wait_for(work, 30)
+            store = running.plane.store
+            trajectory, other = await store.calls.trajectories(_names(store))
+            pictures = list(store.pictures)
+    results = [message for message in trajectory.chats[-1].messages if message.role == "tool"]
+    assert [message for message in other.chats[-1].messages if message.role == "tool"] == results
+    words = (
+        "Error: picture 2 of the 2 that spoil returned could not be read: the file (image/png) is damaged: broken data "
+        "stream when reading image file"
+    )
+    assert [one.content for one in results] == [(ImagePart(digest=pictures[0]), TextPart(text=words))] * 2
+    assert len(pictures) == 1
+    assert len(trajectory.chats) == len(other.chats) == 3
