@@ -142,6 +142,7 @@ def main(*trials: Trial) -> int:
         if not names:
             continue
         runs, chance = list[Run](), trial.chance()
+        sys.stdout.write(f"{trial.heading}: the best without seeing is {chance:.3f}\n")
         for name in names:
             runs.append(run := result_of(trial, name, steps, given.folder))
             (_, before), *_, (_, after) = run.scores

@@ -26,7 +26,7 @@ IN_ONE_PROCESS = (
     "subagents",
 )
 OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
-OTHERS += ("terminal",)
+OTHERS += ("click_by_sight", "terminal")
 
 
 def test_every_recipe_is_run():
@@ -129,6 +129,15 @@ def test_web_pages_are_trained_on(tmp_path):
     done = run("miniwob", tmp_path, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
+
+
+@pytest.mark.browser
+def test_web_pages_are_trained_on_by_their_pixels(tmp_path):
+    require("chromium", packages=("miniwob",))
+    done = run("click_by_sight", tmp_path, "--steps", "1", "--model", "tiny-random-vision")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+    assert len(list(tmp_path.glob("runs/click-by-sight/pictures/??/*"))) == 8 + 64  # one of each problem
 
 
 @pytest.mark.slow
