@@ -20,10 +20,11 @@ from palestra.client import AsyncClient, Worker
 from palestra.config import parse_config
 from palestra.envs import Environment, ToolEnvironment
 from palestra.pictures.decoding import decode
+from palestra.pictures.parts import Picture
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job
-from palestra.tools import McpServer
+from palestra.tools import McpServer, tool
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 
 JOB: dict[str, Any] = {
@@ -143,6 +144,18 @@ class Spoils(ToolEnvironment):
         super().__init__(tools, lambda task, answer: 1.0, prompt=lambda task: "Look.")
 
 
+def spoil() -> Any:
+    """Return a picture of many bytes."""
+    return np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)
+
+
+class Floods(ToolEnvironment):
+    """Offers a tool that returns a picture of more bytes than the job takes."""
+
+    def __init__(self) -> None:
+        super().__init__([tool(spoil)], lambda task, answer: 1.0, prompt=lambda task: "Look.")
+
+
 class LooksTwice(Agent):
     """Calls the tool in its first two turns, and then answers."""
 
@@ -154,14 +167,14 @@ class LooksTwice(Agent):
         return [chat], ChatMessage(role="assistant", tool_calls=(asked,))
 
 
-@pytest.mark.parametrize("where", ["inside", *(pytest.param(one, marks=SLOW) for one in ("outside", "remote"))])
-async def test_a_damaged_picture_of_a_tool_is_told_to_the_model_and_the_episode_goes_on(tmp_path, seeing, where):
-    job = JOB | {"rollout": {"group_size": 2, "groups_per_step": 1, "max_attempts": 1}}
-    agents = {"agent": LooksTwice()}
-    with EnvServer(Spoils) if where == "remote" else nullcontext() as server:
-        spec = RolloutSpec(environment=server.remote() if server is not None else Spoils, agents=agents)
+async def told(folder: Path, environment: type[ToolEnvironment], where: str) -> tuple[list[Any], list[str]]:
+    """Play two episodes of two looks; return what the tool is said to have returned each time, and the pictures."""
+    job = JOB | {"rollout": {"group_size": 2, "groups_per_step": 1, "max_attempts": 1}, "pictures": {"max_bytes": 4096}}
+    with EnvServer(environment) if where == "remote" else nullcontext() as server:
+        played = server.remote() if server is not None else environment
+        spec = RolloutSpec(environment=played, agents={"agent": LooksTwice()})
         outside = where == "outside"
-        config = parse_config({"run_dir": str(tmp_path), **job})
+        config = parse_config({"run_dir": str(folder), **job})
         async with local_job(config, lambda *_: None, None if outside else spec) as running:
             work = asyncio.create_task(running.run())
             async with AsyncClient(running.url, running.api_key, worker_id="outside") as client:
@@ -170,14 +183,33 @@ async def test_a_damaged_picture_of_a_tool_is_told_to_the_model_and_the_episode_
                     await Worker(client, EnvironmentPlayer(client, spec, await client.facts()), 1).run()
                 await asyncio.wait_for(work, 30)
             store = running.plane.store
-            trajectory, other = await store.calls.trajectories(_names(store))
+            trajectories = await store.calls.trajectories(_names(store))
             pictures = list(store.pictures)
-    results = [message for message in trajectory.chats[-1].messages if message.role == "tool"]
-    assert [message for message in other.chats[-1].messages if message.role == "tool"] == results
+    assert [len(one.chats) for one in trajectories] == [3, 3]
+    first, other = ([m for m in one.chats[-1].messages if m.role == "tool"] for one in trajectories)
+    assert first == other
+    return [message.content for message in first], pictures
+
+
+WHERE = ["inside", *(pytest.param(one, marks=SLOW) for one in ("outside", "remote"))]
+
+
+@pytest.mark.parametrize("where", WHERE)
+async def test_a_damaged_picture_of_a_tool_is_told_to_the_model_and_the_episode_goes_on(tmp_path, seeing, where):
+    results, (picture,) = await told(tmp_path, Spoils, where)
     words = (
         "Error: picture 2 of the 2 that spoil returned could not be read: the file (image/png) is damaged: broken data "
         "stream when reading image file"
     )
-    assert [one.content for one in results] == [(ImagePart(digest=pictures[0]), TextPart(text=words))] * 2
-    assert len(pictures) == 1
-    assert len(trajectory.chats) == len(other.chats) == 3
+    assert results == [(ImagePart(digest=picture), TextPart(text=words))] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["inside", "outside"])
+async def test_a_picture_of_a_tool_that_is_too_large_is_told_wherever_it_is_played(tmp_path, seeing, where):
+    results, pictures = await told(tmp_path, Floods, where)
+    size = len(Picture.of(spoil()).data)
+    words = (
+        f"Error: the picture that spoil returned could not be read: it has {size:,} bytes, and a picture may have 4,096"
+    )
+    assert (results, pictures) == ([(TextPart(text=words),)] * 2, [])
