@@ -83,7 +83,7 @@ class VllmPictures:
             yield int(run[0]), each
 
     def _pixels(self, digest: str) -> Mapping[str, Tensor]:
-        """Return what the tower gets of a picture, [1, …] each."""
+        """Return what the tower gets of a picture, [1, ...] each."""
         with self._lock:
             known = self._kept.get(digest)
         if known is not None:
@@ -95,7 +95,7 @@ class VllmPictures:
 
 
 def _items(pixels: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Return the items of one picture, of `pixels` [1, …], each as the family's model in vLLM names its tensors."""
+    """Return the items of one picture, of `pixels` [1, ...], each as the family's model in vLLM names its tensors."""
     values = pixels["pixel_values"]
     if "image_grid_thw" in pixels:  # Qwen: patches of all pictures one after another, and their grid
         return [{"pixel_values": _flat(values), "image_grid_thw": _batched(pixels["image_grid_thw"][0], on_cpu=True)}]
@@ -122,7 +122,7 @@ def _not_padding(tile: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor [n, …] that is joined with those of other items along its first dimension."""
+    """Return a tensor [n, ...] that is joined with those of other items along its first dimension."""
     return {
         "data": _tensor(tensor),
         "field": ["flat", {"slices": [[0, len(tensor), None]], "dim": 0, "keep_on_cpu": False}],
@@ -130,12 +130,12 @@ def _flat(tensor: Tensor) -> dict[str, Any]:
 
 
 def _batched(tensor: Tensor, *, on_cpu: bool = False) -> dict[str, Any]:
-    """Return a tensor […] that becomes [items, …] with those of other items."""
+    """Return a tensor [...] that becomes [items, ...] with those of other items."""
     return {"data": _tensor(tensor), "field": ["batched", {"keep_on_cpu": on_cpu}]}
 
 
 def _tensor(tensor: Tensor) -> list[Any]:
-    """Return precision, shape and bytes of a tensor […]."""
+    """Return precision, shape and bytes of a tensor [...]."""
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), msgspec.msgpack.Ext(_RAW, raw)]
 

@@ -53,7 +53,7 @@ class PictureProcessor:
         self.image_token = int(config.image_token_index if found is None else found)
 
     def pixels(self, image: Image) -> dict[str, Tensor]:
-        """Return what the tower gets of a picture, [1, …] each."""
+        """Return what the tower gets of a picture, [1, ...] each."""
         return dict(self._processor(images=image, return_tensors="pt"))
 
 

@@ -79,14 +79,14 @@ class Vision:
         return self._of_pixels(self.processor.pixels(image))
 
     def _of_pixels(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings of a picture, [F, hidden], of which the tower gets `pixels`, [1, …] each."""
+        """Return the embeddings of a picture, [F, hidden], of which the tower gets `pixels`, [1, ...] each."""
         device = next(iter(self.tower.text.parameters())).device
         self.computed += 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
             return self.tower({name: tensor.to(device) for name, tensor in pixels.items()})
 
     def _pixels_of(self, digest: str) -> Mapping[str, Tensor]:
-        """Return what the tower gets of a stored picture, [1, …] each; see `embeddings`."""
+        """Return what the tower gets of a stored picture, [1, ...] each; see `embeddings`."""
         known = self._kept_pixels.get(digest)
         if known is not None:
             return known
