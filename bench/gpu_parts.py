@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_rows import LEAST_ID, MOST_ID, POLICY, made_rows
 from processes import HERE, run_json
 from step_floor import count_weights, train_flop
 from torch import Tensor
@@ -36,9 +37,7 @@ from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import Ids, SamplingParams, TokenSequence
 from palestra.types.records import TrainSample
 
-POLICY = "policy"
 LOSS = LossSpec.of(PPOClipLoss())
-LEAST_ID, MOST_ID = 4, 250  # ids that every model has
 GIB = 2**30
 # Hidden size and layers of the models for the largest that fits, about 0.1, 0.5, 1, 2, 3, 5, 7 and 9 billion weights.
 SIZES = ((768, 12), (1536, 18), (2048, 20), (2560, 26), (3072, 30), (3584, 32), (4096, 34), (4608, 36))
@@ -57,28 +56,13 @@ class Scale:
 
 def rows_of(scale: Scale, prompts: int, seed: int) -> list[TrainSample]:
     """Rows of made-up ids, in groups that share a prompt."""
-    draw, rows = np.random.default_rng(seed), list[TrainSample]()
-    for group in range(prompts):
-        prompt = draw.integers(LEAST_ID, MOST_ID, scale.prompt_tokens, dtype=np.int32)
-        for sample in range(scale.samples):
-            ids = np.concatenate((prompt, draw.integers(LEAST_ID, MOST_ID, scale.new_tokens, dtype=np.int32)))
-            mask = np.arange(len(ids)) >= scale.prompt_tokens
-            column = mask.astype(np.float32)
-            rows.append(
-                TrainSample(
-                    episode_id=f"{group} {sample}",
-                    policy=POLICY,
-                    ids=ids,
-                    loss_mask=mask,
-                    logprobs=np.where(mask, np.float32(-3.0), np.float32(np.nan)),
-                    versions=np.where(mask, 0, -1)[:, None].repeat(2, axis=1).astype(np.int32),
-                    calls=np.where(mask, 0, -1).astype(np.int32),
-                    advantages=column * np.float32(draw.normal()),
-                    loss_weights=column / np.float32(prompts * scale.samples * scale.new_tokens),
-                    temperatures=np.ones(len(ids), np.float32),
-                )
-            )
-    return rows
+    return made_rows(
+        seed,
+        prompts=prompts,
+        samples=scale.samples,
+        prompt_tokens=scale.prompt_tokens,
+        new_tokens=scale.new_tokens,
+    )
 
 
 def job_of(model: str, device: str, dtype: str = "bfloat16") -> JobConfig:
@@ -212,7 +196,7 @@ async def rollout(model: str, device: str, scale: Scale, vllm: str | None) -> di
 async def training(model: str, device: str, scale: Scale) -> dict[str, Any]:
     """Seconds of a training step and of handing its weights to the engine, MFU, and memory."""
     parts = build_parts(job_of(model, device))
-    assert parts.trainer is not None
+    assert isinstance(parts.trainer, TorchTrainer)
     steps, syncs, computed = list[float](), list[float](), list[int]()
     report = None
     try:
@@ -231,7 +215,7 @@ async def training(model: str, device: str, scale: Scale) -> dict[str, Any]:
             wait_for(device)
             syncs.append(time.perf_counter() - begin)
             computed.append(report.forward_tokens)
-        policy = parts.trainer._policies[POLICY]  # type: ignore[attr-defined]
+        policy = parts.trainer._policies[POLICY]
         counted = count_weights(policy.model.named_parameters(), policy.model.vocab_size)
     finally:
         await close(parts)

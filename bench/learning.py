@@ -4,9 +4,9 @@ Each seed is one run of a recipe in a process of its own, as `python recipes/NAM
 untrained model: the validation before the first step, the same tasks, the same greedy decoding. The recipe's part of
 docs/learning.md is replaced, with its picture; the other parts stay as they are.
 
-What a seed has learned is kept in bench/learned/NAME.json, and not played again unless the recipe's code changes, or
-with `--again`. A seed that is stopped, or killed, goes on from its last checkpoint where its recipe can be resumed: the
-same command continues it.
+The results of a seed are kept in bench/learned/NAME.json, and the seed is not run again unless the recipe's code
+changes or `--again` is given. If a run was stopped or killed, the same command continues it from its newest checkpoint,
+where the recipe can be resumed.
 """
 
 from __future__ import annotations

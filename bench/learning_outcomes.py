@@ -9,10 +9,14 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palestra.store.browsing import EpisodeSummary
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "bench" / "learned"
@@ -75,8 +79,11 @@ def shares(run: Path) -> tuple[tuple[float, float], tuple[float, float]]:
     with browse(run / "run.db") as connection:
         scored = sorted(list_episodes(connection, "validation", "completed", 10**6), key=lambda e: e.episode_id)
     count = len({episode.task_id for episode in scored})
-    first, last = scored[:count], scored[-count:]
-    return tuple(tuple(fmean(e.reward == r for e in part) for r in (1.0, 0.5)) for part in (first, last))  # type: ignore
+
+    def of(part: Sequence[EpisodeSummary]) -> tuple[float, float]:
+        return fmean(e.reward == 1.0 for e in part), fmean(e.reward == 0.5 for e in part)
+
+    return of(scored[:count]), of(scored[-count:])
 
 
 def tree(run: Path) -> str:

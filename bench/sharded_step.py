@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import numpy as np
+from made_rows import POLICY, made_rows
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
@@ -29,36 +29,10 @@ from palestra.trainer.sharded.trainer import ShardedTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.records import TrainSample
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 40, 12
+SHAPE = {"prompts": 8, "samples": 8, "prompt_tokens": 40, "new_tokens": 12}
 PIECES = ("gradient", "update", "publish")
-LOSS, POLICY = LossSpec.of(PPOClipLoss()), "policy"
+LOSS = LossSpec.of(PPOClipLoss())
 MIB = 2**20
-
-
-def made_rows(seed: int) -> list[TrainSample]:
-    """Return rows of made-up ids, in groups that share a prompt."""
-    draw, rows = np.random.default_rng(seed), list[TrainSample]()
-    for group in range(PROMPTS):
-        prompt = draw.integers(0, 256, PROMPT_TOKENS, dtype=np.int32)
-        for sample in range(SAMPLES):
-            ids = np.concatenate((prompt, draw.integers(0, 256, NEW_TOKENS, dtype=np.int32)))
-            mask = np.arange(len(ids)) >= PROMPT_TOKENS
-            column = mask.astype(np.float32)
-            rows.append(
-                TrainSample(
-                    episode_id=f"{group} {sample}",
-                    policy=POLICY,
-                    ids=ids,
-                    loss_mask=mask,
-                    logprobs=np.where(mask, np.float32(-3.0), np.float32(np.nan)),
-                    versions=np.where(mask, 0, -1)[:, None].repeat(2, axis=1).astype(np.int32),
-                    calls=np.where(mask, 0, -1).astype(np.int32),
-                    advantages=column * np.float32(draw.normal()),
-                    loss_weights=column / np.float32(PROMPTS * SAMPLES * NEW_TOKENS),
-                    temperatures=np.ones(len(ids), np.float32),
-                )
-            )
-    return rows
 
 
 async def step(trainer: Trainer, number: int, rows: Sequence[TrainSample]) -> list[float]:
@@ -86,7 +60,7 @@ async def measure(model: str, ranks: int, rounds: int) -> dict[str, object]:
         for number in range(rounds + 1):
             order = list(trainers) if number % 2 else list(reversed(trainers))
             for name in order:
-                taken[name].append(await step(trainers[name], number, made_rows(number)))
+                taken[name].append(await step(trainers[name], number, made_rows(number, **SHAPE)))
         memory = [size / MIB for size in await several.peak_bytes()]
     finally:
         for trainer in trainers.values():

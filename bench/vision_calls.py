@@ -33,6 +33,7 @@ import palestra
 from palestra import JobConfig
 from palestra.config import parse_config
 from palestra.engine.base import EngineRequest
+from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.models.vision.tiny import TILE, make_tiny_vision
 from palestra.pictures.encoding import encode
 from palestra.runtime.local import local_job
@@ -81,8 +82,8 @@ async def seconds_of(work: Work, number: int) -> float:
 def works_of(job: LocalJob, http: httpx2.AsyncClient) -> tuple[dict[str, Work], Callable[[int], None]]:
     """Return what takes turns, by name, and what prepares a round before it is timed."""
     runtime = job.plane.sessions.context.policies.runtime("policy")
-    model = job._engine._policies["policy"].model  # type: ignore[attr-defined]
-    vision, pictures = model.vision, job.plane.store.pictures
+    assert isinstance(job._engine, EmbeddedEngine)
+    vision, pictures = job._engine._policies["policy"].model.vision, job.plane.store.pictures
     assert vision is not None
     sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
 

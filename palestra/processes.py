@@ -119,7 +119,7 @@ def ending(code: int) -> str:
 
 
 async def open_stream(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return both directions of a connected socket, of whichever family."""
+    """Return both directions of a connected socket, of the Unix family or of TCP."""
     if connection.family == socket.AF_UNIX:
         return await asyncio.open_unix_connection(sock=connection)
     return await asyncio.open_connection(sock=connection)

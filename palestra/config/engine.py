@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from palestra.config.engine_pool import PooledEngineConfig
+from palestra.config.engine_pool import InFlightUpdates, PooledEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.renames import new_value
 from palestra.config.section import Positive, Section
@@ -37,11 +37,7 @@ class EmbeddedEngineConfig(PooledEngineConfig):
         description="Memory for keys and values of each worker, in GiB. A call starts when its longest reply fits. "
         "None: a quarter of the machine's memory, divided among the workers, or half of what is free on the GPU.",
     )
-    in_flight_updates: Literal["continue", "finish"] = Field(
-        "continue",
-        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
-        "weights (each token records its version); `finish`: the weights wait until the replies are complete.",
-    )
+    in_flight_updates: InFlightUpdates = "continue"
     prefix_cache_tokens: int = Field(
         32768, ge=0, description="Prompt tokens of each policy whose keys and values are kept."
     )

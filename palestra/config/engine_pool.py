@@ -1,4 +1,4 @@
-"""What engines have in common that may be several inference workers."""
+"""Keys that several kinds of engines have."""
 
 from __future__ import annotations
 
@@ -8,22 +8,33 @@ from pydantic import Field
 
 from palestra.config.section import Section
 
+InFlightUpdates = Annotated[
+    Literal["continue", "finish"],
+    Field(
+        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
+        "weights (each token records its version); `finish`: the weights wait until the replies are complete."
+    ),
+]
+
 
 class PooledEngineConfig(Section):
     """Keys of engines that may be several inference workers, each a process of its own."""
 
     replicas: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Inference workers, each a process with the models, or servers of its own; 1: there is one engine, "
-        "and no pool.",
+        description="Number of inference workers. Each is a process with a copy of the models, or a group of servers; "
+        "1: there is one engine, and no pool.",
     )
     sync: Literal["rolling", "all"] = Field(
         "rolling",
-        description="How new weights reach several workers. `rolling`: one after another, so that the others go on; "
-        "`all`: all together.",
+        description="How new weights reach several workers. `rolling`: one after another, while the others keep "
+        "sampling; `all`: all together.",
     )
     stuck_seconds: float = Field(
-        60.0, gt=0, description="One of several workers that has work, and does none for so long, is replaced."
+        60.0,
+        gt=0,
+        description="With several workers: seconds after which a worker that has requests and makes no progress is "
+        "replaced.",
     )
 
     @property

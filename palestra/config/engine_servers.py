@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from palestra.config.engine_pool import PooledEngineConfig
+from palestra.config.engine_pool import InFlightUpdates, PooledEngineConfig
 from palestra.config.section import Positive, Seconds
 
 if TYPE_CHECKING:
@@ -100,11 +100,7 @@ class VllmEngineConfig(PooledEngineConfig):
     compile: bool = Field(
         False, description="Whether vLLM compiles the model when it starts, which takes minutes and decodes faster."
     )
-    in_flight_updates: Literal["continue", "finish"] = Field(
-        "continue",
-        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
-        "weights (each token records its version); `finish`: the weights wait until the replies are complete.",
-    )
+    in_flight_updates: InFlightUpdates = "continue"
     seeds: bool = Field(
         False,
         description="Whether vLLM draws from each call's seed. Then prompts are not split over forward passes: vLLM's "

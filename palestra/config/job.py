@@ -16,7 +16,7 @@ from palestra.config.devices import check_devices
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.engine_pool import PooledEngineConfig
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
-from palestra.config.networks import TeacherServerConfig
+from palestra.config.networks import TeacherServerConfig, reference_of
 from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
 from palestra.config.pictures import PicturesConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
@@ -207,6 +207,16 @@ class JobConfig(Section):
     def frozen_policies(self) -> tuple[str, ...]:
         """Return the names of the policies that are frozen, in their order."""
         return tuple(name for name, policy in self.policies.items() if policy.frozen)
+
+    @property
+    def named_models(self) -> dict[str, str]:
+        """Return the models that the job names: by policy, and those of references by `reference_of` a policy."""
+        found = {name: policy.model for name, policy in self.policies.items()}
+        for name in self.trained_policies:
+            kl = self.algorithm_of(name).kl
+            if kl is not None and kl.reference is not None:
+                found[reference_of(name)] = kl.reference
+        return found
 
     @property
     def trains_several(self) -> bool:

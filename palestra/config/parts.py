@@ -40,8 +40,9 @@ class TrainerConfig(Section):
     )
     rank_timeout_seconds: Seconds = Field(
         120.0,
-        description="With several devices: seconds that one process may be silent. Then all of them are ended, and the "
-        "job goes on from its newest checkpoint.",
+        description="With several devices: for how many seconds the job may hear nothing of one of the trainer's "
+        "processes. After that all of them are ended and started again, and training continues from the newest "
+        "checkpoint.",
     )
     activation_checkpointing: bool = Field(
         False,

@@ -35,7 +35,8 @@ class AttentionSlot:
 
     Attributes:
         attention: the backend; None between passes.
-        rotation: what the layers were given for rotary embedding, and what was made of it; None between passes.
+        rotation: cosines and sines that the layers were given for rotary embedding, and the same in the form in which
+            `llama_layers` multiplies by them; None between passes.
         shared_out: whether the model's weights are shared out over ranks, and whole only while transformers' own
             modules compute.
     """

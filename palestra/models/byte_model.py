@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from palestra.models.quiet import quiet_transformers
 
 def make_tiny(folder: Path) -> None:
     """Write a model of two layers with random weights from a fixed seed, one token a byte, and the ChatML format."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_tokenizer()
@@ -19,22 +18,45 @@ def make_tiny(folder: Path) -> None:
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
         " + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = LlamaConfig(**text_settings(tokenizer))
+    write_random(folder, lambda: LlamaForCausalLM(config), tokenizer)
+
+
+def text_settings(tokenizer: Any, width: int = 64) -> dict[str, Any]:
+    """Return what configurations of tiny text models have in common: two layers, and a head tied to the embedding.
+
+    Args:
+        tokenizer: the model's.
+        width: of the hidden states.
+    """
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def write_random(folder: Path, make: Callable[[], Any], tokenizer: Any) -> None:
+    """Write a model with random weights from a fixed seed, and its tokenizer.
+
+    Args:
+        folder: to write to.
+        make: makes the model of transformers, with weights from torch's generator.
+        tokenizer: the model's.
+    """
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+        model = make()
     with quiet_transformers():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

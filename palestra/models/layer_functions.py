@@ -23,6 +23,7 @@ class _Context(FunctionCtx):
     """What a forward pass leaves to the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
     heads: tuple[int, int]
 
 
@@ -77,7 +78,7 @@ class AttentionInput(Function):
         heads[:, rotated:] = of_values[0].transpose(0, 1)
         of_x, of_norm = _norm_gradient((of_whole @ weight).float(), x, norm, scale)
         sizes = [count * width for count in (*ctx.heads, ctx.heads[1])]
-        needs = ctx.needs_input_grad[6:]  # type: ignore[attr-defined]
+        needs = ctx.needs_input_grad[6:]
         of_weights = _weight_gradients(of_whole, rounded, sizes) if any(needs[:3]) else (None,) * 3
         of_biases: Sequence[Tensor | None] = (None,) * len(needs[3:])
         if any(needs[3:]):

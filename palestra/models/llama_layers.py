@@ -20,7 +20,7 @@ from palestra.models.attention_backend import AttentionSlot
 from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, normed, split_heads
 from palestra.models.packed_matrix import PackedLinear, PackedMatrix
 
-# Layers of these classes differ in nothing but biases, and in where it is written how far a token sees.
+# How far a token sees in layers of each class. Apart from that, these classes differ only in their biases.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
     "LlamaDecoderLayer": lambda attention: None,
     "MistralDecoderLayer": lambda attention: getattr(attention.config, "sliding_window", None),

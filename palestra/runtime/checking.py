@@ -27,7 +27,7 @@ from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.environments import environment_of
-from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, replicas_of
+from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, copies_of
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import read_files
 from palestra.types.conversations import read_conversation
@@ -59,10 +59,12 @@ class ModelFacts:
     Attributes:
         parameters: number of weights; None: the folder has no safetensors.
         context: most positions; None: the model does not say.
+        sees: whether it has a tower for pictures.
     """
 
     parameters: int | None
     context: int | None
+    sees: bool = False
 
 
 def check_job(config: JobConfig) -> list[Finding]:
@@ -104,7 +106,9 @@ def model_facts(folder: Path) -> ModelFacts:
     text = found.get("text_config", found)
     files = sorted(folder.glob("*.safetensors"))
     return ModelFacts(
-        parameters=sum(map(_parameters, files)) if files else None, context=text.get("max_position_embeddings")
+        parameters=sum(map(_parameters, files)) if files else None,
+        context=text.get("max_position_embeddings"),
+        sees="vision_config" in found,
     )
 
 
@@ -379,8 +383,10 @@ def _room(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
     free, whose = available_bytes(), "memory"
     if config.trainer.device != "cpu" and torch.cuda.is_available():
         free, whose = torch.cuda.mem_get_info()[0], "the GPU's memory"
+        if config.kind == "training" and (cards := min(config.trainer.devices, torch.cuda.device_count())) > 1:
+            free, whose = sum(torch.cuda.mem_get_info(card)[0] for card in range(cards)), f"the memory of {cards} GPUs"
     if sizes.memory > free:
-        workers = replicas_of(config)
+        workers = copies_of(config)
         several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
         yield Finding(
             key="engine.replicas" if workers > 1 else "model",

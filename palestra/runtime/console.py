@@ -167,13 +167,16 @@ class Console:
         return f" → {self._config.folder}"
 
     def _refresh(self) -> None:
+        loading_said = False  # a line that is repeated says that a job stands still, which one that loads does not
         while not self._stop.wait(REFRESH_SECONDS):
+            job = self._job
             if self._live is not None:
-                self._live.update(Group(*self._now(self._job)), refresh=True)
-            elif self._plain is not None:
-                news, text = self._situation(self._job)
+                self._live.update(Group(*self._now(job)), refresh=True)
+            elif self._plain is not None and not (job is None and loading_said):
+                news, text = self._situation(job)
                 if text and self._plain.due(news, time.monotonic()):
                     self._out.print(text, markup=False)
+                    loading_said = job is None
 
     def _situation(self, job: LocalJob | None) -> tuple[object, str]:
         """Return a value that changes when there are news, and the job's situation as a line, which may be empty."""
@@ -274,7 +277,7 @@ class ServingConsole(Console):
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
         if job is None:
-            return (Text("loading the model", style="dim"),)
+            return (Text(LOADING, style="dim"),)
         context = job.plane.sessions.context
         counts = context.counts
         tokens = counts["prompt_tokens"] + counts["completion_tokens"]

@@ -67,7 +67,10 @@ class ModelServer:
         self._trains = job_config.kind == "training"
         with console_of(job_config, self._log) as console:
             if job_config.engine.kind != "fake":
-                named = {name: weights.get(name, policy.model) for name, policy in job_config.policies.items()}
+                # Those of references too: a name of the operator's list is a folder only in `weights`.
+                named = {**job_config.named_models, **weights}
+                if not self._trains:
+                    named = {name: named[name] for name in job_config.policies}
                 weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
             # The service has looked at the configuration; a tenant's key must not lift what it has allowed.
             most = job_config.engine.workers

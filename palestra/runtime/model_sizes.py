@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from palestra.config import JobConfig
+from palestra.config import EmbeddedEngineConfig, JobConfig
 from palestra.runtime.role_check import past_copies
 
 TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two moments in float32
@@ -20,8 +20,8 @@ class Sizes:
 
     Attributes:
         trained: in memory, of weights that are of one policy alone, with gradients and moments.
-        shared: in memory, of weights that never change, which all policies share: by model, precision, device and,
-            where the engine is in processes of its own, the part of the job that has them.
+        shared: in memory, of weights that never change, which all policies share: by model, precision, device and, of
+            an engine or a trainer that is not in the job's own process, the part of the job that has them.
         saved: of one checkpoint of each policy.
         versions: on the disk, of the past versions of pools.
     """
@@ -62,9 +62,8 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
         return
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
     past = past_copies(config, name)
-    workers = replicas_of(config)
     # Beside several workers the job keeps one copy, which a worker that is started again reads.
-    copies = (1 + past) * workers + (1 if workers > 1 else 0)
+    copies = (1 + past) * copies_of(config) + (1 if config.engine.workers > 1 else 0)
     in_engine = BYTES[getattr(config.engine, "dtype", "bfloat16")] * copies
     sizes.trained += parameters * (in_engine + TRAINED_BYTES * networks + copied)
     sizes.saved += parameters * (SAVED_BYTES * networks + copied)
@@ -72,9 +71,12 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
     sizes.versions += parameters * VERSION_BYTES * (past + 1) if past else 0
 
 
-def replicas_of(config: JobConfig) -> int:
-    """Return how many processes sample, each with copies of the models of its own."""
-    return config.engine.workers
+def copies_of(config: JobConfig) -> int:
+    """Return how many copies of its models a job samples from: one for each worker, none in servers that run already.
+
+    What such servers take is no longer free, or is the memory of another machine.
+    """
+    return 0 if getattr(config.engine, "url", None) is not None else config.engine.workers
 
 
 def add_reference(sizes: Sizes, config: JobConfig, model: str, parameters: int) -> None:
@@ -87,10 +89,13 @@ class _Shared:
 
     def __init__(self, sizes: Sizes, config: JobConfig) -> None:
         self._shared = sizes.shared
-        device, workers = str(getattr(config.engine, "device", "auto")), replicas_of(config)
-        apart = "engine" if workers > 1 else ""
-        self.in_engine = self._adder(str(getattr(config.engine, "dtype", "bfloat16")), device, apart, workers)
-        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device, "", 1)
+        device, copies = str(getattr(config.engine, "device", "auto")), copies_of(config)
+        is_here = isinstance(config.engine, EmbeddedEngineConfig) and copies == 1
+        self.in_engine = self._adder(
+            str(getattr(config.engine, "dtype", "bfloat16")), device, "" if is_here else "engine", copies
+        )
+        ranks = "ranks" if config.trainer.devices > 1 else ""  # which share out one copy
+        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device, ranks, 1)
 
     def _adder(self, dtype: str, device: str, part: str, copies: int) -> Callable[[str, int], None]:
         def add(model: str, parameters: int) -> None:

@@ -16,10 +16,10 @@ class JobPlaces:
 
     Attributes:
         runner: starts a runner of `environment.runners`.
-        engine: starts an inference worker in room of its own; None: workers share this machine with the job.
-        trainer: starts a rank of the trainer in room of its own; None: ranks share this machine with the job.
-        rank_memory_gib: memory that a rank has there; None: the memory of this machine, or what is not known.
-        folder: that all machines of the job see, for weights between them; None: there is only this machine.
+        engine: starts an inference worker in a bundle of its own; None: workers share this machine with the job.
+        trainer: starts a rank of the trainer in a bundle of its own; None: ranks share this machine with the job.
+        rank_memory_gib: memory of a rank's bundle; None: ranks have no bundles, or their memory is not known.
+        folder: for weights on their way between machines, all of which see it; None: there is only this machine.
     """
 
     runner: RunnerStarter = start_runner

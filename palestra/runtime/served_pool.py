@@ -54,8 +54,8 @@ class ServerWorkers:
             self._free.put_nowait(place)
             final = isinstance(error, PalestraError) and not isinstance(error, EngineFailure)
             if final and self._served and (place in self._served or place >= self._settings.workers):
-                # It is one of the job's first workers that has to fit. Of a later one it is the machine: a moment
-                # without memory, a server of another model that was started at an address of ours.
+                # The first workers have shown that the servers fit. So this failure may pass: for a moment there is
+                # too little memory, say, or a server of another model was started at one of our addresses.
                 raise EngineFailure(str(error)) from error
             raise
         self._served.add(place)

@@ -1,9 +1,9 @@
 """Attention within the trees of a micro-batch on a CUDA device: FlexAttention, without a mask of all nodes squared.
 
 A node sees another if that is the node itself or an ancestor: if its entry, in a walk through the tree, lies between
-the other's entry and the end of what is behind the other. So two numbers a node are the mask, and memory grows with
-nodes. Blocks of nodes of which none sees any of another are not computed at all; those of which all see all, without a
-comparison.
+the other's entry and the end of the subtree behind the other. So the mask is two numbers a node, and memory grows
+linearly with the nodes. Pairs of blocks in which no node sees another are skipped; pairs in which every node sees all
+of the other block are computed without a comparison.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockAttention:
         entries = [entry + start for (entry, _), start in zip(ends, starts, strict=True)]
         leaves = [leave + start for (_, leave), start in zip(ends, starts, strict=True)]
         self._entry, self._leave = self._padded(np.concatenate(entries)), self._padded(np.concatenate(leaves))
-        alone = np.arange(self._count, self._blocks * BLOCK)  # what fills the last block sees itself
+        alone = np.arange(self._count, self._blocks * BLOCK)  # padding of the last block, which sees only itself
         self._entry[self._count :], self._leave[self._count :] = alone, alone + 1
 
     def _padded(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -99,7 +99,7 @@ class BlockAttention:
             some &= places.min(axis=1)[:, None] - places.max(axis=1) < window
             full &= places.max(axis=1)[:, None] - places.min(axis=1) < window
         last = self._blocks - 1
-        some[last, last] = True  # also if only what fills the block is in it
+        some[last, last] = True  # also for a block of nothing but padding
         return BlockMask.from_kv_blocks(
             *_indices(some & ~full, self._device),
             *_indices(full & some, self._device),

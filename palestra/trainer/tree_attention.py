@@ -64,7 +64,7 @@ class Branch:
 
 
 def branches(tree: Tree) -> list[Branch]:
-    """Divide the nodes of a tree into branches, such that few scores are computed that nobody needs, in few calls."""
+    """Divide the nodes of a tree into branches, such that few needless scores are computed, in few calls."""
     if len(tree) ** 2 <= _CALL or len(tree.runs) == 1:
         return [Branch(np.arange(len(tree)), np.empty(0, np.int64), tree.mask())]
     behind: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)

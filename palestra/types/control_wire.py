@@ -6,9 +6,10 @@ The API checks them and the client builds them.
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from palestra.config import JobKind
 from palestra.errors import Forbidden
@@ -56,6 +57,27 @@ class BundleBody(ProcessBody):
         description="How many processes: as many as the configuration has of this role; another number is refused. "
         "None: taken from there.",
     )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_role_and_value(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Let the first error of a bundle say of which role it is, and which value is wrong.
+
+        A list of bundles knows them by their number alone, which is not what a user has written.
+        """
+        try:
+            return read(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            if not isinstance(given, dict) or not isinstance(first["input"], str | int | float):
+                raise
+            role = given.get("role")
+            whose = f"the {role} bundle has" if role in get_args(Role) else "it is"
+            text = f"{whose} {str(first['input'])[:40]!r}: {first['msg']}"
+            details = InitErrorDetails(
+                type=PydanticCustomError("bundle", "{text}", {"text": text}), loc=first["loc"], input=given
+            )
+            raise ValidationError.from_exception_data(error.title, [details]) from None
 
 
 class ResourcesBody(ProcessBody):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,10 @@ import safetensors.torch
 import torch
 from outcome import assert_complete, assert_same_metrics
 from servers import SCRIPTED, TINY, Job, run_through, until
+from service import lives
 
 from faults.cells import ENGINE_WORKER, TRAINER_RANK, Cell
+from faults.standing import others_continue, stopped
 
 STUCK_SECONDS, SILENT_SECONDS = 3.0, 20.0
 OVER_SECONDS = 240.0  # in which a job is over whatever was hurt
@@ -60,12 +60,16 @@ def play(cell: Cell, folder: Path, other: Callable[[str], Job]) -> None:
             until(lambda: job.checkpoints() or server.popen.poll() is not None, "it trains", OVER_SECONDS)
             server.send(signal.SIGINT)
         top = psutil.Process(server.popen.pid)
-        held = until(lambda: next(stopped(top), None), f"it stops {cell.moment.name}", OVER_SECONDS)
+
+        def processes() -> list[psutil.Process]:
+            return [top, *top.children(recursive=True)]
+
+        held = until(lambda: next(stopped(processes), None), f"it stops {cell.moment.name}", OVER_SECONDS)
         children = top.children(recursive=True)
         backends = [child for child in children if PROGRAMS[cell.component] in child.cmdline()]
         victim = held if held in backends else backends[0]
         victim.send_signal(cell.signal)
-        with others_go_on(top, victim):
+        with others_continue(processes, victim, 0.05):
             if at_start:
                 job.wait_until_it_listens()
                 job.work()
@@ -79,36 +83,6 @@ def play(cell: Cell, folder: Path, other: Callable[[str], Job]) -> None:
         assert_complete(job)
         assert_same_metrics(job, wanted)
         assert weights_of(job) == weights_of(wanted)
-
-
-def stopped(top: psutil.Process) -> Iterator[psutil.Process]:
-    """The processes of a job that stand still."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (top, *top.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() == psutil.STATUS_STOPPED:
-                    yield process
-
-
-@contextlib.contextmanager
-def others_go_on(top: psutil.Process, victim: psutil.Process) -> Iterator[None]:
-    """Meanwhile, all processes of the job but one go on where they meet the point."""
-    over = threading.Event()
-
-    def release() -> None:
-        while not over.wait(0.05):
-            for process in stopped(top):
-                if process != victim:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.resume()
-
-    thread = threading.Thread(target=release)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def assert_what_was_trained_is_there(job: Job) -> None:
@@ -125,10 +99,3 @@ def weights_of(job: Job) -> str | dict[str, list[int]]:
         return job.weights()
     found = safetensors.torch.load_file(folder / "model.safetensors")
     return {name: tensor.flatten().view(torch.int32).tolist() for name, tensor in found.items()}
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether a process has not ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

@@ -71,7 +71,7 @@ def hurt_model_server(world: World, cell: Cell, job: Job) -> range:
     server = world.held(job)
     if cell.signal == KILL:
         server.kill()
-        with world.others_go_on(job, server):
+        with world.others_continue(job, server):
             job.wait()
     else:
         wait_until_replaced(world, job, server)
@@ -80,7 +80,7 @@ def hurt_model_server(world: World, cell: Cell, job: Job) -> range:
 
 def wait_until_replaced(world: World, job: Job, server: psutil.Process) -> None:
     """A server that stands still is killed, and another one does its work."""
-    with world.others_go_on(job, server):
+    with world.others_continue(job, server):
         until(lambda: not lives(server), "it is given up, and killed", GIVEN_UP_SECONDS)
         job.wait()
     assert any("did not answer for 30 s" in change.reason for change in job.changes()), job.changes()

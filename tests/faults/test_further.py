@@ -74,7 +74,7 @@ def test_a_server_that_finds_damaged_checkpoints_uses_the_one_before_or_says_so(
     for path in there[-damaged:]:
         (path / "weights.txt").write_text("x" * 64)
     server.kill()
-    with world.others_go_on(job, server):
+    with world.others_continue(job, server):
         view = job.wait()
     assert "step-000002 is damaged" in "".join(job.logs())
     if damaged == 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from servers import HERE, SCRIPTED, Process
 from servers import Job as Folder
 from service import GAMES, Service, until
 
+from faults.standing import others_continue, stopped
 from palestra.client.job import Job
 
 CPUS, GPUS = 6, 2
@@ -126,33 +127,12 @@ class World:
 
     def held(self, job: Job) -> psutil.Process:
         """The job's server, which stands still at a fault point; wait until it does."""
-        return until(lambda: next(self._held(job), None), f"the server of {job.job_id} stops at its point", 120)
+        processes = partial(self.service.processes_of, job.job_id)
+        return until(lambda: next(stopped(processes), None), f"the server of {job.job_id} stops at its point", 120)
 
-    @contextlib.contextmanager
-    def others_go_on(self, job: Job, victim: psutil.Process) -> Iterator[None]:
-        """Meanwhile, servers of the job go on where they meet the point again."""
-        over = threading.Event()
-
-        def release() -> None:
-            while not over.wait(0.5):
-                for process in self._held(job):
-                    if process != victim:
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            process.resume()
-
-        thread = threading.Thread(target=release)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def _held(self, job: Job) -> Iterator[psutil.Process]:
-        for process in self.service.processes_of(job.job_id):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() == psutil.STATUS_STOPPED:
-                    yield process
+    def others_continue(self, job: Job, victim: psutil.Process) -> contextlib.AbstractContextManager[None]:
+        """Release the job's other servers, whenever they meet the point again, while the block is open."""
+        return others_continue(partial(self.service.processes_of, job.job_id), victim, 0.5)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -104,7 +104,7 @@ def hanging(world) -> Iterator[tuple[Job, psutil.Process]]:
     job = started(world, HANGING)
     server = world.held(job)
     world.busy.add(world.machine(HANGING.moment.fault(MODEL_SERVER)).cpus)
-    with world.others_go_on(job, server):
+    with world.others_continue(job, server):
         yield job, server
 
 

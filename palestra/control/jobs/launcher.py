@@ -103,7 +103,7 @@ def read_ended(folder: Path, name: str = ENDED_FILE) -> Ended | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleOrder:
-    """A place for one process of a job beside its own, which the job fills.
+    """A bundle for one process of a job beside its own. The launcher reserves the bundle; the job starts the process.
 
     Attributes:
         role: what runs there: see `Bundle`.

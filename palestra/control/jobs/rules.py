@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.config import BUILT_IN, JobConfig, reference_of
+from palestra.config import BUILT_IN, JobConfig
 from palestra.control.placement.bases import BaseLimits
 from palestra.envs.catalog import STARTS_PROGRAMS
 from palestra.errors import ConfigError, InvalidRequest
@@ -274,7 +274,7 @@ class Rules:
     def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
         """Return where the models of a job are, by policy, for those that are not where they say; see `weights`.
 
-        The models of reference policies stand beside them, by `reference_of` the name of the policy.
+        The models of references stand beside them, as in `JobConfig.named_models`.
 
         Args:
             config: the job.
@@ -284,11 +284,7 @@ class Rules:
             ConfigError: a tenant may not use a model.
         """
         own = config.trained_policies if started_from_job else ()
-        found = {name: self.weights(policy.model) for name, policy in config.policies.items() if name not in own}
-        for name in config.trained_policies:
-            kl = config.algorithm_of(name).kl
-            if kl is not None and kl.reference is not None:
-                found[reference_of(name)] = self.weights(kl.reference)
+        found = {name: self.weights(model) for name, model in config.named_models.items() if name not in own}
         return {name: place for name, place in found.items() if place is not None}
 
 

@@ -109,7 +109,7 @@ class EngineApi(Protocol):
         ...
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter beside those that the server has; replies that are being sampled go on meanwhile.
+        """Load an adapter beside those that the server has; the server keeps sampling meanwhile.
 
         Args:
             name: that no adapter of the server has had.

@@ -1,4 +1,4 @@
-"""What a server sends, read up to a bound: a server that sends without end must not fill this process's memory."""
+"""Reads the answers of a server up to a bound: a server that sends without end must not fill this process's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def read_body(answer: httpx2.Response, where: str) -> bytes:
 
 
 async def read_lines(answer: httpx2.Response, where: str) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of an answer as they arrive, without what ends them.
+    """Yield the lines of an answer as they arrive, without their line ends.
 
     Args:
         answer: of a stream that is open.

@@ -90,7 +90,7 @@ class EngineConnection:
         return self._json(path, await self._sent("POST", path, body, seconds, query))
 
     async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
-        """Send a POST request, and return when the server has done what it says; the answer may be of any form.
+        """Send a POST request, and return when the server has answered that it succeeded. The answer's text is ignored.
 
         Args:
             path: of the route.

@@ -21,7 +21,7 @@ from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import race, together
 
 LOOK_SECONDS = 2.0  # between two looks at a server
-DOUBT_SECONDS = 5.0  # what a server may take to say that it is well, after one of its calls has failed
+DOUBT_SECONDS = 5.0  # limit for a question to a server's health after one of its calls has failed
 SILENT_SECONDS = 60.0  # a server that does not answer for so long has failed
 
 
@@ -34,8 +34,8 @@ class ExternalEngine:
         Args:
             policies: by name, each with a server of its own.
             finish: whether new weights wait until the replies that are being sampled are complete.
-            is_worker: whether a pool has another engine for the calls of one that has failed, so that a call that
-                fails is reason enough to look whether its server has.
+            is_worker: whether this engine is a worker of a pool. Then a call that fails is followed by a question to
+                its server's health, because the pool samples the call elsewhere only if the worker has failed.
         """
         self._policies, self._finish, self._is_worker = dict(policies), finish, is_worker
         self._added: dict[str, ServedAdapter] = {}  # policies beside the first one of a server, by name
@@ -248,14 +248,14 @@ class ExternalEngine:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look_after(self, policy: ServedPolicy) -> None:
-        """Say that a worker has failed if its server does not answer, before the call that failed says so."""
+        """Report the failure of a worker whose server is gone, before the error of a call on it reaches the pool."""
         if not self._is_worker:
             return
         try:
             async with asyncio.timeout(DOUBT_SECONDS):
                 policy.counters = await policy.api.counters()
         except TimeoutError:
-            return  # busy, perhaps; the pool looks for progress
+            return  # the server may be busy; the pool replaces workers that make no progress
         except PalestraError as error:
             ended = None if policy.process is None else await in_thread(policy.process.how_it_ended)
             self._broken.put_nowait(f"the engine of {policy.name!r} has ended: {ended or error}")

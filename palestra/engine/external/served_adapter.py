@@ -46,10 +46,10 @@ class LoadedAdapter:
 class ServedAdapter(ServedPolicy):
     """A policy whose server has the weights of its base, and gets adapters alone.
 
-    Each version is loaded under a name of its own, and a request keeps the one with which it began. So an update needs
-    no pause, no reply is of two versions, and no key or value of an older version is used: a server does not say which
-    version of an adapter has sampled a token. Versions that nothing is sampled from any more are unloaded with the next
-    update.
+    Each version is loaded under a name of its own, and a request keeps the version with which it began, because a
+    server does not say which version of an adapter has sampled a token. So an update needs no pause, no reply is of two
+    versions, and no key or value of an older version is used. Versions that no request uses any more are unloaded at
+    the next update.
 
     Attributes:
         adapter: rank and scale of the adapter.
@@ -137,7 +137,7 @@ class ServedAdapter(ServedPolicy):
             name: of the policy.
             new: what `prepare` has returned.
             version: of the weights.
-            finish: without effect: replies that are being sampled always end under the version they began with.
+            finish: without effect: replies always end under the version with which they began.
             paused: without effect: a server loads adapters while it is paused, too.
         """
         async with self._updating:
@@ -172,7 +172,7 @@ class ServedAdapter(ServedPolicy):
             self._retired.append(before)
 
     async def _unload(self) -> None:
-        """Free what no policy has, and no request uses any more."""
+        """Unload the adapters that no policy has and no request uses any more."""
         for one in [one for one in self._retired if not one.users]:
             await self.api.unload_adapter(one.name)
             self._retired.remove(one)

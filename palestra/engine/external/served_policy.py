@@ -24,13 +24,13 @@ from palestra.types.calls import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a request is sampled from that may be sent.
+    """The weights from which a request is sampled that may be sent now.
 
     Attributes:
-        version: of the weights with which it begins.
+        version: of the weights with which the reply begins.
         adapter: name of the adapter at the server; None: the server's own weights.
-        log: versions of the weights that the server gets, as they come.
-        before: how many of them came before the request.
+        log: versions of all weights that the server has got; later versions are added while the request runs.
+        before: how many of these versions the server had got before the request.
     """
 
     version: PolicyVersion

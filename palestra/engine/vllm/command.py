@@ -15,7 +15,7 @@ from palestra.errors import ConfigError
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
-_LORAS, _LORAS_IN_MEMORY = 4, 32  # adapters in one pass: the newest, those before it, past versions; and in all
+_LORAS, _LORAS_IN_MEMORY = 4, 32  # adapters in one forward pass, and in memory: the newest and older versions
 # `vllm serve` asks for the metadata of a distribution of the name vllm, which the CPU build does not have.
 _MODULE = "vllm.entrypoints.openai.api_server"
 _LOOK = """

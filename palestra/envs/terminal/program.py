@@ -47,7 +47,7 @@ class Program:
         pass_fds: Iterable[int],
         variables: Mapping[str, str],
     ) -> Self:
-        """Start a program in a session of its own; as nobody, if this process is root's.
+        """Start a program in a session of its own; if this process is root's, as the user `nobody`.
 
         Args:
             command: the program, with its arguments.

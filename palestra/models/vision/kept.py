@@ -1,4 +1,4 @@
-"""What was made of pictures and need not be made again: their embeddings, and the pixels that a tower gets."""
+"""Keeps embeddings of pictures, and the pixels that a tower gets, so that they are not computed again."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ class Plane(NamedTuple):
 def plane_positions(count: int, pictures: Iterable[tuple[PlacedPicture, Plane]]) -> NDArray[np.int64]:
     """Return the position of each token of a sequence, int64 [3, N]: time, row and column.
 
-    Text counts on, with three equal numbers. All placeholders of a picture have the time at which the picture begins;
-    rows and columns count from there. What follows has the largest of these numbers and 1, so that a position is less
-    than the index of its token as soon as a picture has several rows.
+    Each text token has three equal numbers, one more than the token before. All placeholders of a picture have the time
+    at which the picture begins; rows and columns count from that number. The token after a picture has the largest of
+    the picture's numbers plus 1, so that after a picture of several rows a position is less than its token's index.
 
-    A position depends on the tokens before it alone: sequences that begin alike have equal positions there.
+    A position depends only on the tokens before it: sequences that begin alike have equal positions there.
 
     Args:
         count: N.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from palestra.models.byte_model import byte_tokenizer
-from palestra.models.quiet import quiet_transformers
+from palestra.models.byte_model import byte_tokenizer, text_settings, write_random
 
 TILE = 32  # side of a tile in pixels; a tile is 4 x 4 patches, of which 2 x 2 at a time become one embedding
 _TILES = 6  # rows, and columns, of tiles whose places have tokens
@@ -45,25 +43,10 @@ def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, 
         longest: the longer side of a picture before it is cut into tiles, in pixels.
         splits: whether pictures are cut into tiles; otherwise each is one tile.
     """
-    import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     tokenizer = byte_tokenizer(IMAGE_TOKENS)
     tokenizer.chat_template = chat_template("<image>")
-    text: dict[str, Any] = {
-        "model_type": "llama",
-        "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
     tower = {
         "hidden_size": width // 2,
         "intermediate_size": width,
@@ -73,19 +56,14 @@ def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, 
         "patch_size": TILE // 4,
     }
     config = Idefics3Config(
-        text_config=text,
+        text_config={"model_type": "llama"} | text_settings(tokenizer, width),
         vision_config=tower,
         scale_factor=2,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Idefics3ForConditionalGeneration(config)
-    with quiet_transformers():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_random(folder, lambda: Idefics3ForConditionalGeneration(config), tokenizer)
     images = {
         "image_processor_type": "Idefics3ImageProcessor",
         "do_image_splitting": splits,

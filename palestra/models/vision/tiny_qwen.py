@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.models.byte_model import byte_tokenizer
-from palestra.models.quiet import quiet_transformers
+from palestra.models.byte_model import byte_tokenizer, text_settings, write_random
 from palestra.models.vision.tiny import chat_template
 
 PATCH = 8  # side of a patch in pixels; 2 x 2 of them become one embedding
@@ -28,31 +27,15 @@ def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64
         family: whose architecture it has.
         width: of the text model; the tower has half of it.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tokenizer = byte_tokenizer(_TOKENS)
     tokenizer.chat_template = chat_template(_PICTURE)
     start, end, picture, video = (tokenizer.convert_tokens_to_ids(token) for token in _TOKENS)
     half = width // 8  # of the numbers of a head, in pairs
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8],
-        },
-    }
+    sections = [half // 4, half * 3 // 8, half * 3 // 8]
+    text = text_settings(tokenizer, width)
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
     if family == "qwen3_vl":
         text |= {"head_dim": width // 4}
     config = AutoConfig.for_model(
@@ -65,12 +48,7 @@ def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64
         vision_end_token_id=end,
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config)
-    with quiet_transformers():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_random(folder, lambda: AutoModelForImageTextToText.from_config(config), tokenizer)
     images = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,

@@ -50,8 +50,8 @@ class MemoryLimit:
     """How much memory a process in a bundle may use, with its children.
 
     Attributes:
-        gib: beyond it they are ended.
-        ended: file that says so then.
+        gib: the limit; a process that uses more is ended.
+        ended: file in which the reason is then written.
     """
 
     gib: float
@@ -67,7 +67,7 @@ class MemoryLimit:
         subprocess.Popen([*command, str(self.ended), text, str(self.ended.with_name(LOG_FILE))])
 
     def said(self) -> str | None:
-        """Return why the process was ended; None: not because of its memory. Blocks for the disk."""
+        """Return why the process was ended; None: it was not ended because of its memory. Blocks for the disk."""
         found = read_ended(self.ended.parent, self.ended.name)
         return None if found is None else found.reason
 
@@ -106,7 +106,7 @@ class Bundles:
 
     @contextlib.asynccontextmanager
     async def taken(self) -> AsyncIterator[int]:
-        """Hold an empty bundle while the block runs; its index is given."""
+        """Hold an empty bundle while the block runs, and yield its index."""
         index = await self.empty().get()
         try:
             yield index
@@ -160,7 +160,7 @@ class Bundles:
                 )
                 try:
                     await asyncio.shield(making)
-                finally:  # a start that is broken off has to end the actor, too, which would keep the bundle
+                finally:  # also when the start is cancelled: the actor would keep the bundle, so it has to be ended
                     await asyncio.wait((making,))
                     actor = making.result()
                 limit = await asyncio.to_thread(self.memory_limit, index)

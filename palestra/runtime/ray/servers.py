@@ -381,7 +381,8 @@ async def _gone(node_ids: Collection[str]) -> str | None:
 async def _node_lost(group: PlacementGroup | None) -> Ended:
     """Return when a node of a job is dead, which may be another one than that of its own process.
 
-    The job is started again elsewhere, from its newest checkpoint: Ray would move the bundle, but not what ran in it.
+    The job is started again on other nodes, from its newest checkpoint: Ray would move the bundle, but not the process
+    that ran in it.
     """
     found = {} if group is None else await asyncio.to_thread(placement_group_table, group)
     at = {node for node in found.get("bundles_to_node_id", {}).values() if node}

@@ -1,8 +1,8 @@
 """Collective operations of ranks on one machine through memory that all of them have mapped.
 
 Gloo sends every weight through the loopback interface, which takes several times as long as a copy, on the cores that
-compute. Here each rank writes what others need into a file of shared memory of its own, and reads the files of the
-others; gloo only tells when all have written, and when all have read. So a rank that dies is noticed as ever.
+compute. Here each rank writes its numbers for the others into a shared-memory file of its own, and reads the files of
+the others; gloo only tells when all have written, and when all have read. So gloo still notices a rank that dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from palestra.trainer.sharded.mapped import mapped, reserve
 
 
 class Exchange:
-    """A file of shared memory for each rank, which grows to the largest operation; its name is gone once all have it.
+    """A file of shared memory for each rank, which grows to the largest operation; it has no name once all map it.
 
     All ranks make the same calls in the same order.
     """

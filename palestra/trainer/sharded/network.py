@@ -42,13 +42,13 @@ class ShardedNetwork:
     def __init__(
         self, model: CausalLM, mesh: DeviceMesh, offload: bool, dtype: torch.dtype, exchange: Exchange | None
     ) -> None:
-        """Share out the weights of a model, which are not read yet or in this rank's memory, whole.
+        """Share out the weights of a model, which are either still in their files or whole in this rank's memory.
 
         Args:
-            model: the same on every rank; if it has an adapter, no other model may need the weights of its base. One
-                whose weights are not read yet needs `read`.
+            model: the same on every rank; if it has an adapter, no other model may need the weights of its base. If
+                its weights are still in their files, `read` has to be called next.
             mesh: the ranks, in one dimension.
-            offload: whether what a rank has of weights, gradients and moments waits in the memory of its CPU.
+            offload: whether a rank's part of weights, gradients and moments waits in the memory of its CPU.
             dtype: precision of products.
             exchange: memory by which the ranks gather and add up; None: by the process group of the mesh.
         """

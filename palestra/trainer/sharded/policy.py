@@ -38,8 +38,8 @@ from palestra.types.records import TrainSample
 class RankPolicy(TorchPolicy):
     """A policy as one rank has it. Every method is called on all ranks, each with its own rows.
 
-    A rank that fails at its rows goes on with idle passes, so that no other rank waits for it; then all of them take
-    the request back.
+    A rank that fails at its rows continues with idle passes, so that no other rank waits for it; then all ranks undo
+    the request.
     """
 
     def __init__(
@@ -241,9 +241,10 @@ class RankPolicy(TorchPolicy):
 
 
 def _hidden(model: CausalLM, micro: MicroBatch, problem: Problem) -> Tensor | None:
-    """Return the last hidden states of a micro-batch, [N, hidden]; None: a picture can't be shown, which is noted.
+    """Return the last hidden states of a micro-batch, [N, hidden]; None: a picture can't be shown.
 
-    Nothing of it is collective but the pass of the text model, which the caller makes in another way then.
+    The error is then in `problem`, and the pass of the text model, in which all ranks take part, was not made: the
+    caller makes an idle pass in its place.
     """
     pictures = problem.catch(lambda: flat_picture_rows(model, micro))
     return None if problem.error is not None else hidden_with(model, micro, pictures)

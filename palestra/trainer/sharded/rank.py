@@ -33,7 +33,7 @@ from palestra.trainer.sharded.policy import RankPolicy
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
-# A rank whose peers are gone is ended by the job; this is for a job that can't tell, because all of them answer it.
+# The job ends the other ranks when one is lost. This limit is for ranks that answer the job, but not one another.
 COLLECTIVE = timedelta(minutes=30)
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with two: what is offloaded is added up on the CPU
 
@@ -44,10 +44,10 @@ class RankOrder:
 
     Attributes:
         number: of the rank, from 0.
-        meeting: a file that does not exist, by which ranks of one machine find one another; None: ranks may be on
-            several machines, each in room of its own, and meet at the first one.
+        meeting: a file that does not exist, by which ranks of one machine find one another; None: each rank has a
+            bundle, perhaps on another machine, and they meet at the first rank.
         config: of the trainer.
-        threads: for arithmetic; None: as many as the room of the rank has cores.
+        threads: for arithmetic; None: as many as the rank's bundle has cores.
         deterministic: whether the same requests have to give the same bits.
         pictures: folder in which the pictures of rows are found; None: there are none.
     """
@@ -82,7 +82,7 @@ class Rank:
             torch.use_deterministic_algorithms(True)
         self._device = device_of(self._config.device, "trainer.device")
         if self._device.type == "cuda":
-            index = 0 if order.meeting is None else order.number  # in room of its own it sees its device alone
+            index = 0 if order.meeting is None else order.number  # in a bundle a rank sees only its own device
             if index >= torch.cuda.device_count():
                 raise ConfigError(
                     f"trainer.devices is {self._config.devices}, and torch sees {torch.cuda.device_count()} CUDA "
@@ -97,7 +97,7 @@ class Rank:
         """Open the meeting point of ranks on several machines, and return its port, which the system chooses.
 
         Args:
-            address: of this machine, at which the others reach it. Only there it is open, because it asks for no key.
+            address: of this machine in the cluster. The port is open at this address only, because it asks for no key.
 
         Raises:
             OSError: this machine does not have the address.
@@ -156,7 +156,7 @@ class Rank:
     def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy, and keep this rank's part of it; see `Trainer.create`."""
 
-        def loading() -> NetworkLoading:  # each on its own, so that no other needs whole weights that are shared out
+        def loading() -> NetworkLoading:  # one for each network: sharing out a model takes its whole weights away
             return NetworkLoading(
                 LoadedModels(load_parted, pictures=self._pictures), getattr(torch, self._config.dtype), self._device
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from palestra.config import parse_config
@@ -10,7 +12,8 @@ from palestra.control.placement.fitting import counted, total
 from palestra.control.store.stored_resources import more_resources
 from palestra.control.store.stored_resources import resources_of as stored
 from palestra.errors import InvalidRequest
-from palestra.types.control_wire import ResourcesBody
+from palestra.http.bodies import parse_body
+from palestra.types.control_wire import ResourcesBody, SubmitJob
 from palestra.types.jobs import Bundle, Resources
 
 MODEL = {"model": "tiny-random"}
@@ -67,13 +70,51 @@ def test_a_bundle_takes_the_place_of_the_cores_of_its_role():
          r"environment.runners, or leave the bundle out"),
         ([{"role": "trainer"}], r"set trainer.devices to 2 or more, or leave"),
         ([{"role": "engine", "count": 2}], r"bundles.0.count is 2, and engine.replicas is 1; leave count out"),
-        ([{"role": "engine"}, {"role": "engine"}], r"resources.bundles has a role twice"),
+        ([{"role": "engine"}, {"role": "engine"}], r"resources.bundles has a role twice \('engine'\)"),
         ([{"role": "engine", "cpus": 0}], r"a job needs a part of a CPU or of a GPU"),
     ],
 )  # fmt: skip
 def test_bundles_that_make_no_sense_are_refused_in_one_line(bundles, said):
     with pytest.raises(InvalidRequest, match=said):
         held(MODEL, bundles=bundles)
+
+
+@pytest.mark.parametrize(
+    ("config", "adapters", "role", "said"),
+    [
+        (SHARED, 1, "engine", "role 'engine', and the base server of the job samples and trains for it; leave"),
+        (SHARED, 1, "trainer", "role 'trainer', and the base server of the job samples"),
+        (SHARED, 1, "runner", "the job has no such process: set environment.runners, or leave"),
+        (MODEL | {"kind": "inference"}, 0, "trainer", "a job of kind 'inference' has no such process; leave"),
+        (MODEL | {"kind": "inference", "trainer": {"devices": 2}}, 0, "trainer", "a job of kind 'inference'"),
+    ],
+)
+def test_a_role_without_processes_is_refused_with_what_would_help(config, adapters, role, said):
+    with pytest.raises(InvalidRequest, match=said):
+        held(config, adapters, bundles=[{"role": role}])
+
+
+@pytest.mark.parametrize(
+    ("bundle", "field", "said"),
+    [
+        ({"role": "engine", "cpus": -1}, "cpus", "cpus: the engine bundle has '-1': Input should be greater than"),
+        ({"role": "trainer", "gpus": "two"}, "gpus", "gpus: the trainer bundle has 'two': Input should be a valid"),
+        ({"role": "engine", "cores": 4}, "cores", "cores: the engine bundle has '4': Extra inputs are not permitted"),
+        ({"role": "engines"}, "role", "role: it is 'engines': Input should be 'engine', 'trainer' or 'runner'"),
+        ({"cpus": 1}, "role", "role: Field required"),
+    ],
+)
+def test_a_wrong_value_of_a_bundle_is_named_with_its_role(bundle, field, said):
+    body = json.dumps({"config": {}, "resources": {"bundles": [{"role": "runner"}, bundle]}})
+    with pytest.raises(InvalidRequest, match=f"^resources.bundles.1.{said}") as refused:
+        parse_body(SubmitJob, body.encode())
+    assert refused.value.field == f"resources.bundles.1.{field}"
+
+
+def test_an_amount_that_no_machine_can_give_is_named_with_its_role():
+    with pytest.raises(InvalidRequest, match=r"bundles.0, for role 'engine': cpus is 1.00001; give at most") as refused:
+        held(MODEL, bundles=[{"role": "engine", "cpus": 1.00001}])
+    assert refused.value.field == "resources.bundles.0.cpus"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +141,34 @@ def test_bundles_that_make_no_sense_are_refused_in_one_line(bundles, said):
 def test_processes_of_a_bundle_use_no_more_than_a_tenant_is_counted_for(config, bundle, said):
     with pytest.raises(InvalidRequest, match=said):
         held(MODEL | config, bundles=[bundle])
+
+
+RANKS = {"trainer": {"devices": 2}}
+
+
+@pytest.mark.parametrize(
+    ("config", "bundle", "said"),
+    [
+        ({}, {"role": "engine", "gpus": 2}, "computes on one GPU; give gpus=1, and raise engine.replicas"),
+        (RANKS, {"role": "trainer", "gpus": 4}, "computes on one GPU; give gpus=1, and raise trainer.devices"),
+        (RANKS, {"role": "trainer", "gpus": 0.5}, "gpus is 0.5, and each rank needs a GPU of its own"),
+        ({"engine": {"device": "cpu"}}, {"role": "engine", "gpus": 1}, "gpus is 1, and engine.device is 'cpu'; leave"),
+        ({"engine": {"device": "cuda"}}, {"role": "engine"}, "gpus is 0, and engine.device is 'cuda'; give gpus=1"),
+        ({"trainer": {"devices": 2, "device": "cuda"}}, {"role": "trainer"}, "and trainer.device is 'cuda'; give"),
+    ],
+)
+def test_gpus_that_the_processes_of_a_bundle_can_not_use_are_refused(config, bundle, said):
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        held(MODEL | config, bundles=[bundle])
+    assert refused.value.field == "resources.bundles.0.gpus"
+
+
+def test_gpus_that_the_processes_of_a_bundle_can_use_are_held():
+    assert held(MODEL, bundles=[{"role": "engine", "gpus": 0.5}]).bundles[0].gpus == 0.5
+    assert held(MODEL | RANKS, bundles=[{"role": "trainer", "gpus": 1}]).bundles[0].gpus == 1
+    games = {"engine": {"kind": "fake"}, "environment": {"name": "frozen-lake", "runners": 2}}
+    several = [{"role": "engine", "gpus": 2}, {"role": "runner", "gpus": 2}]  # no model, or what an environment needs
+    assert [one.gpus for one in held(games, bundles=several).bundles] == [2, 2]
 
 
 def test_a_bundle_may_hold_a_part_of_a_core_or_a_gpu_and_no_core():

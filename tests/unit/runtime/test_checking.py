@@ -345,6 +345,19 @@ def test_where_there_is_a_gpu_its_memory_counts(tmp_path, monkeypatch):
     assert found(model=folder, engine={"device": "cpu"}, trainer={"device": "cpu"}, server={"port": 0}) == {}
 
 
+def test_ranks_have_the_memory_of_several_gpus(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card=0: (10**7, 2**40))
+    folder = model_in(tmp_path / "m", 10**6)  # 18 MB
+    assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
+    assert found(model=folder, trainer={"devices": 2}, server={"port": 0}) == {}
+    larger = model_in(tmp_path / "larger", 2 * 10**6)
+    assert "the memory of 2 GPUs" in found(model=larger, trainer={"devices": 4}, server={"port": 0})["model"]
+
+
 def test_the_disk_that_counts_is_that_of_the_folder(tmp_path, monkeypatch):
     asked = []
     real = checking.shutil.disk_usage

@@ -8,8 +8,10 @@ import threading
 import httpx2
 import pytest
 
+from palestra.config import reference_of
 from palestra.control.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
 from palestra.errors import EngineFailure, ModelError, PalestraError, ServerFailed, StoreError
+from palestra.models.catalog import model_folder
 from palestra.runtime import checkpoints, model_server
 from palestra.runtime.model_server import ModelServer
 from palestra.trainer.checkpoint import newest_path
@@ -48,6 +50,22 @@ async def test_a_folder_that_can_not_be_written_is_an_error_in_words(server, tmp
     (tmp_path / "file").touch()
     with pytest.raises(PalestraError, match="file"):
         await server.start(GAMES, str(tmp_path / "file" / "job"), "127.0.0.1")
+
+
+@pytest.mark.parametrize("kind", ["training", "inference"])
+async def test_models_of_references_are_where_the_service_says(kind, server, tmp_path, monkeypatch):
+    found = {}
+
+    def look(config, console, *, weights, **_):
+        found.update(weights)
+        raise ModelError("that is enough")
+
+    monkeypatch.setattr(model_server, "JobThread", look)
+    tiny, house = map(str, (model_folder("tiny-random"), model_folder("tiny-random-vision")))
+    job = {"kind": kind, "model": "tiny-random", "algorithm": {"kl": {"reference": "house"}}}
+    with pytest.raises(ModelError, match="enough"):
+        await server.start(job, str(tmp_path), "127.0.0.1", {reference_of("policy"): house})
+    assert found == {"policy": tiny} | ({reference_of("policy"): house} if kind == "training" else {})
 
 
 @pytest.mark.slow

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.config import JobConfig
-from palestra.runtime.console import Console
+from palestra.runtime import console
+from palestra.runtime.console import Console, console_of
 from palestra.runtime.local import local_job
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, Situation, clock, describe
 from palestra.store.leases import Holder
@@ -96,6 +98,19 @@ def test_without_news_the_pauses_grow():
     assert at[-1] - at[-2] == 600
 
 
+@pytest.mark.parametrize("kind", ["training", "inference"])
+def test_a_pipe_gets_one_line_while_the_model_is_being_loaded(kind, monkeypatch):
+    for name, seconds in (("PLAIN_SECONDS", 0.01), ("REPEAT_SECONDS", 0.01)):
+        monkeypatch.setattr(PlainLines, name, seconds)
+    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.001)
+    out = io.StringIO()
+    with console_of(JobConfig.model_validate({"kind": kind, "engine": {"kind": "fake"}}), out):
+        while console.LOADING not in out.getvalue():
+            time.sleep(0.001)
+        time.sleep(0.1)  # ten times the pause after which other lines are repeated
+    assert out.getvalue().count(console.LOADING) == 1
+
+
 @pytest.mark.slow
 async def test_a_pipe_gets_plain_lines_that_say_that_workers_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(PlainLines, "PLAIN_SECONDS", 0.1)
@@ -109,9 +124,9 @@ async def test_a_pipe_gets_plain_lines_that_say_that_workers_are_missing(tmp_pat
         }
     )
     out = io.StringIO()
-    with Console(config, file=out) as console:
-        async with local_job(config, console.report) as job, asyncio.timeout(60):
-            console.ready(job)
+    with Console(config, file=out) as shown:
+        async with local_job(config, shown.report) as job, asyncio.timeout(60):
+            shown.ready(job)
             running = asyncio.create_task(job.run())
             while "none has asked for an episode yet" not in out.getvalue():
                 await asyncio.sleep(0.02)
