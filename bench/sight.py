@@ -1,6 +1,6 @@
 """Models that learn to see, beside the same models blindfolded: their runs, curves, and part of docs/learning.md.
 
-`vision_digits.py` and `vision_shapes.py` each describe a `Trial` and call `main`. Every run is made by the script in a
+`vision_digits.py` and others each describe a `Trial`, or several, and call `main`. Every run is made by the script in a
 process of its own (`--one`), and leaves its result below `--folder`; a run whose result is there is not repeated.
 """
 
@@ -43,6 +43,7 @@ class Trial:
 
     Attributes:
         script: in `bench`, without `.py`.
+        name: of its part of the page, and of the picture's file.
         heading: of its part of the page, and of the picture.
         about: that part's text; `{steps}` and `{chance}` are filled in.
         measure: the axis of the picture.
@@ -51,11 +52,12 @@ class Trial:
         blind: the kind that sees nothing.
         runs: kind and seed of each run that is made unless others are asked for.
         target: the least held-out score of a run that sees.
-        chance: the greatest held-out score of a model that plays greedily and sees nothing.
+        chance: returns the greatest held-out score of a model that plays greedily and sees nothing.
         play: makes the run of a kind and a seed, with so many steps, in a folder.
     """
 
     script: str
+    name: str
     heading: str
     about: str
     measure: str
@@ -64,13 +66,13 @@ class Trial:
     blind: str
     runs: Sequence[tuple[str, int]]
     target: float
-    chance: float
+    chance: Callable[[], float]
     play: Callable[[str, int, int, Path], object]
 
     @property
     def picture(self) -> Path:
         """Where the curves are drawn."""
-        return ROOT / "docs" / f"learning-{self.script.replace('_', '-')}.png"
+        return ROOT / "docs" / f"learning-{self.name.replace('_', '-')}.png"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,36 +106,53 @@ class Run:
         return [(row["step"], row[SAMPLED]) for row in self.rows if SAMPLED in row]
 
 
-def main(trial: Trial) -> int:
-    """Make the runs that are missing, print what each has learned, and write page and picture.
+def main(*trials: Trial) -> int:
+    """Make the runs that are missing, print what each has learned, and write parts of the page and pictures.
+
+    A part is written where runs of its trial were asked for; others stay as they are.
+
+    Args:
+        trials: of one script; no two have a kind of the same name.
 
     Returns:
-        0, or 1 if a run is on the wrong side of the trial's numbers.
+        0, or 1 if a run is on the wrong side of its trial's numbers.
     """
-    parser = argparse.ArgumentParser(description=trial.heading)
-    known = [f"{kind}-{seed}" for kind, seed in trial.runs]
+    script = trials[0].script
+    trial_of = {kind: trial for trial in trials for kind in trial.kinds}
+    parser = argparse.ArgumentParser(description=" ".join(trial.heading for trial in trials))
+    known = [f"{kind}-{seed}" for trial in trials for kind, seed in trial.runs]
     parser.add_argument("--runs", nargs="+", default=known, metavar="KIND-SEED", help=f"default: {' '.join(known)}")
-    parser.add_argument("--steps", type=int, default=trial.steps)
-    parser.add_argument("--folder", type=Path, default=Path("runs") / trial.script)
+    parser.add_argument("--steps", type=int, help="default: those of the trial")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / script)
     parser.add_argument("--no-page", action="store_true", help="leave docs/learning.md as it is")
     parser.add_argument("--one", nargs=2, metavar=("KIND-SEED", "RUN"), help="make this run in a folder, and no more")
     given = parser.parse_args()
+    for name in given.runs:
+        if name.rpartition("-")[0] not in trial_of:
+            parser.error(f"there is no run {name!r}; a run is one of {', '.join(trial_of)}, and a seed: {known[0]}")
     if given.one is not None:
         kind, _, seed = given.one[0].rpartition("-")
-        trial.play(kind, int(seed), given.steps, Path(given.one[1]))
+        trial_of[kind].play(kind, int(seed), given.steps or trial_of[kind].steps, Path(given.one[1]))
         return 0
     given.folder.mkdir(parents=True, exist_ok=True)
-    runs, failed = list[Run](), False
-    for name in given.runs:
-        runs.append(run := result_of(trial, name, given.steps, given.folder))
-        (_, before), *_, (_, after) = run.scores
-        words = f"{trial.kinds[run.kind].label}, seed {run.seed}: held-out {before:.3f} before, {after:.3f} after"
-        sys.stdout.write(f"{words} {given.steps} steps, {run.wall_seconds:.0f} s\n")
-        sys.stdout.flush()
-        failed |= after > trial.chance if run.kind == trial.blind else after < trial.target
-    if not given.no_page:
-        draw(trial, runs)
-        PAGE.write_text(written(PAGE.read_text(), trial.script, part(trial, runs, given.runs, given.steps)))
+    failed = False
+    for trial in trials:
+        names = [name for name in given.runs if trial_of[name.rpartition("-")[0]] is trial]
+        steps = given.steps or trial.steps
+        if not names:
+            continue
+        runs, chance = list[Run](), trial.chance()
+        sys.stdout.write(f"{trial.heading}: the best without seeing is {chance:.3f}\n")
+        for name in names:
+            runs.append(run := result_of(trial, name, steps, given.folder))
+            (_, before), *_, (_, after) = run.scores
+            words = f"{trial.kinds[run.kind].label}, seed {run.seed}: held-out {before:.3f} before, {after:.3f} after"
+            sys.stdout.write(f"{words} {steps} steps, {run.wall_seconds:.0f} s\n")
+            sys.stdout.flush()
+            failed |= after > chance if run.kind == trial.blind else after < trial.target
+        if not given.no_page:
+            draw(trial, runs, chance)
+            PAGE.write_text(written(PAGE.read_text(), trial.name, part(trial, runs, names, steps, chance)))
     return int(failed)
 
 
@@ -163,7 +182,7 @@ def result_of(trial: Trial, name: str, steps: int, folder: Path) -> Run:
     return Run(kind=kind, seed=int(seed), **json.loads(saved.read_text()))
 
 
-def draw(trial: Trial, runs: Sequence[Run]) -> None:
+def draw(trial: Trial, runs: Sequence[Run], chance: float) -> None:
     """Draw held-out scores over steps, a line for each run, with the sampled rewards behind them."""
     from matplotlib.figure import Figure
 
@@ -175,7 +194,7 @@ def draw(trial: Trial, runs: Sequence[Run]) -> None:
         axes.plot(*zip(*run.sampled, strict=True), color=colour, lw=3, alpha=0.2)
         label, style = f"{trial.kinds[run.kind].label}, seed {run.seed}", "--" if blind else "-"
         axes.plot(*zip(*run.scores, strict=True), color=colour, ls=style, marker="o", lw=1.8, label=label)
-    axes.axhline(trial.chance, color="#222222", ls=":", lw=1.0, label="best without seeing")
+    axes.axhline(chance, color="#222222", ls=":", lw=1.0, label="best without seeing")
     axes.set(xlabel="training step", ylabel=trial.measure, title=trial.heading, ylim=(0.0, 1.04))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
@@ -183,12 +202,12 @@ def draw(trial: Trial, runs: Sequence[Run]) -> None:
     figure.savefig(trial.picture)
 
 
-def part(trial: Trial, runs: Sequence[Run], names: Sequence[str], steps: int) -> str:
+def part(trial: Trial, runs: Sequence[Run], names: Sequence[str], steps: int, chance: float) -> str:
     """Return what docs/learning.md says of a trial."""
     lines = [
         f"## {trial.heading}",
         "",
-        trial.about.strip().format(steps=steps, chance=trial.chance),
+        trial.about.strip().format(steps=steps, chance=chance),
         *(trial.kinds[kind].about for kind in dict.fromkeys(run.kind for run in runs)),
         "",
         f"![held-out scores over steps]({trial.picture.name})",

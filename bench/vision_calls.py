@@ -91,7 +91,7 @@ def works_of(job: LocalJob, http: httpx2.AsyncClient) -> tuple[dict[str, Work], 
         def compute() -> None:
             torch.set_num_threads(1)
             with torch.inference_mode():
-                vision.tower(vision.pixels(images[number]))
+                vision.tower(vision.processor.pixels(images[number]))
 
         await asyncio.to_thread(compute)
 

@@ -167,6 +167,7 @@ if __name__ == "__main__":
         main(
             Trial(
                 script="vision_digits",
+                name="vision_digits",
                 heading="Handwritten digits: a model that sees, from nothing",
                 about=ABOUT,
                 measure="held-out digits read",
@@ -184,7 +185,7 @@ if __name__ == "__main__":
                 blind="blank",
                 runs=[*((kind, seed) for kind in ("http", "environment") for seed in range(3)), ("blank", 0)],
                 target=0.8,
-                chance=chance(),
+                chance=chance,
                 play=play,
             )
         )

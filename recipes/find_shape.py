@@ -1,12 +1,13 @@
 """Pictures over several turns: a model that sees, of random weights, looks around for a shape and clicks on it.
 
-    python recipes/find_shape.py [--steps 20] [--seed 0] [--model tiny-random-vision] [--blindfolded]
+    python recipes/find_shape.py [--steps 20] [--seed 0] [--model tiny-random-vision] [--named] [--blindfolded]
 
 A canvas has four windows, with a disc, a square, a triangle and a cross, one in each. The model is told the name of the
 shape that is wanted and shown one window a look; it clicks on this window (c), or looks at the next one (n), of which
 there are four in all. A click ends the episode, and is worth 1 on the wanted shape. Who clicks without seeing is right
-once in four times, which `--blindfolded` shows: the same model, for which every window is black. What a run prints is
-in README.md.
+once in four times, which `--blindfolded` shows: the same model, for which every window is black. The cross is wanted on
+every canvas, or with `--named` any of the four, so that the model has to learn which word means which shape as well.
+What a run prints is in README.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import palestra
 from palestra import Environment, JobConfig, ModelAgent, RolloutSpec
 
 SHAPES = ("disc", "square", "triangle", "cross")
-WANTED = ("cross",)  # YOURS 1: with several, the model has to learn which word means which shape, too
+WANTED = ("cross",)  # YOURS 1: what is asked for without `--named`
 SIDE, GROUPS = 32, 16  # pixels of a window, canvases of a step
 EYE = ModelAgent(choices=("n", "c"), max_tokens=2)  # YOURS 2: what the model may answer
 
@@ -46,13 +47,13 @@ class Canvas(Environment):
     blocking = False  # `step` is quick; otherwise it runs in a thread
     reusable = True  # `reset` may be called again
 
-    def __init__(self, blindfolded: bool = False) -> None:
-        self.blindfolded = blindfolded
+    def __init__(self, blindfolded: bool = False, named: bool = False) -> None:
+        self.blindfolded, self.names = blindfolded, SHAPES if named else WANTED
 
     def reset(self, task: Any) -> tuple[list[Any], dict[str, Any]]:
         """Draw the canvas of the task's seed; return the first window and the name, and information for people."""
         draw = np.random.default_rng(task["seed"])
-        self.looks, self.shapes, self.wanted = 1, draw.permutation(SHAPES).tolist(), str(draw.choice(WANTED))
+        self.looks, self.shapes, self.wanted = 1, draw.permutation(SHAPES).tolist(), str(draw.choice(self.names))
         self.places = draw.uniform((13, 13, 9), (18, 18, 12), (len(SHAPES), 3)).tolist()  # x, y and radius
         return self.seen(), {"shapes": self.shapes, "wanted": self.wanted}
 
@@ -101,10 +102,10 @@ def job(seed: int, steps: int, model: str) -> JobConfig:
 
 
 def demonstrate(
-    steps: int = 20, seed: int = 0, model: str = "tiny-random-vision", blindfolded: bool = False
+    steps: int = 20, seed: int = 0, model: str = "tiny-random-vision", named: bool = False, blindfolded: bool = False
 ) -> palestra.TrainResult:
     """Train; canvases that are not trained on are played greedily after every fifth of the steps."""
-    play = RolloutSpec(environment=lambda: Canvas(blindfolded), agents={"agent": EYE})
+    play = RolloutSpec(environment=lambda: Canvas(blindfolded, named), agents={"agent": EYE})
     training, config = canvases("train", 10_000, GROUPS * steps), job(seed, steps, model)
     return palestra.train(play, training, config, validation_tasks=held_out(), concurrency=64)
 
@@ -114,6 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny-random-vision")
-    parser.add_argument("--blindfolded", action="store_true")
+    parser.add_argument("--named", action="store_true", help="any of the four shapes may be wanted")
+    parser.add_argument("--blindfolded", action="store_true", help="every window is black")
     arguments = parser.parse_args()
-    demonstrate(arguments.steps, arguments.seed, arguments.model, arguments.blindfolded)
+    demonstrate(arguments.steps, arguments.seed, arguments.model, arguments.named, arguments.blindfolded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.control import Control
@@ -18,8 +18,11 @@ from palestra.pictures.blobs import Blobs
 from palestra.pictures.decoding import decode
 from palestra.pictures.encoding import encode
 from palestra.pictures.limits import OF_A_RUN
-from palestra.renderers.picture_layout import TiledLayout
-from palestra.renderers.seen_pictures import apart, in_words
+from palestra.renderers.picture_layout import PictureLayout
+from palestra.renderers.seen_pictures import apart
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Protocol = Literal["kitty", "iterm"]
 _CHUNK = 4096  # characters of base64 in one of kitty's commands
@@ -46,19 +49,20 @@ def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
 class TerminalPicture:
     """A picture of a run as a line with a link to its file, and below it, where the terminal can, the picture.
 
-    The picture has exactly the pixels that the model got: its tiles with gaps between them, where the run has noted how
-    the policy's model cuts pictures; else the decoded picture.
+    The picture has exactly the pixels that the model got, with gaps between its tiles or the squares of embeddings,
+    where the run has noted how the policy's model gets pictures; else it is the decoded picture.
     """
 
     pictures: Blobs
     digest: str
     protocol: Protocol | None
-    layout: TiledLayout | None = None
+    layout: PictureLayout | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the line, and the picture as a control segment, which no file or pipe gets."""
         try:
             image = decode(self.pictures.get(self.digest), OF_A_RUN)
+            shown, got = self._shown(image)
         except NotFound:
             yield Text(f"[picture {self.digest}, whose file is gone]", style="red")
             return
@@ -67,13 +71,16 @@ class TerminalPicture:
             return
         path = self.pictures.path(self.digest).absolute()
         link = Style(link=path.as_uri(), underline=True)
-        shown, cut = image, ""
-        if self.layout is not None:
-            shown, cut = apart(self.layout.seen(image), self.layout.tile), f", {in_words(self.layout, *image.size)}"
-        yield Text(f"[picture {image.width} × {image.height}{cut}: {path}]", style=link)
+        yield Text(f"[picture {image.width} × {image.height}{got}: {path}]", style=link)
         if self.protocol is not None and console.is_terminal:
             commands = "".join(_commands(self.protocol, encode(shown)))
             yield Segment(f"{commands}\n", None, Control((ControlType.CARRIAGE_RETURN,)).segment.control)
+
+    def _shown(self, image: Image) -> tuple[Image, str]:
+        """Return what is shown of the decoded picture, and words about how the model got it."""
+        if (layout := self.layout) is None:
+            return image, ""
+        return apart(layout.seen(image), layout.cells(*image.size)), f", {layout.in_words(*image.size)}"
 
 
 def _commands(protocol: Protocol, png: bytes) -> Iterator[str]:

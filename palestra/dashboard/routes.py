@@ -290,9 +290,9 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
 
     @api.get("/{run}/pictures/{digest}/seen/{policy}", response_class=Response, responses=SHOWN)
     async def seen(run: str, digest: str, policy: str) -> Response:
-        """Return the pixels that the model of a policy got of a picture: its tiles, side by side, as PNG.
+        """Return the pixels that the model of a policy got of a picture, as PNG; of tiles, these side by side.
 
-        The header `x-palestra-tiles` has the number of rows and of columns.
+        The header `x-palestra-tiles` has how many rows and columns of tiles there are, or of the squares of embeddings.
         """
         found = reader.run(run)
         return await reader.read(found, lambda: seen_picture(found, digest, policy))

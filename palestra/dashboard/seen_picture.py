@@ -1,4 +1,4 @@
-"""A picture as a policy's model got it: the pixels of its tiles, and how many of them there are."""
+"""A picture as a policy's model got it: its pixels, and the parts into which they are divided."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from palestra.http.pictures import file_answer
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.decoding import decode
 from palestra.pictures.encoding import encode
-from palestra.pictures.limits import OF_A_RUN
-from palestra.renderers.seen_pictures import in_words, layout_fact, read_layout
+from palestra.pictures.limits import OF_A_RUN, InvalidPicture
+from palestra.renderers.seen_pictures import layout_fact, read_layout
 from palestra.store.run_log import read_fact
 
-TILES = "x-palestra-tiles"  # rows and columns
+TILES = "x-palestra-tiles"  # rows and columns of its parts: tiles, or the squares of embeddings
 WORDS = "x-palestra-seen"
 # Of what is decoded for the page: a run may allow more, in files of a few bytes, and a service shows the runs of all
 # tenants from one process. 15 bytes a pixel are needed for a moment, where something is transparent.
@@ -26,7 +26,7 @@ _DECODING = threading.Lock()  # one picture at a time, whosever run it is of
 
 
 def seen_picture(run: Run, digest: str, policy: str) -> Response:
-    """Return the answer with the tiles of a picture side by side, as PNG. Blocks for the disk and the decoder.
+    """Return the answer with the pixels that a model got of a picture, as PNG. Blocks for the disk and the decoder.
 
     Args:
         run: of the page.
@@ -35,7 +35,8 @@ def seen_picture(run: Run, digest: str, policy: str) -> Response:
 
     Raises:
         NotFound: there is no such picture, or the run has not noted how this policy's model gets pictures.
-        InvalidPicture: the picture has more pixels than are decoded for the page.
+        InvalidPicture: the picture, or what the model got of it, has more pixels than are decoded for the page.
+        InvalidRequest: the model takes no pictures of this size.
         StoreError: the run can't be read.
     """
     with run.open() as connection:
@@ -46,7 +47,10 @@ def seen_picture(run: Run, digest: str, policy: str) -> Response:
     file = Blobs(run.folder / FOLDER).get(digest)
     with _DECODING:
         image = decode(file, LIMITS)
+        wide, high = layout.seen_size(*image.size)
+        if wide * high > LIMITS.max_pixels:
+            raise InvalidPicture(f"the model got {wide:,} × {high:,} pixels, and the page shows {LIMITS.max_pixels:,}")
         seen = encode(layout.seen(image))
-    rows, columns = layout.grid(*image.size)
-    said = in_words(layout, *image.size).replace("×", "x")
-    return file_answer(seen, **{TILES: f"{max(rows, 1)} {max(columns, 1)}", WORDS: said})
+    rows, columns = layout.cells(*image.size)
+    said = layout.in_words(*image.size).replace("×", "x")
+    return file_answer(seen, **{TILES: f"{rows} {columns}", WORDS: said})

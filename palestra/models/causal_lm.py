@@ -34,8 +34,9 @@ from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
 from palestra.models.llama_layers import shorten_layers
 from palestra.models.quiet import quiet_transformers
-from palestra.models.vision.loading import load_seeing, sees
+from palestra.models.vision.loading import load_seeing
 from palestra.models.vision.placed import PictureRows, PlacedPicture
+from palestra.models.vision.processor import sees
 from palestra.models.vision.vision import Vision
 from palestra.types.calls import TokenSequence
 
@@ -476,7 +477,7 @@ class CausalLM:
                 self.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
             finally:
                 self.config._attn_implementation = FLAT_ATTENTION
-        for name, content in ({} if self.vision is None else self.vision.files).items():
+        for name, content in ({} if self.vision is None else self.vision.processor.files).items():
             (folder / name).write_bytes(content)
 
     def read(self, folder: Path) -> dict[str, Tensor]:

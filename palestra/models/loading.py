@@ -17,7 +17,7 @@ from palestra.models.adapter_files import SavedAdapter, base_of, saved_adapter
 from palestra.models.adapters import Adapter
 from palestra.models.catalog import cache_folder, model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
-from palestra.models.vision.loading import find_layout
+from palestra.models.vision.processor import find_layout
 from palestra.renderers import PictureTokens
 from palestra.types.pictures import Pictures
 

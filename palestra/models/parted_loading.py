@@ -22,7 +22,7 @@ from palestra.models.catalog import exact_model, model_folder
 from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_tokenizer
 from palestra.models.loading import load_model
 from palestra.models.quiet import quiet_transformers
-from palestra.models.vision.loading import sees
+from palestra.models.vision.processor import sees
 
 
 class PartedFiles:

@@ -12,13 +12,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from palestra.disk import write_whole, writing
 from palestra.errors import NotFound, PayloadTooLarge, StoreError
 
 FOLDER = "pictures"  # in the folder of a run
-Charge = Callable[[int], None]  # is called with the bytes by which a folder is about to grow; raises to refuse them
+# Counts the bytes that a folder grows by in the block, or raises instead; a block that raises is not counted.
+Charge = Callable[[int], AbstractContextManager[None]]
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -63,7 +65,7 @@ class Blobs:
 
         Args:
             data: the file.
-            charge: is called with the size of a picture that is new, before it is written; None: nothing is.
+            charge: counts the size of a picture that is new, unless it can't be written; None: nothing does.
 
         Raises:
             PayloadTooLarge: the folder would exceed its `max_bytes`.
@@ -85,12 +87,8 @@ class Blobs:
                         f"the pictures of this run have {stored:,} of {self._max_bytes:,} bytes, and this one has "
                         f"{len(data):,} more; raise pictures.store_gib, or delete the run"
                     )
-            if charge is not None:
-                charge(len(data))
-            with writing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, data)
-            self._sync(path.parent)
+            with nullcontext() if charge is None else charge(len(data)):
+                self._write(path, data)
             if self._stored is not None:
                 self._stored += len(data) - replaced
             self._used_at[digest] = self._monotonic()
@@ -181,11 +179,24 @@ class Blobs:
             self._stored = sum(self.path(digest).stat().st_size for digest in self)
         return self._stored
 
-    def _sync(self, folder: Path) -> None:
-        """Wait until the names in `folder` and above are on disk, as the content is."""
-        for place in (folder, self.folder):
-            descriptor = os.open(place, os.O_RDONLY)
+    def _write(self, path: Path, data: bytes) -> None:
+        """Write a file, and wait until its name is on disk as its content is.
+
+        Raises:
+            StoreError: it could not be written; there is no such file then, or the damaged one of before.
+        """
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+        with writing(path):
             try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                for place in (path.parent, self.folder):
+                    descriptor = os.open(place, os.O_RDONLY)
+                    try:
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
+            except OSError:
+                self._stored = None  # counted again, because a damaged file may have been replaced
+                path.unlink(missing_ok=True)
+                raise

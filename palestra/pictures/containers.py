@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from palestra.pictures.limits import InvalidPicture, PictureLimits
+from palestra.pictures.limits import InvalidPicture, PictureLimits, too_many_bytes
 
 PNG, JPEG, WEBP, GIF = "image/png", "image/jpeg", "image/webp", "image/gif"
 MEDIA_TYPES = (PNG, JPEG, WEBP, GIF)
@@ -50,7 +50,7 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
         InvalidPicture: the file is of no type that is taken, too large, animated, cut off, or continues after its end.
     """
     if len(data) > limits.max_bytes:
-        raise InvalidPicture(f"it has {len(data):,} bytes, and a picture may have {limits.max_bytes:,}")
+        raise too_many_bytes(data, limits.max_bytes)
     media_type = media_type_of(data)
     try:
         width, height = _READERS[media_type](data, limits)

@@ -51,7 +51,7 @@ def decode(data: bytes, limits: PictureLimits | None = None) -> Image.Image:
     """
     limits = limits or PictureLimits()
     found = read_container(data, limits)
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -66,6 +66,8 @@ def decode(data: bytes, limits: PictureLimits | None = None) -> Image.Image:
         raise
     except MemoryError:
         raise
+    except UnidentifiedImageError as error:  # its own words have an address of memory, and models may be shown them
+        raise InvalidPicture(f"the file ({found.media_type}) is damaged where it describes its pixels") from error
     except Exception as error:  # Pillow raises errors of many kinds about files that are damaged
         raise InvalidPicture(f"the file ({found.media_type}) is damaged: {error}") from error
 

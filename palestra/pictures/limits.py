@@ -36,5 +36,10 @@ class InvalidPicture(InvalidRequest):
     """
 
 
+def too_many_bytes(data: bytes, most: int) -> InvalidPicture:
+    """Return the error of a file that has more than `most` bytes."""
+    return InvalidPicture(f"it has {len(data):,} bytes, and a picture may have {most:,}")
+
+
 # Those in a run's folder were taken already, under limits that may have been others; a busy machine changes nothing.
 OF_A_RUN = PictureLimits(max_bytes=1 << 30, max_pixels=1 << 28, max_side=1 << 20, seconds=60.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Self
 
 from pydantic import Field
@@ -77,23 +77,3 @@ def _part(value: Any) -> Part:
 def files_in(messages: Iterable[ChatMessage]) -> list[Picture]:
     """Return the pictures of messages that carry their files, in order."""
     return [part for message in messages for part in message.content if isinstance(part, Picture)]
-
-
-async def without_files(
-    messages: Sequence[ChatMessage], keep: Callable[[Picture], Awaitable[object]]
-) -> tuple[ChatMessage, ...]:
-    """Return messages with image parts in the place of pictures.
-
-    Args:
-        messages: with pictures or without; without any, they are returned as they are.
-        keep: puts the file of a picture where its digest will be looked up.
-    """
-    if not (pictures := files_in(messages)):
-        return tuple(messages)
-    for picture in pictures:
-        await keep(picture)
-
-    def bare(part: Part) -> Part:
-        return ImagePart(digest=part.digest) if isinstance(part, Picture) else part
-
-    return tuple(message.model_copy(update={"content": tuple(map(bare, message.content))}) for message in messages)

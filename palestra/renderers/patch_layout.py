@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from palestra.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MOST_RATIO = 200  # of the longer side of a picture to the shorter one, in transformers' processor
 
@@ -18,21 +22,19 @@ class PatchLayout:
         side: of the square that one embedding stands for, in pixels: patches that are merged, times their side.
         least: the fewest pixels that a picture has when it is cut into patches; smaller ones are enlarged.
         most: the most pixels; larger ones are made smaller.
+        resample: Pillow's number of the filter by which sizes are changed.
     """
 
     side: int
     least: int
     most: int
     image_token: str = "<|image_pad|>"
+    resample: int = 3
 
     @property
     def marker(self) -> str:
         """Return what a chat template writes for a picture; see `PictureLayout`."""
         return f"<|vision_start|>{self.image_token}<|vision_end|>"
-
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return (0, 0): pictures are not cut into tiles."""
-        return 0, 0
 
     def plane(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of a picture's embeddings; see `PictureLayout`.
@@ -66,3 +68,22 @@ class PatchLayout:
         """Return the control tokens of a picture; see `PictureLayout`."""
         rows, columns = self.plane(width, height)
         return f"<|vision_start|>{self.image_token * (rows * columns)}<|vision_end|>"
+
+    def cells(self, width: int, height: int) -> tuple[int, int]:
+        """Return rows and columns of the embeddings; see `PictureLayout`."""
+        return self.plane(width, height)
+
+    def seen_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of what the tower gets; see `PictureLayout`."""
+        rows, columns = self.plane(width, height)
+        return columns * self.side, rows * self.side
+
+    def seen(self, image: Image) -> Image:
+        """Return the pixels that the tower gets; see `PictureLayout`."""
+        return image.resize(self.seen_size(*image.size), self.resample)
+
+    def in_words(self, width: int, height: int) -> str:
+        """Return how the model gets a picture; see `PictureLayout`."""
+        (wide, high), (rows, columns) = self.seen_size(width, height), self.cells(width, height)
+        squares = f"{rows} × {columns} squares of {self.side} × {self.side}"
+        return f"as {wide} × {high} pixels, in {squares} with an embedding each"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from palestra.errors import ModelError
+from palestra.renderers.fixed_layout import fixed_layout
 from palestra.renderers.patch_layout import PatchLayout
 
 if TYPE_CHECKING:
@@ -35,10 +36,6 @@ class PictureLayout(Protocol):
         """Return what the chat template of the model writes for a picture of any size."""
         ...
 
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of the tiles into which a picture is cut; (0, 0): it is not cut."""
-        ...
-
     def plane(self, width: int, height: int) -> tuple[int, int] | None:
         """Return rows and columns of a picture's embeddings, where each has its position in the plane.
 
@@ -51,6 +48,43 @@ class PictureLayout(Protocol):
 
     def text(self, width: int, height: int) -> str:
         """Return the control tokens that stand for a picture of this size in pixels.
+
+        Raises:
+            InvalidRequest: the model takes no pictures of this size.
+        """
+        ...
+
+    # For those who look at what a model got.
+
+    def cells(self, width: int, height: int) -> tuple[int, int]:
+        """Return rows and columns of the equal parts of what the tower gets: tiles, or the squares of embeddings.
+
+        Raises:
+            InvalidRequest: the model takes no pictures of this size.
+        """
+        ...
+
+    def seen_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of what `seen` returns for a picture of this size, in pixels.
+
+        Raises:
+            InvalidRequest: the model takes no pictures of this size.
+        """
+        ...
+
+    def seen(self, image: Image) -> Image:
+        """Return the pixels that the tower gets of a picture, before they are normalised.
+
+        Args:
+            image: decoded and upright, in mode RGB.
+
+        Raises:
+            InvalidRequest: the model takes no pictures of this size.
+        """
+        ...
+
+    def in_words(self, width: int, height: int) -> str:
+        """Return how the model gets a picture of this size in pixels, for a sentence after "the model got it".
 
         Raises:
             InvalidRequest: the model takes no pictures of this size.
@@ -87,7 +121,7 @@ class TiledLayout:
         return
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of tiles; see `PictureLayout`."""
+        """Return rows and columns of the tiles into which a picture is cut; (0, 0): it is not cut."""
         if not self.splits:
             return 0, 0
         if self.longest is not None:
@@ -103,19 +137,33 @@ class TiledLayout:
             return 0, 0
         return height // tile, width // tile
 
+    def cells(self, width: int, height: int) -> tuple[int, int]:
+        """Return rows and columns of tiles, of which there is at least one; see `PictureLayout`."""
+        rows, columns = self.grid(width, height)
+        return max(rows, 1), max(columns, 1)
+
+    def seen_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of all tiles together; see `PictureLayout`."""
+        rows, columns = self.cells(width, height)
+        return columns * self.tile, rows * self.tile
+
     def seen(self, image: Image) -> Image:
-        """Return the pixels that the tower gets of a picture, before they are normalised: its tiles, side by side.
+        """Return the tiles that the tower gets, side by side; see `PictureLayout`.
 
         The whole picture in one tile, which the tower gets as well where there are several, is not part of it.
-
-        Args:
-            image: decoded and upright, in mode RGB.
         """
-        rows, columns = self.grid(*image.size)
+        seen = self.seen_size(*image.size)
         if self.longest is not None:
             size = _bounded(*_stretched(*image.size, self.longest), _LONGEST)
             image = image.resize(size, self.resample)
-        return image.resize((max(columns, 1) * self.tile, max(rows, 1) * self.tile), self.resample)
+        return image.resize(seen, self.resample)
+
+    def in_words(self, width: int, height: int) -> str:
+        """Return how the model gets a picture; see `PictureLayout`."""
+        rows, columns = self.grid(width, height)
+        if not rows:
+            return f"as one tile of {self.tile} × {self.tile} pixels"
+        return f"as {rows} × {columns} tiles of {self.tile} × {self.tile} pixels, and the whole in one"
 
     def text(self, width: int, height: int) -> str:
         """Return the control tokens of a picture; see `PictureLayout`."""
@@ -127,31 +175,6 @@ class TiledLayout:
         )
         newline = "\n" if rows else ""
         return f"{tiles}{newline}{around}<global-img>{images}{around}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FixedLayout:
-    """Llava 1.5: every picture has the same number of placeholders."""
-
-    tokens: int
-    image_token: str = "<image>"
-
-    @property
-    def marker(self) -> str:
-        """Return `<image>`; see `PictureLayout`."""
-        return self.image_token
-
-    def plane(self, width: int, height: int) -> None:
-        """Return None: positions are those of text."""
-        return
-
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return (0, 0): pictures are not cut."""
-        return 0, 0
-
-    def text(self, width: int, height: int) -> str:
-        """Return the placeholders of a picture; `width` and `height` are not needed."""
-        return self.image_token * self.tokens
 
 
 def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureLayout:
@@ -167,10 +190,7 @@ def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureL
     vision, processor = config["vision_config"], _read(files, "processor_config.json")
     images = _read(files, "preprocessor_config.json") or processor.get("image_processor") or {}
     if config["model_type"] == "llava":
-        size = images.get("crop_size", 224)
-        side = size["height"] if isinstance(size, Mapping) else size
-        whole = config.get("vision_feature_select_strategy", "default") == "full"  # with the token of the class
-        return FixedLayout(tokens=(side // vision.get("patch_size", 14)) ** 2 + whole)
+        return fixed_layout(images, vision, config.get("vision_feature_select_strategy", "default") == "full")
     if config["model_type"] in QWEN:
         return _patches(images)
     patches = vision.get("image_size", 224) // vision.get("patch_size", 32)
@@ -198,7 +218,8 @@ def _patches(images: Mapping[str, Any]) -> PatchLayout:
             ("max_pixels", "longest_edge", 28 * 28 * 1280),
         )
     )
-    return PatchLayout(side=images.get("patch_size", 14) * images.get("merge_size", 2), least=least, most=most)
+    side = images.get("patch_size", 14) * images.get("merge_size", 2)
+    return PatchLayout(side=side, least=least, most=most, resample=images.get("resample", 3))
 
 
 def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

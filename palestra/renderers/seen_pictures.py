@@ -1,20 +1,22 @@
-"""What a model got of a picture, for those who look at a run: a run notes the layout of each policy's pictures.
-
-Noted are layouts with tiles. How much Llava's processor leaves out at the edges of a picture is not known here.
-"""
+"""What a model got of a picture, for those who look at a run: a run notes the layout of each policy's pictures."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from palestra.renderers.fixed_layout import FixedLayout
+from palestra.renderers.patch_layout import PatchLayout
 from palestra.renderers.picture_layout import PictureLayout, TiledLayout
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_TILED = "tiled"
+_KINDS: Mapping[str, Any] = {_TILED: TiledLayout, "fixed": FixedLayout, "patches": PatchLayout}
 _GAP = 2  # pixels between two tiles
 _COLOUR = (255, 0, 255)  # of the gaps: seldom the colour of a picture
 
@@ -25,37 +27,37 @@ def layout_fact(policy: str) -> str:
 
 
 def write_layout(layout: PictureLayout | None) -> str | None:
-    """Return a layout as the value of a fact; None: it has no tiles, or there is no layout."""
-    return orjson.dumps(asdict(layout)).decode() if isinstance(layout, TiledLayout) else None
+    """Return a layout as the value of a fact; None: there is no layout, or it is of a kind that can't be read back."""
+    for kind, made in _KINDS.items():
+        if isinstance(layout, made):
+            return orjson.dumps({"kind": kind, **asdict(layout)}).decode()
+    return None
 
 
-def read_layout(value: str) -> TiledLayout:
+def read_layout(value: str) -> PictureLayout:
     """Return the layout of a fact's value."""
-    return TiledLayout(**orjson.loads(value))
+    fields = orjson.loads(value)
+    made = _KINDS[fields.pop("kind", _TILED)]  # runs of before noted tiles alone, without their kind
+    if isinstance(fields.get("stretched"), list):
+        fields["stretched"] = tuple(fields["stretched"])
+    return made(**fields)  # type: ignore[no-any-return]
 
 
-def apart(seen: Image, tile: int) -> Image:
-    """Return a picture of tiles with gaps between them; every pixel of every tile is there.
+def apart(seen: Image, cells: tuple[int, int]) -> Image:
+    """Return a picture with gaps between its parts; every pixel of every part is there.
 
     Args:
-        seen: of `TiledLayout.seen`.
-        tile: side of a tile in pixels.
+        seen: of `PictureLayout.seen`.
+        cells: rows and columns of its parts, all of one size; of `PictureLayout.cells`.
     """
     from PIL import Image
 
-    columns, rows = seen.width // tile, seen.height // tile
+    rows, columns = cells
+    wide, high = seen.width // columns, seen.height // rows
     found = Image.new("RGB", (seen.width + (columns - 1) * _GAP, seen.height + (rows - 1) * _GAP), _COLOUR)
     for row in range(rows):
         for column in range(columns):
-            corner = column * tile, row * tile
-            part = seen.crop((*corner, corner[0] + tile, corner[1] + tile))
-            found.paste(part, (column * (tile + _GAP), row * (tile + _GAP)))
+            left, top = column * wide, row * high
+            part = seen.crop((left, top, left + wide, top + high))
+            found.paste(part, (column * (wide + _GAP), row * (high + _GAP)))
     return found
-
-
-def in_words(layout: TiledLayout, width: int, height: int) -> str:
-    """Return how a model gets a picture of this size in pixels."""
-    rows, columns = layout.grid(width, height)
-    if not rows:
-        return f"as one tile of {layout.tile} × {layout.tile} pixels"
-    return f"as {rows} × {columns} tiles of {layout.tile} × {layout.tile} pixels, and the whole in one"

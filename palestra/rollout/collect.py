@@ -18,7 +18,7 @@ from palestra.errors import (
     NotScored,
     RolloutFailed,
 )
-from palestra.pictures.parts import files_in, without_files
+from palestra.rollout.episode_pictures import EpisodePictures
 from palestra.rollout.failures import classify_errors, said
 from palestra.rollout.played import PlayedEpisode, ShownSeats
 from palestra.rollout.result import EpisodeResult, Step, Termination
@@ -51,6 +51,7 @@ class TrajectoryCollectEngine:
         """
         self._environment, self._agents = environment, agents
         self._episode, self.roles = episode, episode.roles
+        self._pictures = EpisodePictures(episode.keep_picture)
         self._temperature, self._seats = temperature, seats
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
@@ -127,9 +128,8 @@ class TrajectoryCollectEngine:
     async def _observed(self) -> Observation:
         """Return the next observation, after putting its pictures into the run's folder."""
         observation = await self._environment.observe()
-        if not files_in(observation.content):
-            return observation
-        return replace(observation, content=await without_files(observation.content, self._episode.keep_picture))
+        content = await self._pictures.without_files(observation.content)
+        return observation if content is observation.content else replace(observation, content=content)
 
     def _check_moves(self, agent: str, moves: Sequence[str]) -> None:
         """Refuse an agent whose replies are held to legal moves that its policy's vocabulary can't express.
@@ -311,9 +311,9 @@ class TrajectoryCollectEngine:
 
     async def call(self, request: GenerationRequest) -> Chat:
         """Make one model call of the episode and return its record."""
-        if files_in(request.messages):  # of tools of the agent's own
-            kept = await without_files(request.messages, self._episode.keep_picture)
-            request = replace(request, messages=kept)
+        messages = await self._pictures.without_files(request.messages)  # with those of tools of the agent's own
+        if messages is not request.messages:
+            request = replace(request, messages=messages)
         return await self._episode.call(request)
 
 

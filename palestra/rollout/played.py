@@ -56,7 +56,8 @@ class PlayedEpisode(Protocol):
         """Put the file of a picture into the run's folder, so that messages may name it.
 
         Raises:
-            PalestraError: the file is no picture that the job takes, or could not be kept.
+            InvalidRequest: the file is no picture that the job takes.
+            PalestraError: it could not be kept.
         """
         ...
 

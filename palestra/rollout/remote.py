@@ -15,6 +15,7 @@ from palestra.client.player import EpisodePlayer
 from palestra.config import Roles
 from palestra.config.algorithm_base import weighted_sum
 from palestra.errors import NotScored, RolloutFailed
+from palestra.pictures.limits import too_many_bytes
 from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
@@ -116,6 +117,10 @@ class _ServedEpisode:
         """Count nothing: the server counts the calls that it answers."""
 
     async def keep_picture(self, picture: Picture) -> None:
+        # The server would answer with a body over its limit, which does not say that the picture is at fault.
+        most = self._facts.max_picture_bytes
+        if most is not None and len(picture.data) > most:
+            raise too_many_bytes(picture.data, most)
         await self._client.upload_picture(picture.data, picture.digest, self._episode)
 
     async def call(self, request: GenerationRequest) -> Chat:

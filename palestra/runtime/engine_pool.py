@@ -54,7 +54,7 @@ async def pooled_parts(
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
     if isinstance(settings, VllmEngineConfig | SglangEngineConfig):
-        return await _served_parts(config, settings, weights, places)
+        return await _served_parts(config, settings, weights, pictures, places)
     assert isinstance(settings, EmbeddedEngineConfig)
     # A worker that has room of its own looks itself how many cores and how much memory that is.
     shared = settings if places.engine else await in_thread(lambda: _share(settings))
@@ -72,6 +72,7 @@ async def _served_parts(
     config: JobConfig,
     settings: VllmEngineConfig | SglangEngineConfig,
     weights: Mapping[str, str],
+    pictures: StoredPictures | None,
     places: JobPlaces,
 ) -> Parts:
     """Build a job whose workers are servers of another project, beside a trainer in this process."""
@@ -79,13 +80,15 @@ async def _served_parts(
     from palestra.runtime.served_models import read_served_models, served_runtimes
     from palestra.runtime.served_pool import ServerWorkers
 
-    models = await in_thread(lambda: read_served_models(config, weights))
+    models = await in_thread(lambda: read_served_models(config, weights, pictures))
     workers = ServerWorkers(config, settings, models)
     engine = await _opened(config, settings, workers.start, _keep_in(settings, places.folder), workers.most)
     try:
         runtimes = await in_thread(lambda: served_runtimes(config, models, engine))
         return await in_thread(
-            lambda: parts_with_trainer(config, engine, runtimes, LoadedModels(), weights, None, places)
+            lambda: parts_with_trainer(
+                config, engine, runtimes, LoadedModels(pictures=pictures), weights, pictures, places
+            )
         )
     except BaseException:
         await engine.close()

@@ -180,6 +180,7 @@ def _served(settings: VllmEngineConfig | SglangEngineConfig, place: _Place) -> S
             stop_ids,
             seeded=settings.seeds,
             rank=None if adapter is None else adapter.rank,
+            pictures=model.pictures,
         )
         if isinstance(settings, VllmEngineConfig)
         else SglangApi(connection, model.bounds, stop_ids, model.files.folder)
@@ -225,6 +226,6 @@ def _check_memory(settings: VllmEngineConfig, models: Sequence[ServedModel]) -> 
     free = available_bytes()
     if needed > free:
         raise ConfigError(
-            f"vLLM needs about {needed / GIB:.1f} GiB of memory for {len(models)} model(s), and {free / GIB:.1f} GiB "
+            f"vLLM needs about {needed / GIB:.1f} GiB of memory for {len(models)} server(s), and {free / GIB:.1f} GiB "
             f"are free: {(needed - free) / GIB:.1f} GiB are missing; lower engine.cache_gib, or choose a smaller model"
         )

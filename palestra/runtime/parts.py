@@ -64,7 +64,7 @@ def build_parts(
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
     if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
-        return _external(config, config.engine, weights or {}, places)
+        return _external(config, config.engine, weights or {}, pictures, places)
     return _embedded(config, config.engine, weights or {}, pictures, places)
 
 
@@ -119,18 +119,21 @@ def _embedded(
 
 
 def _external(
-    config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, weights: Mapping[str, str], places: JobPlaces
+    config: JobConfig,
+    settings: VllmEngineConfig | SglangEngineConfig,
+    weights: Mapping[str, str],
+    pictures: StoredPictures | None,
+    places: JobPlaces,
 ) -> Parts:
     """Build a job whose engine is a server of another project, beside a trainer in this process."""
     from palestra.models.loading import LoadedModels
     from palestra.runtime.engine_servers import EngineServers
     from palestra.runtime.served_models import read_served_models, served_runtimes
 
-    models = read_served_models(config, weights)
+    models = read_served_models(config, weights, pictures)
     engine = EngineServers(config, settings, models).engine()
-    return parts_with_trainer(
-        config, engine, served_runtimes(config, models, engine), LoadedModels(), weights, None, places
-    )
+    runtimes = served_runtimes(config, models, engine)
+    return parts_with_trainer(config, engine, runtimes, LoadedModels(pictures=pictures), weights, pictures, places)
 
 
 def load_engine(

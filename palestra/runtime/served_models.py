@@ -11,10 +11,13 @@ from palestra.config import DEFAULT_CONTEXT, AdapterConfig, JobConfig
 from palestra.engine.base import Engine
 from palestra.engine.external.model_files import ModelFiles, read_model_files
 from palestra.engine.external.reply import Bounds
+from palestra.engine.vllm.pictures import VllmPictures
 from palestra.errors import ConfigError, ModelError
 from palestra.models.adapter_files import adapter_folder, saved_adapter
 from palestra.models.catalog import exact_model, model_folder
-from palestra.renderers import Renderer, select_renderer
+from palestra.models.vision.processor import PictureProcessor
+from palestra.pictures.stored import StoredPictures
+from palestra.renderers import PictureTokens, Renderer, select_renderer
 from palestra.session import PolicyRuntime
 
 
@@ -28,6 +31,7 @@ class ServedModel:
         tokenizer: of the model.
         renderer: of the tokenizer.
         bounds: what replies have to keep.
+        pictures: prepares those of prompts for the server; None: the model reads text only.
         adapter: rank and scale of the adapters that the server gets; None: it gets whole weights.
         first_adapter: folder of the adapter with which the policy begins; None: it begins with the model itself.
     """
@@ -37,26 +41,30 @@ class ServedModel:
     tokenizer: Any
     renderer: Renderer
     bounds: Bounds
+    pictures: VllmPictures | None
     adapter: AdapterConfig | None
     first_adapter: Path | None
 
 
-def read_served_models(config: JobConfig, weights: Mapping[str, str]) -> list[ServedModel]:
+def read_served_models(
+    config: JobConfig, weights: Mapping[str, str], pictures: StoredPictures | None = None
+) -> list[ServedModel]:
     """Read the files of all policies' models, except for their weights.
 
     Args:
         config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        pictures: where those of prompts are found; None: there are none.
 
     Raises:
         ModelError: files are missing, the tokenizer does not fit the model, or the trainer can't have it.
         ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, or a
-            model sees.
+            model sees, and its engine or its adapter does not.
     """
-    return [_read(config, name, weights.get(name, policy.model)) for name, policy in config.policies.items()]
+    return [_read(config, name, weights.get(name, policy.model), pictures) for name, policy in config.policies.items()]
 
 
-def _read(config: JobConfig, name: str, model: str) -> ServedModel:
+def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | None) -> ServedModel:
     from palestra.models.causal_lm import check_architecture, load_tokenizer
 
     policy, saved = config.policies[name], saved_adapter(model)
@@ -69,11 +77,13 @@ def _read(config: JobConfig, name: str, model: str) -> ServedModel:
     base = model if saved is None else saved.base
     found = model_folder(base)
     files = read_model_files(found if isinstance(found, Path) else exact_model(base))
-    if files.sees:
+    if files.sees and config.engine.kind == "sglang":
         raise ConfigError(
-            f"{model} sees pictures, and engine.kind = {config.engine.kind!r} is for models that read text only; take "
-            "engine.kind = 'embedded'"
+            f"{model} sees pictures, and engine.kind = 'sglang' is for models that read text only; take "
+            "engine.kind = 'vllm' or 'embedded'"
         )
+    if files.sees and (policy.adapter is not None or saved is not None):
+        raise ConfigError(f"{model} sees, and adapters of models that see are not supported; leave `adapter` out")
     if policy.max_context > files.max_positions and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {files.max_positions} positions")
     tokenizer = load_tokenizer(model)
@@ -81,7 +91,15 @@ def _read(config: JobConfig, name: str, model: str) -> ServedModel:
         raise ModelError(f"the tokenizer of {model} has {len(tokenizer)} tokens, and its weights {files.vocab_size}")
     if is_trained:
         check_architecture(files.folder)  # before a server that may well have it takes minutes to load it
-    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
+    seen = None
+    if files.sees and pictures is not None:
+        processor = PictureProcessor(files.folder)
+        seen = VllmPictures(processor, pictures, trained=is_trained and policy.vision == "trained")
+    renderer = select_renderer(
+        tokenizer,
+        keep_reasoning=config.rollout.dropped_reasoning == "keep",
+        pictures=None if seen is None else PictureTokens(tokenizer, seen.processor.layout, seen.pictures),
+    )
     return ServedModel(
         name=name,
         files=files,
@@ -92,6 +110,7 @@ def _read(config: JobConfig, name: str, model: str) -> ServedModel:
             stop_ids=frozenset(renderer.stop_ids),
             max_context=min(policy.max_context, files.max_positions),
         ),
+        pictures=seen,
         adapter=policy.adapter if saved is None else saved.config,
         first_adapter=adapter_folder(model),
     )

@@ -245,6 +245,7 @@ def _facts(plane: DataPlane) -> RolloutFacts:
         settings=chosen.settings,
         system=chosen.system,
         timeout_seconds=chosen.timeout_seconds,
+        max_picture_bytes=config.pictures.max_bytes,
     )
 
 

@@ -124,8 +124,11 @@ class LeaseBook:
         if lease is not None and lease.fence == fence:
             del self._leases[episode_id]
 
-    def charge_picture(self, episode_id: str, fence: int, most: int, size: int) -> None:
-        """Count a picture that is added to those of the run under a lease. Called by one thread at a time.
+    @contextmanager
+    def charge_picture(self, episode_id: str, fence: int, most: int, size: int) -> Iterator[None]:
+        """Count a picture that the block adds to those of the run under a lease, unless the block raises.
+
+        Entered by one thread at a time.
 
         Args:
             episode_id: of the claimed episode.
@@ -148,6 +151,11 @@ class LeaseBook:
                 f"has {size:,} more; raise pictures.max_bytes_in_episode"
             )
         lease.picture_bytes += size
+        try:
+            yield
+        except BaseException:
+            lease.picture_bytes -= size
+            raise
 
     def expired(self) -> list[tuple[str, int]]:
         """Return (episode id, fence) of every lease that has expired."""

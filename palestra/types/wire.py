@@ -241,6 +241,7 @@ class RolloutFacts(Body):
     settings: dict[str, bool | int | float | str] = Field(default_factory=dict, description="Of this environment.")
     system: str | None = Field(None, description="System message for environments with one agent; null: their own.")
     timeout_seconds: float | None = Field(None, description="Limit for one attempt at an episode; null: none.")
+    max_picture_bytes: int | None = Field(None, description="Limit for the file of a picture; null: it is not known.")
 
 
 class AbortEpisode(Body):

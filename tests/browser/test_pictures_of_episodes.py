@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from browser.test_page import visit
 from PIL import Image
-from unit.vision.seeing import processor
+from unit.vision.seeing import image_processor, processor
+
+from palestra.config import TINY_QWEN_VL, TINY_VISION
 
 pytestmark = pytest.mark.browser
 
@@ -41,7 +43,7 @@ def square(red, green, blue, side):
 config = palestra.JobConfig(
     name="seeing",
     run_dir={folder!r},
-    model="tiny-random-vision",
+    model={model!r},
     steps=1,
     engine={{"threads": 1}},
     trainer={{"threads": 1}},
@@ -63,8 +65,12 @@ SHOWN = """message => [...message.querySelectorAll(':scope > pre, :scope > figur
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory) -> Path:
     """A run whose environment shows pictures."""
-    folder = tmp_path_factory.mktemp("seeing") / "seeing"
-    subprocess.run([sys.executable, "-c", SEEING.format(folder=str(folder))], capture_output=True, check=True)
+    return made(tmp_path_factory.mktemp("seeing") / "seeing", TINY_VISION)
+
+
+def made(folder: Path, model: str) -> Path:
+    script = SEEING.format(folder=str(folder), model=model)
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     return folder
 
 
@@ -83,17 +89,17 @@ def test_pictures_are_drawn_between_the_texts_beside_which_they_were_sent(seeing
 
 
 def test_a_picture_whose_file_is_gone_is_named_and_the_rest_is_shown(seeing, dashboard, open_page):
-    (red,) = (path for path in (seeing / "pictures").glob("??/*") if png_width(path) == 30)
-    kept = red.read_bytes()
-    red.unlink()
+    (gone,) = (path for path in (seeing / "pictures").glob("??/*") if png_width(path) == 30)
+    kept = gone.read_bytes()
+    gone.unlink()
     try:
         link, _ = dashboard(seeing)
         page = open_page(link, height=2000)
         visit(page, "#/run/seeing/episode/train-000000-00")
-        page.wait_for_selector(f"figcaption:has-text('{red.name[:12]}…: ')")
+        page.wait_for_selector(f"figcaption:has-text('{gone.name[:12]}…: ')")
         page.wait_for_function("() => document.querySelectorAll('img.picture').length === 2")
     finally:
-        red.write_bytes(kept)
+        gone.write_bytes(kept)
 
 
 def png_width(path: Path) -> int:
@@ -115,7 +121,40 @@ SEEN = """place => {
 
 
 def test_the_pixels_that_the_model_got_are_shown_with_the_grid_of_its_tiles(seeing, dashboard, open_page):
-    link, _ = dashboard(seeing)
+    cells, words, seen = first_seen(seeing, dashboard, open_page)
+    assert (cells, words) == ([2, 2], "as 2 × 2 tiles of 32 × 32 pixels, and the whole in one")
+    (tiles,) = processor().image_processor(images=[[red(seeing)]], return_tensors="np")["pixel_values"]
+    got = np.rint((tiles * 0.5 + 0.5) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
+    assert seen.shape == (64, 64, 3)
+    for number, tile in enumerate(got[:-1]):  # the last is the whole
+        top, left = 32 * (number // 2), 32 * (number % 2)
+        assert np.array_equal(seen[top : top + 32, left : left + 32], tile)
+
+
+def test_the_pixels_that_a_model_without_tiles_got_are_shown_with_the_grid_of_its_embeddings(
+    tmp_path, dashboard, open_page
+):
+    run = made(tmp_path / "seeing", TINY_QWEN_VL)
+    (rows, columns), words, seen = first_seen(run, dashboard, open_page)
+    theirs = image_processor(TINY_QWEN_VL)
+    found = theirs(images=red(run), return_tensors="np")
+    patch, merged = theirs.patch_size, theirs.merge_size
+    side = patch * merged
+    assert found["image_grid_thw"][0].tolist() == [1, merged * rows, merged * columns]
+    assert words == (
+        f"as {columns * side} × {rows * side} pixels, in {rows} × {columns} squares of {side} × {side} with an "
+        "embedding each"
+    )
+    # The first patch of the tower is the corner of the first square, [channels, frames, patch, patch].
+    pixels = found["pixel_values"][0].reshape(3, -1, patch, patch)[:, 0].transpose(1, 2, 0)
+    wanted = np.rint((pixels * np.array(theirs.image_std) + np.array(theirs.image_mean)) * 255).astype(np.uint8)
+    assert seen.shape == (rows * side, columns * side, 3)
+    assert np.array_equal(seen[:patch, :patch], wanted)
+
+
+def first_seen(run: Path, dashboard, open_page) -> tuple[list[int], str, np.ndarray]:
+    """Return the grid of the first picture as the page shows what the model got of it, the words, and its pixels."""
+    link, _ = dashboard(run)
     page = open_page(link, height=2000)
     visit(page, "#/run/seeing/episode/train-000000-00")
     page.wait_for_function("() => document.querySelectorAll('details.seen').length === 3")
@@ -125,13 +164,12 @@ def test_the_pixels_that_the_model_got_are_shown_with_the_grid_of_its_tiles(seei
         "() => { const one = document.querySelector('div.cutpicture img'); return one && one.naturalWidth > 0 }"
     )
     rows, columns, width, height, pixels = first.locator("div.cutpicture").evaluate(SEEN)
-    assert (rows, columns, width, height) == (2, 2, 64, 64)
-    assert first.locator("p").text_content() == "as 2 × 2 tiles of 32 × 32 pixels, and the whole in one"
-    (red,) = (path for path in (seeing / "pictures").glob("??/*") if png_width(path) == 30)
-    with Image.open(red) as image:
-        (tiles,) = processor().image_processor(images=[[image.convert("RGB")]], return_tensors="np")["pixel_values"]
-    got = np.rint((tiles * 0.5 + 0.5) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    seen = np.array(pixels, np.uint8).reshape(64, 64, 3)
-    for number, tile in enumerate(got[:-1]):  # the last is the whole
-        top, left = 32 * (number // 2), 32 * (number % 2)
-        assert np.array_equal(seen[top : top + 32, left : left + 32], tile)
+    seen = np.array(pixels, np.uint8).reshape(height, width, 3)
+    return [rows, columns], first.locator("p").text_content(), seen
+
+
+def red(run: Path) -> Image.Image:
+    """Return the first picture of the episode."""
+    (path,) = (path for path in (run / "pictures").glob("??/*") if png_width(path) == 30)
+    with Image.open(path) as image:
+        return image.convert("RGB")

@@ -26,7 +26,7 @@ IN_ONE_PROCESS = (
     "subagents",
 )
 OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
-OTHERS += ("terminal",)
+OTHERS += ("click_by_sight", "terminal")
 
 
 def test_every_recipe_is_run():
@@ -80,6 +80,12 @@ def test_a_shape_can_be_found_in_four_looks_and_without_seeing_once_in_four():
     assert set(found) == {(1.0, True, False)}
     assert set(looks) == {1, 2, 3, 4}
     assert 0.15 < guessed / 200 < 0.35
+    named = canvas(named=True)
+    wanted = [named.reset({"seed": seed})[0][1] for seed in range(200)]
+    assert all(35 < wanted.count(shape) < 65 for shape in recipe["SHAPES"])
+    for _ in range(named.shapes.index(wanted[-1])):
+        named.step("n")
+    assert named.step("c")[1] == 1.0
     seen.reset({"seed": 0})
     assert [seen.step("n")[2] for _ in range(4)] == [False, False, False, True]
     inked = {shape: int((drawn(shape, 16, 16, 6) > 0).sum()) for shape in recipe["SHAPES"]}
@@ -123,6 +129,15 @@ def test_web_pages_are_trained_on(tmp_path):
     done = run("miniwob", tmp_path, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
+
+
+@pytest.mark.browser
+def test_web_pages_are_trained_on_by_their_pixels(tmp_path):
+    require("chromium", packages=("miniwob",))
+    done = run("click_by_sight", tmp_path, "--steps", "1", "--model", "tiny-random-vision")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+    assert len(list(tmp_path.glob("runs/click-by-sight/pictures/??/*"))) == 8 + 64  # one of each problem
 
 
 @pytest.mark.slow

@@ -24,10 +24,8 @@ JOB_ID = "job-1f3a5c7e9b2d4f60"  # that of a snippet
 
 
 def named(rule: str) -> pytest.MarkDecorator:
-    """Return the blocks of a rule as parameters; the first of each rule, the README's if it has one, is quick."""
-    first, *others = (pytest.param(block, id=block.name) for block in with_rule(rule))
-    slow = [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in others]
-    return pytest.mark.parametrize("block", [first, *slow])
+    """Return the blocks of a rule as parameters."""
+    return pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in with_rule(rule)])
 
 
 def executed(text: str, folder: Path, *options: str, **variables: str) -> str:
@@ -54,6 +52,7 @@ def test_a_script(block, tmp_path):
     executed(block.text, tmp_path)
 
 
+@pytest.mark.slow
 @named(BY_MARK["in small"])
 def test_a_script_that_trains(block, tmp_path):
     said = executed(block.text, tmp_path, "-m", "documents.small")

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from palestra.config import JobConfig
 from palestra.models.catalog import quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
+from palestra.pictures.stored import StoredPictures
 from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.parts import build_parts
 from palestra.threads import in_thread
@@ -68,11 +69,15 @@ def job_of(model: Path | str, run: Path, policy=None, **engine) -> JobConfig:
 
 
 @asynccontextmanager
-async def started(model: Path, run: Path, policy=None, **engine):
+async def started(model: Path, run: Path, policy=None, pictures: StoredPictures | None = None, **engine):
     """The engine of a job, whose servers are ready."""
     config = job_of(model, run, policy, **engine)
     several = config.engine.workers > 1
-    parts = await (pooled_parts(config, config.engine, {}) if several else in_thread(lambda: build_parts(config)))
+    parts = await (
+        pooled_parts(config, config.engine, {}, pictures)
+        if several
+        else in_thread(lambda: build_parts(config, {}, pictures))
+    )
     try:
         yield parts.engine
     finally:

@@ -336,6 +336,7 @@ class SlowTokenizer:
         return getattr(self._tokenizer, name)
 
 
+@pytest.mark.slow
 async def test_subagents_at_once_are_conversations_of_their_own_and_no_drift(tmp_path):
     chats, shown = await played(tmp_path, planner, counter)
     assert len(chats) == 14

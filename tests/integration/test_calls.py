@@ -141,6 +141,7 @@ async def test_the_end_of_an_episode_cancels_its_calls_in_flight(job, plane, epi
     assert recorded(job, episode) == []
 
 
+@pytest.mark.slow
 async def test_what_the_job_fixes_is_said_in_a_header_and_an_adhoc_call_chooses_for_itself(job, plane, episode):
     async with client_of(episode) as ai:
         raw = await ai.chat.completions.with_raw_response.create(

@@ -150,6 +150,7 @@ def test_a_start_that_fails_is_named_with_its_key(job_file, capsys):
     assert finding["key"] == "algorithm.name"
 
 
+@pytest.mark.slow
 def test_a_job_that_needs_more_memory_than_is_free(job_file, capsys, monkeypatch):
     from palestra.runtime import checking
 

@@ -368,6 +368,7 @@ def test_a_port_that_another_server_has_taken_but_does_not_listen_on_yet(tmp_pat
         other.wait_until_it_listens()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_there_without_resume_and_resume_without_a_run(tmp_path):
     with Job(tmp_path, SCRIPTED) as job:
         refused(palestra("run", job.config_file, "--resume"), str(job.run_dir), "leave --resume out")

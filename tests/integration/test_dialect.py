@@ -129,6 +129,7 @@ async def test_the_openai_clients_own_accumulation_agrees(tmp_path):
     assert (message.content, final.choices[0].finish_reason) == ("Let me see.", "tool_calls")
 
 
+@pytest.mark.slow
 async def test_the_first_chunk_leaves_before_the_reply_is_complete_and_the_last_after_its_commit(tmp_path):
     async with speaking(tmp_path, piece_delay_seconds=0.02) as (job, engine, ai, episode_id):
         stream = await ai.chat.completions.create(**asks("text"), stream=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,17 @@ import pytest
 from env_servers import EnvServer
 from seeing import SeeingRenderer
 
+from palestra.agents import Agent
 from palestra.client import AsyncClient, Worker
 from palestra.config import parse_config
-from palestra.envs import Environment
+from palestra.envs import Environment, ToolEnvironment
 from palestra.pictures.decoding import decode
+from palestra.pictures.parts import Picture
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job
+from palestra.tools import McpServer, tool
+from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 
 JOB: dict[str, Any] = {
     "engine": {"kind": "fake", "reply_tokens": 3},
@@ -29,6 +35,7 @@ JOB: dict[str, Any] = {
     "rollout": {"group_size": 3, "groups_per_step": 2},
     "evaluation": {"every_steps": 0},
 }
+SLOW = pytest.mark.slow
 COLOURS = [(200, 30, 30), (30, 200, 30)]
 
 
@@ -126,3 +133,83 @@ async def test_an_environment_whose_picture_is_none_fails_the_attempt(tmp_path, 
         await asyncio.gather(work, return_exceptions=True)
     assert any("no type that is taken" in reason for reason in reasons), reasons
     assert hashlib.sha256(b"<svg/>").hexdigest() not in list(job.plane.store.pictures)
+
+
+class Spoils(ToolEnvironment):
+    """Offers the tool `spoil` of a server of MCP, which returns a picture and one whose pixels are damaged."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "unit/tools/mcp_server.py")]
+        tools = [McpServer(command, tools=["spoil"], pictures=True)]
+        super().__init__(tools, lambda task, answer: 1.0, prompt=lambda task: "Look.")
+
+
+def spoil() -> Any:
+    """Return a picture of many bytes."""
+    return np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)
+
+
+class Floods(ToolEnvironment):
+    """Offers a tool that returns a picture of more bytes than the job takes."""
+
+    def __init__(self) -> None:
+        super().__init__([tool(spoil)], lambda task, answer: 1.0, prompt=lambda task: "Look.")
+
+
+class LooksTwice(Agent):
+    """Calls the tool in its first two turns, and then answers."""
+
+    async def step(self, observation: Any, policy: Any) -> Any:
+        chat = await policy.chat((*policy.history, *observation.content))
+        if len(policy.history) >= 4:
+            return [chat], text_message("assistant", "seen")
+        asked = ToolCall(id=f"look-{len(policy.history)}", function=FunctionCall(name="spoil", arguments="{}"))
+        return [chat], ChatMessage(role="assistant", tool_calls=(asked,))
+
+
+async def told(folder: Path, environment: type[ToolEnvironment], where: str) -> tuple[list[Any], list[str]]:
+    """Play two episodes of two looks; return what the tool is said to have returned each time, and the pictures."""
+    job = JOB | {"rollout": {"group_size": 2, "groups_per_step": 1, "max_attempts": 1}, "pictures": {"max_bytes": 4096}}
+    with EnvServer(environment) if where == "remote" else nullcontext() as server:
+        played = server.remote() if server is not None else environment
+        spec = RolloutSpec(environment=played, agents={"agent": LooksTwice()})
+        outside = where == "outside"
+        config = parse_config({"run_dir": str(folder), **job})
+        async with local_job(config, lambda *_: None, None if outside else spec) as running:
+            work = asyncio.create_task(running.run())
+            async with AsyncClient(running.url, running.api_key, worker_id="outside") as client:
+                await client.push_tasks([{"id": "a"}])
+                if outside:
+                    await Worker(client, EnvironmentPlayer(client, spec, await client.facts()), 1).run()
+                await asyncio.wait_for(work, 30)
+            store = running.plane.store
+            trajectories = await store.calls.trajectories(_names(store))
+            pictures = list(store.pictures)
+    assert [len(one.chats) for one in trajectories] == [3, 3]
+    first, other = ([m for m in one.chats[-1].messages if m.role == "tool"] for one in trajectories)
+    assert first == other
+    return [message.content for message in first], pictures
+
+
+WHERE = ["inside", *(pytest.param(one, marks=SLOW) for one in ("outside", "remote"))]
+
+
+@pytest.mark.parametrize("where", WHERE)
+async def test_a_damaged_picture_of_a_tool_is_told_to_the_model_and_the_episode_goes_on(tmp_path, seeing, where):
+    results, (picture,) = await told(tmp_path, Spoils, where)
+    words = (
+        "Error: picture 2 of the 2 that spoil returned could not be read: the file (image/png) is damaged: broken data "
+        "stream when reading image file"
+    )
+    assert results == [(ImagePart(digest=picture), TextPart(text=words))] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["inside", "outside"])
+async def test_a_picture_of_a_tool_that_is_too_large_is_told_wherever_it_is_played(tmp_path, seeing, where):
+    results, pictures = await told(tmp_path, Floods, where)
+    size = len(Picture.of(spoil()).data)
+    words = (
+        f"Error: the picture that spoil returned could not be read: it has {size:,} bytes, and a picture may have 4,096"
+    )
+    assert (results, pictures) == ([(TextPart(text=words),)] * 2, [])

@@ -243,6 +243,16 @@ async def test_an_episode_fills_no_more_of_the_run_than_it_may(tmp_path):
         assert (await user.chat(shown(url_of(OTHER)))).status_code == 200
 
 
+@pytest.mark.slow
+async def test_a_picture_that_the_disk_does_not_take_costs_its_episode_nothing(tmp_path):
+    async with speaking(tmp_path, pictures={"max_bytes_in_episode": len(PNG)}) as user:
+        in_the_way = user.job.plane.store.pictures.path(DIGEST)
+        in_the_way.mkdir(parents=True)  # a folder where the file has to be
+        assert (await user.upload(PNG)).status_code == 500
+        in_the_way.rmdir()
+        assert (await user.upload(PNG)).status_code == 200
+
+
 BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "unknown digest": (shown(f"sha256:{'0' * 64}"), 422, ("there is no picture", "upload")),
     "no digest": (shown("sha256:../../secret"), 422, ("64 hexadecimal digits",)),

@@ -391,6 +391,7 @@ async def test_a_game_that_can_not_go_on_is_given_back_and_both_claim_again(tmp_
         await asyncio.wait_for(asyncio.gather(*players), 30)
 
 
+@pytest.mark.slow
 async def test_a_game_to_which_only_one_comes_does_not_count_as_an_attempt(tmp_path):
     async with running(tmp_path / "run", seats={"roles": ["white", "black"], "wait_seconds": 0.3}) as job:
         async with AsyncClient(job.url, job.api_key, worker_id="alone") as client:

@@ -49,6 +49,7 @@ def test_trains_saves_and_reports(tmp_path):
     assert (tmp_path / "run" / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_tasks_that_can_be_read_only_once_are_not_lost_to_the_check(tmp_path):
     settings = config(tmp_path / "run", steps=1, engine={"kind": "fake"})
     tasks, held = (task for task in TASKS), (task for task in TASKS[:2])

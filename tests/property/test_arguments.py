@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,7 @@ def meaning(text: str) -> object:
     return freeze(json.loads(text, parse_int=Decimal, parse_float=Decimal))
 
 
+@pytest.mark.slow
 @given(values, values)
 def test_two_texts_have_one_key_where_they_have_one_meaning(one, other):
     assert (arguments_key(one) == arguments_key(other)) == (meaning(one) == meaning(other))

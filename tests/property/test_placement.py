@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
+import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +122,7 @@ def test_all_jobs_that_can_fit_run_and_nothing_is_given_twice_or_leaked(story):
     assert all(ended <= 200 + len(queue) * (LONGEST + STARTING) for ended in cluster.ended.values())
 
 
+@pytest.mark.slow
 @given(stories(), st.randoms(use_true_random=False), st.integers(0, 150))
 def test_a_decision_does_not_depend_on_the_order_of_its_inputs(story, random, until):
     cluster = cluster_of(story)

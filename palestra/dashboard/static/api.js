@@ -40,7 +40,7 @@ export async function getPicture(run, digest) {
   return (await request(`runs${at(run, "pictures", digest)}`)).blob();
 }
 
-// The pixels that the model of a policy got of a picture, with the rows and columns of its tiles, and words about them.
+// The pixels that the model of a policy got of a picture, with the rows and columns of its tiles or of the squares of embeddings, and words about them.
 export async function getSeen(run, digest, policy) {
   const answer = await request(`runs${at(run, "pictures", digest, "seen", policy)}`);
   const [rows, columns] = answer.headers.get("x-palestra-tiles").split(" ").map(Number);

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from palestra.engine.base import EngineRequest
-from palestra.types.calls import PolicyVersion, VersionSpan
+from palestra.types.calls import PolicyVersion, TokenSequence, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +53,11 @@ class EngineApi(Protocol):
 
     Attributes:
         splits_versions: whether one reply may be sampled from several versions of the weights, each of them known.
+        sees: whether prompts may have pictures.
     """
 
     splits_versions: bool
+    sees: bool
 
     async def check(self) -> None:
         """Ask the server whether it fits the policy and can be given weights.
@@ -77,15 +79,15 @@ class EngineApi(Protocol):
         """
         ...
 
-    async def score(self, ids: Sequence[int], adapter: str | None) -> list[float]:
+    async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
         """Return the log-probability of each of P tokens but the first, see `Engine.score`: [P - 1].
 
         Args:
-            ids: [P] tokens.
+            prompt: [P] tokens.
             adapter: name of a loaded adapter; None: the server's own weights.
 
         Raises:
-            InvalidRequest: the server can't read these ids.
+            InvalidRequest: the server can't read the prompt.
         """
         ...
 

@@ -53,7 +53,8 @@ class ExternalEngine:
         """See `Engine`.
 
         Raises:
-            InvalidRequest: an id that the model does not have, media, or a way of sampling that the server lacks.
+            InvalidRequest: an id that the model does not have, pictures that it can't see, or a way of sampling that
+                the server lacks.
             ModelError: the engine has no such policy.
         """
         policy = self._policy(request.policy)
@@ -88,7 +89,7 @@ class ExternalEngine:
             prompt: [P] ids.
 
         Raises:
-            InvalidRequest: an id that the model does not have, too many of them, or media.
+            InvalidRequest: an id that the model does not have, too many of them, or pictures that it can't see.
             ModelError: the engine has no such policy.
             EngineFailure: the server has no answer, or one that can't be.
         """
@@ -98,7 +99,7 @@ class ExternalEngine:
         async with served.turn(self._running, policy) as turn:
             self._check_open()
             try:
-                found = await served.api.score(prompt.ids.tolist(), turn.adapter)
+                found = await served.api.score(prompt, turn.adapter)
             except EngineFailure:
                 self._check_open()
                 await self._look_after(served)
@@ -289,11 +290,11 @@ def _check_prompt(prompt: TokenSequence, policy: ServedPolicy) -> None:
     """Refuse a prompt that the model can't read.
 
     Raises:
-        InvalidRequest: an id that does not exist, too many of them, or media.
+        InvalidRequest: an id that does not exist, too many of them, or pictures for a model that reads text only.
     """
     ids, bounds = prompt.ids, policy.bounds
-    if prompt.media:
-        raise InvalidRequest("the models of this engine read text only", "prompt")
+    if prompt.media and not policy.api.sees:
+        raise InvalidRequest(f"the model of {policy.name!r} reads text only", "prompt")
     if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= bounds.vocab_size:
         raise InvalidRequest(
             f"a prompt has at least one token, and all are from 0 to {bounds.vocab_size - 1}", "prompt"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from palestra.engine.external.reply import Bounds
 from palestra.engine.sglang.sampling import sglang_sampling
 from palestra.errors import ConfigError, EngineFailure
 from palestra.threads import in_thread
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import PolicyVersion, TokenSequence
 
 _QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -25,7 +25,7 @@ _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 class SglangApi:
     """Implements `EngineApi` with SGLang, which does not say which version of the weights has sampled a token."""
 
-    splits_versions = False
+    splits_versions = sees = False
 
     def __init__(self, connection: EngineConnection, bounds: Bounds, stop_ids: Collection[int], folder: Path) -> None:
         """Prepare to ask a server.
@@ -61,10 +61,11 @@ class SglangApi:
                 chunk, seen = _chunk(event, seen, top)
                 yield chunk
 
-    async def score(self, ids: Sequence[int], adapter: str | None) -> list[float]:
+    async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
         """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
+        ids = prompt.ids.tolist()
         body = {
-            "input_ids": list(ids),
+            "input_ids": ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
@@ -72,7 +73,7 @@ class SglangApi:
         found = await self._http.post("/generate", body, _LOADING)
         try:
             said = found["meta_info"]["input_token_logprobs"]
-            if [each[1] for each in said] != list(ids):
+            if [each[1] for each in said] != ids:
                 raise EngineFailure("the engine scored other tokens than those that it was asked for")
             return [float(each[0]) for each in said[1:]]
         except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -12,9 +12,11 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import EngineConnection
 from palestra.engine.external.reply import Bounds
+from palestra.engine.vllm.pictures import VllmPictures
 from palestra.engine.vllm.sampling import vllm_sampling
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError
-from palestra.types.calls import PolicyVersion, VersionSpan
+from palestra.threads import in_thread
+from palestra.types.calls import PolicyVersion, TokenSequence, VersionSpan
 
 GENERATE = "/inference/v1/generate"
 BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
@@ -41,6 +43,7 @@ class VllmApi:
         *,
         seeded: bool,
         rank: int | None = None,
+        pictures: VllmPictures | None = None,
     ) -> None:
         """Prepare to ask a server.
 
@@ -50,9 +53,11 @@ class VllmApi:
             stop_ids: tokens that end every reply of the policy.
             seeded: whether the seeds of calls are sent.
             rank: of the adapters that it gets; None: it gets whole weights.
+            pictures: prepares those of prompts; None: the model reads text only.
         """
         self._http, self._bounds = connection, bounds
         self._stop_ids, self._seeded, self._rank = stop_ids, seeded, rank
+        self._pictures, self._weights, self.sees = pictures, "", pictures is not None
 
     async def check(self) -> None:
         """Compare the server's version, settings, context and vocabulary with what the policy needs.
@@ -117,20 +122,19 @@ class VllmApi:
         """Stream a reply, one token or more a chunk; see `EngineApi`."""
         top = request.sampling.top_logprobs
         body = {
-            "token_ids": request.prompt.ids.tolist(),
             "sampling_params": vllm_sampling(request.sampling, self._stop_ids, self._seeded),
             "stream": True,
-        } | _model(adapter)
+        } | await self._asked(request.prompt, adapter)
         async with aclosing(self._http.stream(GENERATE, body)) as events:
             async for event in events:
                 for choice in _of_event(event, "choices"):
                     # vLLM names the versions of its own weights, which adapters leave as they are.
                     yield _chunk(choice, top, names_versions=self._rank is None)
 
-    async def score(self, ids: Sequence[int], adapter: str | None) -> list[float]:
+    async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
         """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": list(ids), "sampling_params": params} | _model(adapter)
+        ids, body = prompt.ids.tolist(), {"sampling_params": params} | await self._asked(prompt, adapter)
         found = await self._http.post(GENERATE, body, _LOADING)
         said = _of_event(found, "prompt_logprobs")
         if len(said) != len(ids):
@@ -153,6 +157,7 @@ class VllmApi:
         await self._http.post("/start_weight_update", {}, _LOADING)
         await self._http.post("/update_weights", {"update_info": {"path": str(path)}}, _LOADING)
         await self._http.post("/finish_weight_update", {"weight_version": str(version)}, _LOADING)
+        self._weights = str(version)
         await self._http.post("/reset_prefix_cache", {}, _QUICK)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
@@ -167,6 +172,7 @@ class VllmApi:
         """Name the version of the weights that the server has; see `EngineApi`."""
         await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
         await self._http.post("/update_weight_version", {"new_version": str(version)}, _QUICK)
+        self._weights = str(version)
 
     async def counters(self) -> Counters:
         """Read the server's metrics, after its health; see `EngineApi`."""
@@ -185,6 +191,15 @@ class VllmApi:
         """Close the connections; see `EngineApi`."""
         await self._http.close()
 
+    async def _asked(self, prompt: TokenSequence, adapter: str | None) -> dict[str, Any]:
+        """Return the fields of a request that say what is read, and by which weights."""
+        asked: dict[str, Any] = {"token_ids": prompt.ids.tolist()}
+        if prompt.media:
+            assert self._pictures is not None  # otherwise the engine has refused them
+            pictures, weights = self._pictures, self._weights
+            asked["features"] = await in_thread(lambda: pictures.features(prompt, weights))
+        return asked if adapter is None else asked | {"model": adapter}
+
 
 def lora_rank(rank: int) -> int:
     """Return the `--max-lora-rank` for adapters of a rank: vLLM has room for some ranks only.
@@ -196,11 +211,6 @@ def lora_rank(rank: int) -> int:
         if rank <= room:
             return room
     raise ConfigError(f"vLLM has adapters of rank {_LORA_RANKS[-1]} at most, and the policy's has {rank}")
-
-
-def _model(adapter: str | None) -> dict[str, str]:
-    """Return the field of a request that names an adapter."""
-    return {} if adapter is None else {"model": adapter}
 
 
 def version_of(text: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import threading
 from collections.abc import Mapping
 from functools import lru_cache, partial
@@ -170,6 +171,15 @@ class _Pages(SimpleHTTPRequestHandler):
         """Write nothing for a request."""
 
 
+class _PageServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Write nothing of a browser that has closed its connection, as each does when it ends."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @lru_cache(maxsize=1)
 def page_server() -> str:
     """Serve MiniWoB's pages on this machine, for the rest of the process, and return `host:port`.
@@ -177,7 +187,6 @@ def page_server() -> str:
     An origin of HTTP has what pages on disk lack: a page can't reach other files of the machine, and its storage is its
     own.
     """
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Pages, directory=str(pages_folder())))
-    server.daemon_threads = True
+    server = _PageServer(("127.0.0.1", 0), partial(_Pages, directory=str(pages_folder())))
     threading.Thread(target=server.serve_forever, name="palestra-miniwob-pages", daemon=True).start()
     return f"127.0.0.1:{server.server_address[1]}"

@@ -1,4 +1,4 @@
-"""Load models that see: transformers' weights, a tower, and an image processor that needs no torchvision."""
+"""Load models that see: transformers' weights, a tower, and what prepares pictures for it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,9 @@ from typing import Any
 
 import torch
 
-from palestra.errors import ModelError
-from palestra.models.vision.towers import SUPPORTED, tower_of
+from palestra.models.vision.processor import PictureProcessor
+from palestra.models.vision.towers import tower_of
 from palestra.models.vision.vision import Vision
-from palestra.renderers import QWEN, PictureLayout, layout_of
-
-# What a processor is made of; the files of a hub model that is named by `org/model` lie in the hub's cache.
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
-
-def sees(config: Any) -> bool:
-    """Return whether a transformers configuration is of a model with a tower for pictures."""
-    return getattr(config, "vision_config", None) is not None
 
 
 def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple[Any, Vision]:
@@ -38,73 +23,9 @@ def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple
     Raises:
         ModelError: the family is not supported.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(folder)
-    _check_family(config)
+    processor = PictureProcessor(folder)
     implementations = {"text_config": attention, "vision_config": "sdpa"}
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=implementations)
-    processor = _processor_class(config.model_type).from_pretrained(folder)
-    files = _files(folder)
-    return model, Vision(tower_of(model), processor, _image_token(config), layout_of(config.to_dict(), files), files)
-
-
-def find_layout(folder: Path | str) -> PictureLayout | None:
-    """Return the layout of a model's pictures, of which no weights are loaded; None: it reads text only.
-
-    Args:
-        folder: or the name of a model on the hub.
-
-    Raises:
-        ModelError: the family is not supported.
-    """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    if not sees(config):
-        return None
-    _check_family(config)
-    return layout_of(config.to_dict(), _files(folder))
-
-
-def _check_family(config: Any) -> None:
-    """Raise ModelError unless models with this configuration of transformers are supported."""
-    if config.model_type not in SUPPORTED:
-        raise ModelError(f"{config.model_type} models see, and are not supported; supported are {', '.join(SUPPORTED)}")
-
-
-def _processor_class(model_type: str) -> Any:
-    """Return the image processor of a family that computes with PIL and numpy."""
-    if model_type == "llava":
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-        return CLIPImageProcessorPil
-    if model_type in QWEN:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        return Qwen2VLImageProcessorPil
-    if model_type == "smolvlm":
-        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
-
-        return SmolVLMImageProcessorPil
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    return Idefics3ImageProcessorPil
-
-
-def _image_token(config: Any) -> int:
-    """Return the id of a placeholder, which families call by two names."""
-    found = getattr(config, "image_token_id", None)
-    return int(config.image_token_index if found is None else found)
-
-
-def _files(folder: Path | str) -> dict[str, bytes]:
-    """Return the files of a model's processor, those that there are."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = dict[str, bytes]()
-    for name in PROCESSOR_FILES:
-        place = folder / name if isinstance(folder, Path) else try_to_load_from_cache(folder, name)
-        if isinstance(place, str | Path) and Path(place).is_file():
-            found[name] = Path(place).read_bytes()
-    return found
+    return model, Vision(tower_of(model), processor)

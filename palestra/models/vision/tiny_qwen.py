@@ -13,12 +13,11 @@ PATCH = 8  # side of a patch in pixels; 2 x 2 of them become one embedding
 _SIDE = 2 * PATCH
 _TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-_WIDTH = 64
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
-def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl") -> None:
+def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64) -> None:
     """Write weights, tokenizer, image processor and chat template of a tiny model that sees.
 
     A picture gets 4 to 16 embeddings, as many as its size in pixels asks for.
@@ -26,20 +25,23 @@ def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl") -> None:
     Args:
         folder: to write to.
         family: whose architecture it has.
+        width: of the text model; the tower has half of it.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tokenizer = byte_tokenizer(_TOKENS)
     tokenizer.chat_template = chat_template(_PICTURE)
     start, end, picture, video = (tokenizer.convert_tokens_to_ids(token) for token in _TOKENS)
-    text = text_settings(tokenizer, _WIDTH)
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    half = width // 8  # of the numbers of a head, in pairs
+    sections = [half // 4, half * 3 // 8, half * 3 // 8]
+    text = text_settings(tokenizer, width)
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
     if family == "qwen3_vl":
-        text |= {"head_dim": _WIDTH // 4}
+        text |= {"head_dim": width // 4}
     config = AutoConfig.for_model(
         family,
         text_config=text,
-        vision_config=_tower(family),
+        vision_config=_tower(family, width),
         image_token_id=picture,
         video_token_id=video,
         vision_start_token_id=start,
@@ -57,13 +59,12 @@ def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl") -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2))
 
 
-def _tower(family: Family) -> dict[str, Any]:
+def _tower(family: Family, width: int) -> dict[str, Any]:
     """Return the tower's configuration, of two layers, or of three where they differ from one another."""
     common = {"patch_size": PATCH, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    width = _WIDTH // 2
     if family == "qwen2_vl":
-        return common | {"depth": 2, "embed_dim": width, "hidden_size": _WIDTH, "mlp_ratio": 2}
-    sizes = common | {"depth": 3, "hidden_size": width, "intermediate_size": _WIDTH, "out_hidden_size": _WIDTH}
+        return common | {"depth": 2, "embed_dim": width // 2, "hidden_size": width, "mlp_ratio": 2}
+    sizes = common | {"depth": 3, "hidden_size": width // 2, "intermediate_size": width, "out_hidden_size": width}
     if family == "qwen2_5_vl":  # windows of 2 x 2 embeddings, but for one layer
         return sizes | {"window_size": 2 * _SIDE, "fullatt_block_indexes": [1]}
     return sizes | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}

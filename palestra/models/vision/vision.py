@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from palestra.errors import ModelError
 from palestra.models.vision.kept import KeptEmbeddings, KeptPixels
 from palestra.models.vision.placed import PictureRows, PlacedPicture, placed_pictures
 from palestra.models.vision.positions import Plane, plane_positions
+from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.towers import Tower
-from palestra.renderers import PictureLayout
 from palestra.types.calls import Ids, MediaSpan
 from palestra.types.pictures import Pictures
 
@@ -28,10 +28,10 @@ class Vision:
 
     Attributes:
         tower: the family's modules, which are part of the transformers model.
-        image_token: id of the token that stands for one embedding of a picture.
+        processor: prepares pictures for the tower.
+        image_token, layout: those of the processor.
         trained: whether the weights of the tower may change; otherwise it stays as it was loaded.
         pictures: where pictures are found; None: none can be computed.
-        layout: what stands in a prompt for a picture of a given size.
         kept: embeddings that need not be computed again; None: the weights change after every step.
         computed: how many pictures have passed through the tower.
     """
@@ -39,20 +39,15 @@ class Vision:
     trained = False
     pictures: Pictures | None = None
 
-    def __init__(
-        self, tower: Tower, processor: Any, image_token: int, layout: PictureLayout, files: dict[str, bytes]
-    ) -> None:
+    def __init__(self, tower: Tower, processor: PictureProcessor) -> None:
         """Take over the tower of a model.
 
         Args:
             tower: of its family.
-            processor: the image processor of transformers, without torchvision.
-            image_token: id of a placeholder.
-            layout: of the placeholders.
-            files: what a processor is made of, by file name; written beside the weights.
+            processor: of the model's pictures.
         """
-        self.tower, self.image_token, self.layout, self.files = tower, image_token, layout, files
-        self._processor = processor
+        self.tower, self.processor = tower, processor
+        self.image_token, self.layout = processor.image_token, processor.layout
         self.kept: KeptEmbeddings | None = KeptEmbeddings()
         self._kept_pixels = KeptPixels()
         self.computed = 0
@@ -60,10 +55,6 @@ class Vision:
     def owns(self, name: str) -> bool:
         """Whether a weight is one that pictures pass through before the text model."""
         return name.startswith(self.tower.names)
-
-    def pixels(self, image: Image) -> dict[str, Tensor]:
-        """Return what the tower gets of a picture, [1, …] each, as its image processor makes it."""
-        return dict(self._processor(images=image, return_tensors="pt"))
 
     def embeddings(self, digest: str) -> Tensor:
         """Return the embeddings of a picture, [F, hidden], with gradient where the tower is trained and one is wanted.
@@ -85,23 +76,23 @@ class Vision:
 
     def of_image(self, image: Image) -> Tensor:
         """Return the embeddings of a picture that is at hand, [F, hidden]; see `embeddings`."""
-        return self._of_pixels(self.pixels(image))
+        return self._of_pixels(self.processor.pixels(image))
 
     def _of_pixels(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings of a picture, [F, hidden], of which the tower gets `pixels`, [1, …] each."""
+        """Return the embeddings of a picture, [F, hidden], of which the tower gets `pixels`, [1, ...] each."""
         device = next(iter(self.tower.text.parameters())).device
         self.computed += 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
             return self.tower({name: tensor.to(device) for name, tensor in pixels.items()})
 
     def _pixels_of(self, digest: str) -> Mapping[str, Tensor]:
-        """Return what the tower gets of a stored picture, [1, …] each; see `embeddings`."""
+        """Return what the tower gets of a stored picture, [1, ...] each; see `embeddings`."""
         known = self._kept_pixels.get(digest)
         if known is not None:
             return known
         if self.pictures is None:
             raise ModelError(f"picture {digest} can't be found: this model was given no pictures")
-        found = self.pixels(self.pictures.image(digest))
+        found = self.processor.pixels(self.pictures.image(digest))
         if self.trained:  # a further epoch or version computes the picture again; a frozen tower's embeddings stay
             self._kept_pixels.put(digest, found)
         return found

@@ -14,6 +14,8 @@ from palestra.cli.episode_text import conversation
 from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode
+from palestra.renderers.fixed_layout import FixedLayout
+from palestra.renderers.patch_layout import PatchLayout
 from palestra.renderers.picture_layout import TiledLayout
 from palestra.terminal import TerminalConsole
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
@@ -120,3 +122,18 @@ def test_the_tiles_that_a_model_got_are_shown_with_gaps_and_all_of_their_pixels(
             tile = shown[row * 34 : row * 34 + 32, column * 34 : column * 34 + 32]
             assert np.array_equal(tile, seen[row * 32 : row * 32 + 32, column * 32 : column * 32 + 32])
     assert (shown[32:34] == (255, 0, 255)).all()
+
+
+def test_what_a_model_got_that_cuts_no_tiles_is_shown_in_the_squares_of_its_embeddings(tmp_path):
+    blobs = Blobs(tmp_path)
+    digest, narrow = blobs.put(encode(PIXELS)), blobs.put(encode(np.zeros((1, 150), np.uint8)))
+    layout = PatchLayout(side=28, least=0, most=28 * 28 * 4)
+    said = printed(TerminalPicture(blobs, digest, "iterm", layout))
+    assert "[picture 90 × 60, as 56 × 28 pixels, in 1 × 2 squares of 28 × 28 with an embedding each:" in said
+    encoded = re.search(r"size=\d+:([^\x07]*)\x07", said)[1]
+    assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (28 + 2 + 28, 28)
+    assert f"[picture {narrow}: a picture has 150 × 1 pixels, and this model needs more" in printed(
+        TerminalPicture(blobs, narrow, None, layout)
+    )
+    said = printed(TerminalPicture(blobs, digest, None, FixedLayout(tokens=4, side=32, patch=16, shorter=32)))
+    assert "as 32 × 32 pixels in the middle of 48 × 32, in 2 × 2 squares of 16 × 16 with an embedding each:" in said

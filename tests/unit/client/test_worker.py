@@ -46,6 +46,7 @@ async def beats_of(client: Client, enough: int) -> int:
     return client.beats
 
 
+@pytest.mark.slow
 async def test_a_lease_is_renewed_also_after_an_answer_that_the_server_could_not_give():
     client = Client(None, TooManyRequests("slow down"), TooManyRequests("slow down"))
     assert await beats_of(client, enough=5) >= 5

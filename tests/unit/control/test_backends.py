@@ -101,6 +101,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path):
         ControlStore(f"sqlite:///{tmp_path}")
 
 
+@pytest.mark.slow
 def test_commits_are_on_disk(tmp_path, postgres_url):
     with ControlStore(f"sqlite:///{tmp_path / 'c.db'}") as store, store._db._backend.engine.connect() as connection:
         raw = connection.connection.driver_connection

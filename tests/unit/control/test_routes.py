@@ -135,7 +135,7 @@ async def test_a_job_of_another_tenant_is_exactly_as_one_that_does_not_exist(pla
             assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("private", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", list(Role))
 async def test_what_a_colleague_may_do_with_a_job_on_every_route(plane, role, private):
     """The matrix: each route that names a job, by its owner, a colleague of each role, and a stranger."""

@@ -140,6 +140,7 @@ async def test_the_list_of_runs_is_that_of_the_running_jobs_that_one_sees(plane,
         assert found["version"]
 
 
+@pytest.mark.slow
 async def test_a_job_that_has_no_run_yet_is_said_to_have_none(plane, keys):
     job = await submit(plane.store, "default", "ann")
     async with client(plane) as http:
@@ -203,6 +204,7 @@ async def test_changes_of_a_tenant_are_streamed_once_each_from_any_number(plane,
             assert answer.status_code in (400, 422), wrong
 
 
+@pytest.mark.slow
 async def test_the_stream_of_a_tenant_ends_with_its_key(plane, keys, monkeypatch):
     monkeypatch.setattr(sse, "POLL_SECONDS", 0.02)
     async with client(plane) as http:

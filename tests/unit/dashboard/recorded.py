@@ -10,6 +10,8 @@ import numpy as np
 
 from palestra.config import JobConfig, dump_config, parse_config
 from palestra.dashboard.runs import Run
+from palestra.renderers.fixed_layout import FixedLayout
+from palestra.renderers.patch_layout import PatchLayout
 from palestra.renderers.picture_layout import TiledLayout
 from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.store import RunStore
@@ -58,6 +60,12 @@ PICTURE = bytes.fromhex(  # one red pixel
     "0000000049454e44ae426082"
 )
 PICTURE_DIGEST = hashlib.sha256(PICTURE).hexdigest()
+LAYOUTS = {
+    "policy": TiledLayout(tokens=4, tile=32, longest=64, splits=True),
+    "llava": FixedLayout(tokens=16, side=32, patch=8, shorter=32),
+    "qwen": PatchLayout(side=28, least=56 * 56, most=1_003_520),
+    "enlarging": PatchLayout(side=28, least=1 << 40, most=1 << 41),
+}
 
 
 async def record(folder: Path, **changes: Any) -> Run:
@@ -66,8 +74,10 @@ async def record(folder: Path, **changes: Any) -> Run:
     with open_store(folder, FakeClock()) as store:
         await _record(store)
         assert store.pictures.keep(PICTURE) == PICTURE_DIGEST
-        layout = write_layout(TiledLayout(tokens=4, tile=32, longest=64, splits=True))
-        await store.log.set_fact(layout_fact("policy"), layout)
+        for policy, layout in LAYOUTS.items():
+            noted = write_layout(layout)
+            assert noted is not None
+            await store.log.set_fact(layout_fact(policy), noted)
     return Run(name="recorded", folder=folder)
 
 

@@ -80,11 +80,16 @@ async def test_a_picture_is_shown_as_the_model_of_a_policy_got_it(page):
     _, access, http = page
     headers = {"authorization": f"Bearer {(await key_of(http, access.code)).json()['key']}"}
     address = f"/dashboard/api/runs/recorded/pictures/{PICTURE_DIGEST}/seen"
-    found = await http.get(f"{address}/policy", headers=headers)
-    assert (found.headers["content-type"], found.headers["x-palestra-tiles"]) == ("image/png", "2 2")
-    assert "sandbox" in found.headers["content-security-policy"]
-    assert decode(found.content).size == (64, 64)
-    assert decode(found.content).getcolors() == [(64 * 64, (255, 0, 0))]
+    words = {"policy": "2 x 2 tiles of 32 x 32", "llava": "4 x 4 squares of 8 x 8", "qwen": "2 x 2 squares of 28 x 28"}
+    for policy, parts, side in (("policy", "2 2", 64), ("llava", "4 4", 32), ("qwen", "2 2", 56)):
+        found = await http.get(f"{address}/{policy}", headers=headers)
+        assert (found.headers["content-type"], found.headers["x-palestra-tiles"]) == ("image/png", parts)
+        assert words[policy] in found.headers["x-palestra-seen"]
+        assert "sandbox" in found.headers["content-security-policy"]
+        assert decode(found.content).size == (side, side)
+        assert decode(found.content).getcolors() == [(side * side, (255, 0, 0))]
+    refused = await http.get(f"{address}/enlarging", headers=headers)
+    assert (refused.status_code, "and the page shows 16,777,216" in refused.text) == (422, True)
     for other in (f"{address}/unknown", address.replace(PICTURE_DIGEST, "0" * 64) + "/policy"):
         assert (await http.get(other, headers=headers)).status_code == 404
 

@@ -568,14 +568,21 @@ async def test_closing_fails_the_calls_that_are_open_and_those_that_wait(server,
         server.gate.set()
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_model_that_sees_is_refused_before_a_server_is_asked(kind):
+@pytest.mark.parametrize(
+    ("kind", "policy", "said"),
+    [
+        (
+            "sglang",
+            {},
+            "sees pictures, and engine.kind = 'sglang' is for models that read text only",
+        ),
+        ("vllm", {"adapter": {"rank": 4}}, "adapters of models that see are not supported; leave `adapter` out"),
+    ],
+)
+def test_a_model_that_sees_is_refused_before_a_server_is_asked_that_can_not_have_it(kind, policy, said):
     settings = {
-        "model": "tiny-random-vision",
-        "kind": "inference",
+        "policies": {"policy": {"model": "tiny-random-vision"} | policy},
         "engine": {"kind": kind, "url": "http://127.0.0.1:1"},
     }
-    config = JobConfig.model_validate(settings)
-    said = f"tiny-random-vision sees pictures, and engine.kind = '{kind}' is for models that read text only"
     with pytest.raises(ConfigError, match=said):
-        read_served_models(config, {})
+        read_served_models(JobConfig.model_validate(settings), {}, None)

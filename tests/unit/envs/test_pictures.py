@@ -14,7 +14,7 @@ from palestra.envs.acting import ActingEnvironment, Progress
 from palestra.envs.remote.observations import message_of, observation_of
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
 from palestra.pictures.decoding import decode
-from palestra.pictures.parts import Picture, without_files
+from palestra.pictures.parts import Picture
 from palestra.tools import FunctionTool, ToolManager
 from palestra.types.env_wire import Observed
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, Observation, TextPart, ToolCall, text_message
@@ -72,22 +72,6 @@ async def test_other_values_are_refused_by_name(value):
 
 def test_the_check_plays_an_environment_with_pictures():
     check_environment(type("Pictures", (Shows,), {"first": ["look", RED]}), [{}])
-
-
-async def test_pictures_leave_their_files_where_they_are_kept():
-    picture = Picture.of(RED)
-    kept = []
-
-    async def keep(one):
-        kept.append(one.data)
-
-    message = ChatMessage(role="user", content=(TextPart(text="a"), picture))
-    (bare,) = await without_files((message,), keep)
-    assert kept == [picture.data]
-    assert type(bare.content[1]) is ImagePart
-    assert bare.content[1].digest == picture.digest
-    assert "data" not in message.model_dump_json()
-    assert "PNG" not in repr(message)
 
 
 def look(what: str) -> object:

@@ -20,6 +20,7 @@ def parsed(value: Any) -> Any:
     return parse_body(Anything, json.dumps({"value": value}).encode()).value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("just", "over", "said"),
     [

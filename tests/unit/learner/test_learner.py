@@ -274,6 +274,7 @@ async def test_a_run_can_not_go_on_with_another_configuration_of_what_is_trained
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 async def test_a_run_of_the_version_before_goes_on_from_the_config_that_it_has_written(tmp_path):
     """Its config.toml has old names, and its store the digest that was made of them."""
     settings = config(algorithm={"importance_sampling": "token-mask", "loss_agg_mode": "token-mean"}, run_dir=tmp_path)

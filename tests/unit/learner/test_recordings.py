@@ -103,6 +103,7 @@ async def test_a_job_that_crashed_anywhere_ends_with_the_same_weights(tmp_path, 
     assert crashes > 5
 
 
+@pytest.mark.slow
 async def test_a_resumed_job_keeps_the_episodes_of_its_first_start(tmp_path, source):
     first = ScriptedJob(tmp_path / "job", sft(source))
     first.on_event = lambda kind, data: first.learner.stop() if kind == "step" and data["step"] == 1 else None

@@ -92,6 +92,7 @@ async def test_metrics_have_the_names_of_their_policies(tmp_path):
     assert not {name for name in newest if f"white/{name}" in newest} - {"version", "time/train_seconds"}
 
 
+@pytest.mark.slow
 async def test_the_order_of_the_policies_changes_no_update(tmp_path):
     """The first policy plays the agent without a role, so that here both have one, and neither's seed depends on it."""
     found = []
@@ -178,6 +179,7 @@ async def test_without_a_common_step_the_job_does_not_go_on(tmp_path, step):
     assert "there is no step of which all policies have a checkpoint" in str(error)
 
 
+@pytest.mark.slow
 async def test_a_death_between_the_first_two_saves_begins_anew(tmp_path):
     whole = await ScriptedJob(tmp_path / "whole", two()).run()
     first = ScriptedJob(tmp_path / "run", two())
@@ -288,6 +290,7 @@ async def test_dynamic_sampling_asks_a_due_rival_that_has_played_nothing(tmp_pat
     assert len(found["skipped"]) == sum(skipped(tmp_path))
 
 
+@pytest.mark.slow
 async def test_a_due_rival_that_has_played_nothing_at_all_has_no_update_and_no_sign(tmp_path):
     job = ScriptedJob(tmp_path, two(steps=4, **SAMPLING))
     job.silent = lambda group, agent: True

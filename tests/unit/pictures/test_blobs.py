@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -54,3 +57,50 @@ def test_the_quota_counts_each_picture_once_and_those_of_before(tmp_path):
         blobs.put(b"another one")
     assert len(list(blobs)) == 2
     blobs.put(b"5more")
+
+
+class Account:
+    """Counts bytes, and gives back what could not be written."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    @contextmanager
+    def charge(self, size):
+        self.bytes += size
+        try:
+            yield
+        except BaseException:
+            self.bytes -= size
+            raise
+
+
+def test_a_picture_that_can_not_be_written_costs_nothing(tmp_path):
+    account, blobs = Account(), Blobs(tmp_path / "pictures")
+    in_the_way = blobs.path(hashlib.sha256(b"0123456789").hexdigest())
+    in_the_way.mkdir(parents=True)  # a folder where the file has to be
+    with pytest.raises(StoreError, match="could not be written"):
+        blobs.put(b"0123456789", account.charge)
+    assert account.bytes == 0
+    in_the_way.rmdir()
+    for _ in range(2):  # the second time it is there already
+        assert blobs.get(blobs.put(b"0123456789", account.charge)) == b"0123456789"
+        assert account.bytes == 10
+
+
+def test_a_picture_whose_name_is_not_on_disk_is_not_there(tmp_path, monkeypatch):
+    account, blobs = Account(), Blobs(tmp_path / "pictures", max_bytes=10)
+    really = os.fsync
+
+    def broken(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(5, "Input/output error")
+        really(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", broken)
+        with pytest.raises(StoreError, match="Input/output error"):
+            blobs.put(b"0123456789", account.charge)
+    assert (account.bytes, list(blobs)) == (0, [])
+    blobs.put(b"0123456789", account.charge)
+    assert (account.bytes, len(list(blobs))) == (10, 1)

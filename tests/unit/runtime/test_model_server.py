@@ -105,6 +105,7 @@ def test_what_is_no_ending_is_none(tmp_path, text):
     assert read_ended(tmp_path) is None
 
 
+@pytest.mark.slow
 async def test_a_job_whose_event_loop_is_blocked_does_not_answer_when_it_is_to_stop(server, tmp_path):
     await server.start({"kind": "inference", "engine": {"kind": "fake"}}, str(tmp_path), "127.0.0.1")
     blocked, go = threading.Event(), threading.Event()

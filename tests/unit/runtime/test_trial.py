@@ -205,6 +205,7 @@ def test_a_job_of_workers_outside_is_tried_with_a_question_in_place_of_the_agent
     assert [path.name for path in tmp_path.iterdir()] == (["tasks.jsonl"] if tasks is not None else [])
 
 
+@pytest.mark.slow
 def test_a_trial_that_takes_too_long_is_given_up_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     slow = {"kind": "fake", "delay_seconds": 30.0}

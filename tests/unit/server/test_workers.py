@@ -95,6 +95,7 @@ def test_what_no_worker_played_ends_without_a_trace(registry):
     assert registry.all_notified
 
 
+@pytest.mark.slow
 def test_ever_new_names_do_not_fill_the_memory(registry):
     asks(registry, "plays", "0", gets="e")
     for number in range(MOST_RESTING + 10):

@@ -141,16 +141,23 @@ def test_the_calendar_may_jump_without_any_lease_noticing(book, clock, jump):
     assert book.expired() == [("e", 1)]
 
 
+def add(book, fence, size, most=100):
+    with book.charge_picture("e", fence, most, size):
+        pass
+
+
 def test_a_lease_adds_as_many_bytes_of_pictures_as_it_may_and_none_when_it_is_over(book):
     book.grant("e", 1, 10.0)
-    book.charge_picture("e", 1, 100, 60)
+    add(book, 1, 60)
     with pytest.raises(PayloadTooLarge, match="has added 60 of 100 bytes of pictures, and this one has 41 more"):
-        book.charge_picture("e", 1, 100, 41)
-    book.charge_picture("e", 1, 100, 40)
+        add(book, 1, 41)
+    with pytest.raises(OSError, match="full"), book.charge_picture("e", 1, 100, 40):
+        raise OSError("full")  # what is not written costs nothing
+    add(book, 1, 40)
     book.drop("e", 1)
     with pytest.raises(EpisodeLeaseExpired, match="takes no picture any more"):
-        book.charge_picture("e", 1, 100, 1)
+        add(book, 1, 1)
     book.grant("e", 2, 10.0)  # another attempt
-    book.charge_picture("e", 2, 100, 100)
+    add(book, 2, 100)
     with pytest.raises(EpisodeLeaseExpired):
-        book.charge_picture("e", 1, 100, 1)
+        add(book, 1, 1)

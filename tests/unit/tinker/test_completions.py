@@ -83,6 +83,7 @@ def test_a_cancelled_request_is_told_as_failed(ada):
     assert poll(ada, sampler)[0] == [{"state": "failed", "request_id": request_id}]
 
 
+@pytest.mark.slow
 def test_a_cursor_is_good_after_the_server_is_started_again(tmp_path):
     with running(tmp_path) as server:
         client = Client(server.url, server.key("ada"))

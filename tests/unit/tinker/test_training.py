@@ -75,6 +75,7 @@ def test_a_request_that_is_sent_again_is_the_same_and_is_done_once(ada):
     assert "had another request with the number 2" in changed.json()["error"]
 
 
+@pytest.mark.slow
 def test_the_first_weights_follow_the_seed_and_forward_only_changes_nothing(ada):
     one, same, other = ada.model(seed=7), ada.model(seed=7), ada.model(seed=8)
     before = one.logprobs()

@@ -20,7 +20,7 @@ TOOLS = [
     },
     *(
         {"name": name, "inputSchema": {"type": "object"}}
-        for name in ("parts", "show", "fail", "hang", "die", "grow", "large")
+        for name in ("parts", "show", "spoil", "fail", "hang", "die", "grow", "large")
     ),
 ]
 PARTS = [
@@ -34,6 +34,8 @@ PARTS = [
 DOT = (  # a PNG of one red pixel
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 )
+# The same with other bits where its pixels are, which nobody sees who does not decode them.
+DAMAGED = DOT[:60] + "AAAA" + DOT[64:]
 SHOWN = [
     {"type": "text", "text": "one"},
     {"type": "text", "text": "two"},
@@ -41,6 +43,8 @@ SHOWN = [
     {"type": "resource", "resource": {"uri": "file:///d", "blob": DOT, "mimeType": "image/png"}},
     {"type": "image", "data": "AAAA", "mimeType": "image/png"},
 ]
+SPOILT = [{"type": "image", "data": data, "mimeType": "image/png"} for data in (DOT, DAMAGED)]
+CONTENT = {"parts": PARTS, "show": SHOWN, "spoil": SPOILT}
 VARIABLES = ("SECRET_OF_A_TEST", "GIVEN")
 
 
@@ -96,10 +100,8 @@ def called(name: str, given: dict, number: int, seen: list[str]) -> list[dict]:
     match name:
         case "add":
             return said(str(given["a"] + given.get("b", 0)))
-        case "parts":
-            return [{"id": number, "result": {"content": PARTS}}]
-        case "show":
-            return [{"id": number, "result": {"content": SHOWN}}]
+        case "parts" | "show" | "spoil":
+            return [{"id": number, "result": {"content": CONTENT[name]}}]
         case "fail":
             return said("the disk is full", isError=True)
         case "hang":

@@ -57,7 +57,7 @@ async def test_tools_of_all_pages_are_offered_called_and_listed_anew_when_they_c
     await manager.open()
     try:
         names = [schema["function"]["name"] for schema in manager.schemas]
-        assert names == ["add", "parts", "show", "fail", "hang", "die", "grow", "large", "environment"]
+        assert names == ["add", "parts", "show", "spoil", "fail", "hang", "die", "grow", "large", "environment"]
         assert manager.schemas[0]["function"]["parameters"]["required"] == ["a"]
         assert await answers(manager, "add", a=2, b=3) == "5"
         assert await answers(manager, "add") == "Error: bad arguments for add: the argument 'a' is missing."

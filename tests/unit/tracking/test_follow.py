@@ -267,6 +267,7 @@ class Forks:
 """
 
 
+@pytest.mark.slow
 async def test_what_a_tracker_has_started_ends_with_a_job_that_is_killed(tmp_path):
     """A killed job leaves the other end of standard input closed, and says nothing there."""
     await record(tmp_path)

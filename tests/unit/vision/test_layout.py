@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palestra.errors import ModelError
 from palestra.renderers import ChatMLRenderer, DialogRenderer, NotInThisFormat, PictureTokens, select_renderer
-from palestra.renderers.picture_layout import FixedLayout, TiledLayout, layout_of
+from palestra.renderers.fixed_layout import FixedLayout
+from palestra.renderers.picture_layout import TiledLayout, layout_of
 from palestra.renderers.seen_pictures import read_layout, write_layout
 from unit.vision.seeing import Shown, noise, processor, renderer_of, seeing_once, user
 
@@ -68,7 +71,16 @@ def test_the_pixels_that_are_shown_as_seen_are_those_of_transformers_processor(w
     ]
     assert len(tiles) == len(found) + (rows > 0)  # the last is the whole
     assert np.array_equal(np.stack(found), wanted[: len(found)])
+
+
+@pytest.mark.parametrize("longest", [64, None])
+def test_what_a_run_notes_of_tiles_is_read_back_also_where_it_was_noted_without_its_kind(longest):
+    layout = TiledLayout(tokens=4, tile=32, longest=longest, splits=True)
     assert read_layout(write_layout(layout)) == layout
+    assert read_layout(json.dumps(asdict(layout))) == layout  # as runs of before have it
+    assert write_layout(None) is None
+    rows = layout.cells(90, 60)[0]
+    assert layout.in_words(90, 60) == f"as {rows} × {2 if longest else 3} tiles of 32 × 32 pixels, and the whole in one"
 
 
 def test_a_conversation_has_the_ids_of_transformers_processor_and_template():
@@ -139,8 +151,53 @@ def test_a_result_of_a_tool_may_have_a_picture():
 
 def test_llava_has_a_fixed_number_of_placeholders():
     config = {"model_type": "llava", "vision_config": {"patch_size": 14}}
-    files = {"preprocessor_config.json": b'{"crop_size": {"height": 336, "width": 336}}'}
-    assert layout_of(config, files) == FixedLayout(tokens=576)
+    images = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}, "resample": 3}
+    found = layout_of(config, {"preprocessor_config.json": json.dumps(images).encode()})
+    assert found == FixedLayout(tokens=576, side=336, shorter=336)
+    assert found.cells(640, 480) == (24, 24)
+    squares = "in 24 × 24 squares of 14 × 14 with an embedding each"
+    assert found.in_words(640, 480) == f"as 336 × 336 pixels in the middle of 448 × 336, {squares}"
+    assert found.in_words(100, 100) == f"as 336 × 336 pixels, {squares}"
+
+
+LLAVA = {
+    "as Llava 1.5": {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+    "numbers": {"size": 40, "crop_size": 32},
+    "stretched": {"size": {"height": 32, "width": 32}, "crop_size": 32, "resample": 2},
+    "stretched, and then cut": {"size": {"height": 40, "width": 36}, "crop_size": 32},
+    "with edges that are black": {"size": {"shortest_edge": 16}, "crop_size": 32},
+    "as it is": {"do_resize": False, "crop_size": 32},
+    "of no whole patches": {"size": {"shortest_edge": 37}, "crop_size": 37},
+}
+
+
+@pytest.mark.parametrize("images", LLAVA.values(), ids=LLAVA)
+@settings(max_examples=15, deadline=None)
+@given(width=st.integers(1, 200), height=st.integers(1, 200))
+def test_the_pixels_that_are_shown_as_seen_by_llava_are_those_of_transformers_processor(images, width, height):
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    theirs = CLIPImageProcessorPil(**images)
+    config = {"model_type": "llava", "vision_config": {"patch_size": 8}}
+    layout = layout_of(config, {"preprocessor_config.json": json.dumps(images).encode()})
+    image = noise(width, height)
+    (pixels,) = theirs(images=[image], return_tensors="np")["pixel_values"]
+    mean, std = np.array(theirs.image_mean)[:, None, None], np.array(theirs.image_std)[:, None, None]
+    wanted = np.rint((pixels * std + mean) * 255).astype(np.uint8).transpose(1, 2, 0)
+    used = wanted.shape[0] // 8 * 8  # a convolution over whole patches leaves out the rest
+    assert np.array_equal(np.asarray(layout.seen(image)), wanted[:used, :used])
+    assert (
+        layout.seen_size(width, height) == (used, used) == tuple(8 * number for number in layout.cells(width, height))
+    )
+    assert layout.tokens == layout.cells(width, height)[0] ** 2
+    assert read_layout(write_layout(layout)) == layout
+
+
+@pytest.mark.parametrize("images", [{"size": {"longest_edge": 9}}, {"do_center_crop": False}])
+def test_pictures_of_llava_that_are_not_cut_to_a_square_of_known_size_are_not_supported(images):
+    config = {"model_type": "llava", "vision_config": {}}
+    with pytest.raises(ModelError, match="of Llava that are made"):
+        layout_of(config, {"preprocessor_config.json": json.dumps(images).encode()})
 
 
 # That of SmolVLM-Instruct and, with another first token, of Idefics3-8B-Llama3.

@@ -52,14 +52,14 @@ def test_pixels_are_those_of_transformers_processor_for_several_pictures_togethe
     images = [noise(64, 64), noise(64, 64, seed=1)]
     together = processor().image_processor(images=[images], return_tensors="pt")["pixel_values"][0]
     vision = seeing(shown).vision
-    assert torch.equal(torch.cat([vision.pixels(image)["pixel_values"][0] for image in images]), together)
+    assert torch.equal(torch.cat([vision.processor.pixels(image)["pixel_values"][0] for image in images]), together)
 
 
 @torch.inference_mode()
 def test_a_tile_of_zeros_is_not_dropped():
     """transformers takes it as padding, which a model whose pixels have mean 0.5 meets only between black and white."""
     vision = seeing(Shown()).vision
-    pixels = {name: torch.zeros_like(tensor) for name, tensor in vision.pixels(noise(8, 8)).items()}
+    pixels = {name: torch.zeros_like(tensor) for name, tensor in vision.processor.pixels(noise(8, 8)).items()}
     pixels["pixel_attention_mask"] += 1
     assert len(vision.tower(pixels)) == len(vision.of_image(noise(8, 8)))
 

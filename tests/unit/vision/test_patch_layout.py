@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ from palestra.models.vision.tiny import chat_template
 from palestra.renderers import ChatMLRenderer, PictureTokens, layout_of, select_renderer
 from palestra.renderers.patch_layout import PatchLayout
 from palestra.renderers.probes import PLAIN, WITH_TOOLS, messages_of
+from palestra.renderers.seen_pictures import read_layout, write_layout
 from unit.vision.seeing import Shown, image_processor, noise, renderer_of, seeing_once, user
 
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -59,6 +63,37 @@ def test_a_picture_has_as_many_placeholders_as_its_patches_merge_into(width, hei
     assert list(found) == [start, *[seeing_once(TINY_QWEN_VL).vision.image_token] * (grid.prod() // 4), end]
     rows, columns = layout.plane(width, height)
     assert [1, 2 * rows, 2 * columns] == grid.tolist()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.sampled_from([2, 3]))
+def test_the_pixels_that_are_shown_as_seen_are_those_of_transformers_processor(width, height, resample):
+    """Their patches, four of which are merged, one after another, put together again to a picture."""
+    theirs = copy.deepcopy(image_processor(TINY_QWEN_VL))
+    theirs.resample = resample
+    layout = replace(seeing_once(TINY_QWEN_VL).vision.layout, resample=resample)
+    image = noise(width, height)
+    if max(width, height) > 200 * min(width, height):
+        with pytest.raises(InvalidRequest):
+            layout.seen(image)
+        return
+    made = theirs(images=image, return_tensors="np")
+    _, high, wide = made["image_grid_thw"][0].tolist()
+    merged, side = theirs.merge_size, theirs.patch_size
+    patches = made["pixel_values"].reshape(high // merged, wide // merged, merged, merged, 3, -1, side, side)[
+        :, :, :, :, :, 0
+    ]
+    pixels = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(high * side, wide * side, 3)
+    wanted = np.rint((pixels * np.array(theirs.image_std) + np.array(theirs.image_mean)) * 255).astype(np.uint8)
+    assert np.array_equal(np.asarray(layout.seen(image)), wanted)
+    assert layout.seen_size(width, height) == (wide * side, high * side)
+    assert layout.cells(width, height) == layout.plane(width, height) == (high // merged, wide // merged)
+    assert read_layout(write_layout(layout)) == layout
+
+
+def test_what_the_model_got_is_said_in_words():
+    layout = PatchLayout(side=28, least=3136, most=12_845_056)
+    assert layout.in_words(640, 480) == "as 644 × 476 pixels, in 17 × 23 squares of 28 × 28 with an embedding each"
 
 
 @cache

@@ -49,7 +49,7 @@ def test_pixels_are_those_of_transformers_processor_for_several_pictures_togethe
     images = [noise(64, 64), noise(90, 33, seed=1)]
     together = image_processor(TINY_QWEN_VL)(images=images, return_tensors="pt")
     vision = seeing(Shown(), name=TINY_QWEN_VL).vision
-    alone = [vision.pixels(image) for image in images]
+    alone = [vision.processor.pixels(image) for image in images]
     for name, wanted in together.items():
         assert torch.equal(torch.cat([pixels[name] for pixels in alone]), wanted)
 

@@ -20,7 +20,8 @@ from unit.vision.test_trainer import LOSS, UPDATE, own_loss, sample_of, some_row
 NAME = TINY_QWEN_VL
 
 
-@pytest.mark.parametrize("vision", ["trained", pytest.param("frozen", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
 async def test_gradients_are_those_of_transformers_for_rows_with_pictures_in_common(qwen, vision):
     shown = Shown()
     rows = some_rows(shown, qwen)

@@ -69,9 +69,12 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         On a CPU each linear layer keeps a packed copy of its weight. A tied head is in no file, so a reload leaves its
         old copy, and logits would be those of new layers under an old head.
         """
-        head = getattr(self.model, "lm_head", None)
-        embedding = getattr(getattr(self.model, "model", None), "embed_tokens", None)
-        if self.model.config.tie_word_embeddings and head is not None and embedding is not None:
+        config = getattr(self.model.config, "text_config", self.model.config)  # of a model that sees
+        if not config.tie_word_embeddings:
+            return
+        named = {name.rpartition(".")[2]: module for name, module in self.model.named_modules()}
+        head, embedding = named.get("lm_head"), named.get("embed_tokens")
+        if head is not None and embedding is not None:
             head.weight = embedding.weight
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 

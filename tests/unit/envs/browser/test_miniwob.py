@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
+import time
 
 import pytest
 from machine import require
@@ -89,3 +92,13 @@ def test_it_keeps_to_what_environments_have_to_do():
     entry = catalog_entry("miniwob/enter-text")
     actions = ["click 1", "type 1 x", "no action", "click 99", "key Nothing", "scroll down", "click 2"]
     check_environment(lambda: entry.make(actions="text"), entry.generate("train", 1, 1), actions)
+
+
+def test_a_browser_that_closes_its_connection_is_no_error_to_report(capfd):
+    host, port = page_server().split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"GET /miniwob/click-test.html HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""

@@ -28,6 +28,7 @@ def test_what_stays(written, text):
     assert plain_text(written) == text
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="\x1b[]0;m\x07\\\r\n\bPab\x9b\u202e", max_size=60))
 def test_no_control_character_stays(written):
     assert not set(plain_text(written)) & set("\x1b\x07\r\b\x9b\u202e")

@@ -147,6 +147,7 @@ def test_every_run_is_a_job_and_its_files_are_those_of_a_run_here(tmp_path, serv
     assert len(jobs(service)) == 4, "nothing is run a second time"
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_is_said_and_tried_again_next_time(tmp_path, service):
     _, runs = planned(tmp_path)
     service.launcher.fails = {"sums-flat"}

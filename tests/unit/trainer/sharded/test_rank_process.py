@@ -17,6 +17,7 @@ from palestra.trainer.sharded.rank_process import FOLDER, _sendable
 from palestra.trainer.sharded.wire import Beat, receive
 
 
+@pytest.mark.slow
 def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes(tmp_path):
     own, theirs = socket.socketpair()
     folder = tmp_path / "ranks"

@@ -1,0 +1,117 @@
+"""From a picture to what a tower gets of it, by an image processor of transformers that needs no torchvision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from palestra.errors import ModelError
+from palestra.models.vision.towers import SUPPORTED
+from palestra.renderers import QWEN, PictureLayout, layout_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# What a processor is made of; the files of a hub model that is named by `org/model` lie in the hub's cache.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class PictureProcessor:
+    """Prepares pictures for the tower of a model, whose weights are not needed for that.
+
+    Attributes:
+        image_token: id of the token that stands for one embedding of a picture.
+        layout: what stands in a prompt for a picture of a given size.
+        files: what the processor is made of, by file name; written beside the weights.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        """Read the files of a model.
+
+        Args:
+            folder: or the name of a model on the hub.
+
+        Raises:
+            ModelError: the family is not supported.
+        """
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder)
+        _check_family(config)
+        self._processor = _processor_class(config.model_type).from_pretrained(folder)
+        self.files = processor_files(folder)
+        self.layout: PictureLayout = layout_of(config.to_dict(), self.files)
+        found = getattr(config, "image_token_id", None)  # families call it by two names
+        self.image_token = int(config.image_token_index if found is None else found)
+
+    def pixels(self, image: Image) -> dict[str, Tensor]:
+        """Return what the tower gets of a picture, [1, ...] each."""
+        return dict(self._processor(images=image, return_tensors="pt"))
+
+
+def sees(config: Any) -> bool:
+    """Return whether a transformers configuration is of a model with a tower for pictures."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def find_layout(folder: Path | str) -> PictureLayout | None:
+    """Return the layout of a model's pictures, of which no weights are loaded; None: it reads text only.
+
+    Args:
+        folder: or the name of a model on the hub.
+
+    Raises:
+        ModelError: the family is not supported.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    if not sees(config):
+        return None
+    _check_family(config)
+    return layout_of(config.to_dict(), processor_files(folder))
+
+
+def _check_family(config: Any) -> None:
+    """Raise ModelError unless models with this configuration of transformers are supported."""
+    if config.model_type not in SUPPORTED:
+        raise ModelError(f"{config.model_type} models see, and are not supported; supported are {', '.join(SUPPORTED)}")
+
+
+def _processor_class(model_type: str) -> Any:
+    """Return the image processor of a family that computes with PIL and numpy."""
+    if model_type == "llava":
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        return CLIPImageProcessorPil
+    if model_type in QWEN:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil
+    if model_type == "smolvlm":
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        return SmolVLMImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return Idefics3ImageProcessorPil
+
+
+def processor_files(folder: Path | str) -> dict[str, bytes]:
+    """Return the files of a model's processor, those that there are."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = dict[str, bytes]()
+    for name in PROCESSOR_FILES:
+        place = folder / name if isinstance(folder, Path) else try_to_load_from_cache(folder, name)
+        if isinstance(place, str | Path) and Path(place).is_file():
+            found[name] = Path(place).read_bytes()
+    return found
