@@ -226,6 +226,6 @@ def _check_memory(settings: VllmEngineConfig, models: Sequence[ServedModel]) -> 
     free = available_bytes()
     if needed > free:
         raise ConfigError(
-            f"vLLM needs about {needed / GIB:.1f} GiB of memory for {len(models)} server(s), and {free / GIB:.1f} GiB "
+            f"vLLM needs about {needed / GIB:.1f} GiB of memory for {len(models)} model(s), and {free / GIB:.1f} GiB "
             f"are free: {(needed - free) / GIB:.1f} GiB are missing; lower engine.cache_gib, or choose a smaller model"
         )
