@@ -21,6 +21,8 @@ View = Literal["dom", "accessibility", "screenshot"]
 VIEWPORT = (1024, 768)  # pixels, wide and high
 _NAVIGATED = ("Execution context was destroyed", "Cannot find context", "navigating and changing")
 _DESCRIBE = "asked => window.__palestra?.snapshot(asked) ?? ['(no page)', 0]"
+_SETTLE = "most => window.__palestra?.settle(most)"
+_SETTLE_MS = 500  # at most, for pictures to come and for what opens or closes to be there
 _TRIES = 5  # of reading a page that is being replaced by another
 _SNAPSHOT = files("palestra.envs.browser").joinpath("snapshot.js").read_text()
 
@@ -64,6 +66,7 @@ class BrowserPage:
         Raises:
             EnvironmentFailed: the browser has died, or the page does not answer.
         """
+        await self._settle()
         if self._view == "accessibility":
             text = await self.operate(lambda: self.page.aria_snapshot(mode="ai"))
             length = len(text)
@@ -79,6 +82,7 @@ class BrowserPage:
         Raises:
             EnvironmentFailed: the browser has died, or the page does not answer.
         """
+        await self._settle()
         return await self.operate(lambda: self.page.screenshot(animations="disabled"))
 
     async def goto(self, url: str) -> None:
@@ -126,6 +130,10 @@ class BrowserPage:
                     raise self._fail(first_line(error)) from error
                 await asyncio.sleep(0.05 * (attempt + 1))
         raise AssertionError("the last attempt returns or raises")
+
+    async def _settle(self) -> None:
+        """Wait until what was done to the page can be seen: otherwise a fast agent sees another page than a slow one."""
+        await self.evaluate(_SETTLE, _SETTLE_MS)
 
     def _note(self, reason: str) -> None:
         self._fail(reason)

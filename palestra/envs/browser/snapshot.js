@@ -16,6 +16,8 @@
   // The page may replace what it finds, but not what is taken before its own scripts run.
   const slice = Function.prototype.call.bind(String.prototype.slice);
   const wellFormed = Function.prototype.call.bind(String.prototype.toWellFormed);
+  const later = window.setTimeout.bind(window);
+  const now = performance.now.bind(performance);
   const words = (text) => (text || "").replace(/\s+/g, " ").trim();
   const shown = (element) => element.checkVisibility({ checkVisibilityCSS: true });
 
@@ -115,12 +117,26 @@
     return null;
   }
 
+  // Whether the page is about to look different by itself: a picture that is not there yet has no size, and what opens
+  // or closes is on its way. A game may have an animation of its own that never ends.
+  function moves() {
+    if ([...document.images].some((image) => !image.complete && image.loading !== "lazy")) return true;
+    if (window.jQuery?.timers?.length > 0) return true;
+    const ends = (animation) => animation.effect?.getComputedTiming().endTime < Infinity;
+    return document.getAnimations().some((animation) => animation.playState === "running" && ends(animation));
+  }
+
+  async function settle(most) {
+    const until = now() + most;
+    while (moves() && now() < until) await new Promise((resolve) => later(resolve, 10));
+  }
+
   function scroll(element, down) {
     const target = element || document.scrollingElement;
     target.scrollBy({ top: (down ? 0.8 : -0.8) * (element ? element.clientHeight : innerHeight), behavior: "instant" });
   }
 
   const empty = (element) => element.select?.();
-  const offered = Object.freeze({ snapshot, point, scroll, empty, get elements() { return elements; } });
+  const offered = Object.freeze({ snapshot, settle, point, scroll, empty, get elements() { return elements; } });
   Object.defineProperty(window, "__palestra", { value: offered }); // neither written nor replaced by the page
 })();
