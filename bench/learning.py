@@ -187,13 +187,14 @@ played greedily; `enter-text` has 50 names, so that most of its texts are seen i
         Recipe(
             script="terminal",
             run="terminal",
-            steps=12,
+            steps=6,
             heading="A shell in a sandbox",
             about="""
 `recipes/terminal.py`: {steps} steps of 6 tasks x 8 episodes, GRPO, all weights of SmolLM2-135M-Instruct, a learning
 rate that falls from 3e-5 to 0. The model is asked to count lines, to find the file with a word, or to change one
-setting, and replies with `run COMMAND` or `finish ANSWER`, which nothing enforces. A worked example of each kind is in
-front of every task, in training and in the control. Reward 1 if the answer is right, or the file, else 0. The 16
+setting. Its reply, in the control too, is one of a few dozen lines: `run` and one of three commands with any word of
+the task in it, or `finish` and a word that it has just read. A worked example of each kind is in front of every task,
+in training and in the control. Reward 1 if the answer is right, or the file, else 0. The 16
 held-out tasks of each kind are in no training task, and are played greedily.
 """,
             measure="held-out tasks solved",

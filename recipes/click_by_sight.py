@@ -18,7 +18,6 @@ import numpy as np
 
 import palestra
 from palestra import Agent, Chat, ChatMessage, JobConfig, MiniWoB, Observation, PolicyHandle, RolloutSpec, text_message
-from palestra.pictures.parts import Picture
 
 PAGE, GROUPS = "click-test", 8  # YOURS 1: a page of MiniWoB on which one click is enough; problems of a step
 WIDE, HIGH, TOP = 160, 210, 50  # pixels of a page, and of the yellow line with the task, which takes no clicks
@@ -35,9 +34,9 @@ class Screen(MiniWoB):
         super().__init__(observation="screenshot", actions="text", max_steps=1, timeout_seconds=60.0)
         self.blindfolded = blindfolded
 
-    async def observe(self) -> str | Picture:
+    async def observe(self) -> Any:
         """Return a screenshot of the page, or a black picture of the same size."""
-        return Picture.of(np.zeros((HIGH, WIDE), np.uint8)) if self.blindfolded else await super().observe()
+        return np.zeros((HIGH, WIDE), np.uint8) if self.blindfolded else await super().observe()
 
 
 class Pointer(Agent):

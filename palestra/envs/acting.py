@@ -11,9 +11,9 @@ from palestra.envs.commands import command_call, commands_help
 from palestra.envs.environment import Environment, Reset, Step, StepMessage
 from palestra.envs.tool_environment import final_answer
 from palestra.errors import EnvironmentFailed
-from palestra.pictures.parts import Picture
+from palestra.pictures.parts import parts_of
 from palestra.tools import Finish, Tool, ToolFailure, ToolManager, ToolResult
-from palestra.types.messages import ChatMessage, Part, TextPart, ToolCall, text_message
+from palestra.types.messages import ChatMessage, TextPart, ToolCall, text_message
 
 MAX_CALLS = 16  # of one reply that are done
 DONE = "done"  # what a tool returns that has nothing to say
@@ -68,8 +68,11 @@ class ActingEnvironment(Environment):
         """Begin the episode of `task` and return what the agent is to do."""
 
     @abstractmethod
-    async def observe(self) -> str | Picture:
-        """Return what the world looks like now, as text or picture; "": the results of the calls say it all."""
+    async def observe(self) -> Any:
+        """Return what the world looks like now, as text or picture; "": the results of the calls say it all.
+
+        A picture is of Pillow, an array, the bytes of a file, or a `Picture`.
+        """
 
     @abstractmethod
     async def progress(self, answer: str | None) -> Progress:
@@ -98,7 +101,7 @@ class ActingEnvironment(Environment):
         self._steps = 0
         goal = await self.start(task)
         seen = await self.observe()
-        return [goal, seen] if isinstance(seen, Picture) else f"{goal}\n\n{seen}".strip(), {}
+        return f"{goal}\n\n{seen}".strip() if isinstance(seen, str) else [goal, seen], {}
 
     async def step_message(self, action: ChatMessage) -> StepMessage:
         """Do the calls of a reply one after another, and show the world as it is then."""
@@ -133,9 +136,9 @@ class ActingEnvironment(Environment):
             said = ["That is no action: " + ("reply with one line." if self._text_actions else "call a tool.")]
         shown = await self.observe()
         seen = "\n\n".join(text for text in (*said, *([shown] if isinstance(shown, str) else [])) if text)
-        if isinstance(shown, Picture):
-            parts: tuple[Part, ...] = (*([TextPart(text=seen)] if seen else []), shown)
-            return (*answers, ChatMessage(role="user", content=parts))
+        if not isinstance(shown, str):
+            content = (*([TextPart(text=seen)] if seen else []), *parts_of(shown))
+            return (*answers, ChatMessage(role="user", content=content))
         return (*answers, text_message("user", seen or DONE)) if seen or not answers else answers
 
     def _command(self, text: str) -> tuple[ToolCall, ...]:

@@ -58,8 +58,8 @@ def read_served_models(
 
     Raises:
         ModelError: files are missing, the tokenizer does not fit the model, or the trainer can't have it.
-        ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, a model
-            sees, and its engine or its adapter does not, or `vision` is given, and the model reads text only.
+        ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, or a
+            model sees, and its engine or its adapter does not; or `vision` is given, and the model reads text only.
     """
     return [_read(config, name, weights.get(name, policy.model), pictures) for name, policy in config.policies.items()]
 
@@ -84,7 +84,7 @@ def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | N
         )
     if files.sees and (policy.adapter is not None or saved is not None):
         raise ConfigError(f"{model} sees, and adapters of models that see are not supported; leave `adapter` out")
-    if policy.vision is not None and not files.sees:
+    if policy.vision is not None and not files.sees:  # which a trainer would find after the server has loaded the model
         raise ConfigError(f"vision is {policy.vision!r}, and {model} reads text only; leave `vision` out")
     if policy.max_context > files.max_positions and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {files.max_positions} positions")

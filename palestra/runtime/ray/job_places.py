@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection
+from pathlib import Path
 
 from ray.util.placement_group import get_current_placement_group
 
@@ -14,6 +15,16 @@ from palestra.runtime.ray.runners import runner_actors
 from palestra.types.jobs import Role
 
 FOLDER = "exchange"  # in a job's folder: weights on their way between machines
+_BESIDE = "beside"  # numbers of the processes in a job's own bundle whose memory counts with its own
+
+
+def beside(folder: Path) -> Path:
+    """Return where processes in the job's own bundle say that they run; see `memory_watch.join`.
+
+    Args:
+        folder: of the job.
+    """
+    return folder / _BESIDE
 
 
 def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPlaces:
@@ -32,6 +43,8 @@ def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPl
         own = {index: one for index, one in enumerate(order.bundles, start=1) if one.role == role}
         return Bundles(group, own, pass_env, order.folder, here) if own else None
 
+    near = beside(order.folder)
+    shutil.rmtree(near, ignore_errors=True)  # those of a process that was killed
     engine, trainer = of("engine"), of("trainer")
     folder = None
     if engine is not None or trainer is not None:
@@ -40,7 +53,7 @@ def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPl
         folder.mkdir(mode=0o700, parents=True)
     limits = [one.memory_gib for one in order.bundles if one.role == "trainer" and one.memory_gib is not None]
     return JobPlaces(
-        runner=runner_actors(pass_env, of("runner")),
+        runner=runner_actors(pass_env, of("runner"), near),
         engine=None if engine is None else engine.start,
         trainer=None if trainer is None else trainer.start,
         rank_memory_gib=min(limits, default=None),

@@ -39,17 +39,17 @@ def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
     return sum(_sum(f"/proc/{process}/smaps_rollup", _SHARE) for process in (pid, *children))
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the children of a process, their children, and so on, without this process."""
+def descendants(*pids: int) -> list[int]:
+    """Return the children of processes, their children, and so on, without these and without this process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         fields = _stat(int(entry)) if entry.isdigit() else None
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(int(entry))
-    found = [pid]
+    found = list(pids)
     for parent in found:  # the list grows during the loop
         found.extend(children.get(parent, ()))
-    return [child for child in found if child not in (pid, os.getpid())]
+    return [child for child in found if child not in (*pids, os.getpid())]
 
 
 def start_time(pid: int) -> str | None:
@@ -58,7 +58,27 @@ def start_time(pid: int) -> str | None:
     return None if fields is None or fields[0] in ("Z", "X") else fields[19]
 
 
-def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool:
+def join(beside: Path) -> None:
+    """Let the memory of this process count as that of a job, see `watch`.
+
+    Args:
+        beside: the job's folder for such processes, on this machine.
+    """
+    beside.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (beside / str(os.getpid())).write_text(start_time(os.getpid()) or "")
+
+
+def _joined(beside: Path | None) -> list[int]:
+    """Return the processes that have joined and run; a number that now is another process's is none of them."""
+    found = list[int]()
+    with contextlib.suppress(OSError):
+        for path in beside.iterdir() if beside is not None else ():
+            if path.name.isdigit() and path.read_text() == start_time(int(path.name)):
+                found.append(int(path.name))
+    return found
+
+
+def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside: Path | None = None) -> bool:
     """Watch a process until it ends, or end it; returns whether it was ended.
 
     Args:
@@ -67,11 +87,13 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool
         ended: file that says how the job ended; written before the process is ended.
         text: content of `ended`, with the placeholder `USED` in it.
         log: the job's log, to which the text is added.
+        beside: folder with the numbers of further processes of the job that count, and whose children do; None: there
+            are none.
     """
     started, children, looks = start_time(pid), list[int](), 0
     while started is not None and start_time(pid) == started:
         if looks % LOOKS_A_SCAN == 0:  # not at every look: it reads all processes of the machine
-            children = descendants(pid)
+            children = [*(joined := _joined(beside)), *descendants(pid, *joined)]
         looks += 1
         used = used_bytes(pid, children, limit_bytes)
         if used > limit_bytes:
@@ -82,7 +104,7 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool
                 temporary.replace(ended)
                 with log.open("a") as file:
                     file.write(said + "\n")
-            for process in (pid, *descendants(pid)):
+            for process in (pid, *(joined := _joined(beside)), *descendants(pid, *joined)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             return True
@@ -108,4 +130,4 @@ def _sum(path: str, names: tuple[str, ...]) -> int:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))
+    watch(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], *map(Path, sys.argv[5:]))

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.runtime.ray.job_environment import limit_environment
+from palestra.runtime.ray.memory_watch import join
 from palestra.runtime.ray.process_host import Bundles, MemoryLimit
 from palestra.runtime.runner import play_environment
 from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter
@@ -21,39 +23,51 @@ from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter
 class _Runner:
     """A process that plays the environment of a job, with the variables that the job has."""
 
-    def __init__(self, pass_env: Collection[str], limit: MemoryLimit | None = None) -> None:
+    def __init__(self, pass_env: Collection[str], memory: MemoryLimit | Path | None) -> None:
+        """Prepare to play.
+
+        Args:
+            pass_env: variables of the operator that this process gets.
+            memory: of a bundle; or the folder by which the memory of this process counts as the job's own; None: no
+                limit was set.
+        """
         limit_environment(os.environ, pass_env)
-        if limit is not None:
-            limit.watch(os.getpid())
+        if isinstance(memory, Path):
+            join(memory)
+        elif memory is not None:
+            memory.watch(os.getpid())
 
     async def play(self, url: str, key: str, worker_id: str, concurrency: int) -> None:
         await play_environment(url, key, worker_id, concurrency)
 
 
-def runner_actors(pass_env: Collection[str], bundles: Bundles | None) -> RunnerStarter:
+def runner_actors(pass_env: Collection[str], bundles: Bundles | None, beside: Path) -> RunnerStarter:
     """Return what starts the runners of the job that runs in this actor.
 
     Args:
         pass_env: variables of the operator that they get, as the job does.
-        bundles: of runners; None: the job's own bundle has a core for each runner.
+        bundles: of runners; None: the job's own bundle has a core for each runner, and its memory is theirs as well.
+        beside: folder by which the memory of runners in the job's own bundle is counted.
     """
     if bundles is None:
-        return partial(_play_beside, get_current_placement_group(), tuple(pass_env))
+        return partial(_play_beside, get_current_placement_group(), tuple(pass_env), beside)
     return partial(_play_in, bundles, tuple(pass_env))
 
 
-async def _play_beside(group: Any, pass_env: tuple[str, ...], order: RunnerOrder, worker_id: str) -> None:
+async def _play_beside(group: Any, pass_env: tuple[str, ...], beside: Path, order: RunnerOrder, worker_id: str) -> None:
     """Run a runner in the job's own bundle. See `RunnerStarter`.
 
     Args:
         group: the placement group of the job.
         pass_env: see `runner_actors`.
+        beside: see there.
         order: what the runner has to know.
         worker_id: the name under which it claims episodes.
     """
     make: Any = ray.remote(_Runner)
     place = PlacementGroupSchedulingStrategy(group, 0)
-    await _play(make.options(num_cpus=1, max_restarts=0, scheduling_strategy=place).remote(pass_env), order, worker_id)
+    actor = make.options(num_cpus=1, max_restarts=0, scheduling_strategy=place).remote(pass_env, beside)
+    await _play(actor, order, worker_id)
 
 
 async def _play_in(bundles: Bundles, pass_env: tuple[str, ...], order: RunnerOrder, worker_id: str) -> None:

@@ -45,7 +45,7 @@ from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.cluster import NAMESPACE, disconnect
 from palestra.runtime.ray.gpu_watch import GpuWatch
 from palestra.runtime.ray.job_environment import limit_environment
-from palestra.runtime.ray.job_places import places_of
+from palestra.runtime.ray.job_places import beside, places_of
 from palestra.runtime.shared_base import KEY, KEY_FILE
 from palestra.types.bases import BaseLoad
 from palestra.types.gpus import GpuReading
@@ -289,7 +289,7 @@ def _set_base_key(order: ServerOrder) -> None:
 
 
 def _limit_memory(order: ServerOrder | BaseOrder) -> None:
-    """Start a watcher that ends this process and its children if they use too much memory; see `memory_watch`."""
+    """Start a watcher that ends the job if its processes use too much memory: this one, runners beside it, children."""
     limit, asked = order.memory_gib, order.resources.memory_gib
     if limit is None:
         return
@@ -303,6 +303,7 @@ def _limit_memory(order: ServerOrder | BaseOrder) -> None:
     text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
     command = [sys.executable, "-I", "-S", str(WATCH), str(os.getpid()), str(int(limit * GIB))]
     command += [str(order.folder / ENDED_FILE), text, str(order.folder / LOG_FILE)]
+    command += [str(beside(order.folder))] if isinstance(order, ServerOrder) else []
 
     def keep_watching() -> None:
         while True:  # restart the watcher if it was killed, perhaps because the machine was short of memory

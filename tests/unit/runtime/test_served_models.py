@@ -66,6 +66,16 @@ def test_a_context_that_the_model_does_not_have_is_refused(folder):
     assert "max_context is 100000000" in refused(job_of(folder, {"max_context": 100_000_000}))
 
 
+@pytest.mark.parametrize(
+    "engine", [{"kind": "vllm", "python": "/venv/bin/python"}, {"kind": "sglang", "url": "http://a:30000"}]
+)
+def test_vision_of_a_model_that_reads_text_only_is_refused_before_a_server_is_started(engine, folder):
+    policies = {"p": {"model": str(folder), "vision": "trained"}}
+    said = refused(JobConfig.model_validate({"policies": policies, "engine": engine}))
+    assert said.startswith("vision is 'trained', and")
+    assert said.endswith("reads text only; leave `vision` out")
+
+
 def test_missing_files_are_named(folder, tmp_path):
     empty = copied(folder, tmp_path / "empty")
     for path in empty.glob("*.safetensors"):
