@@ -35,7 +35,7 @@ def seen_picture(run: Run, digest: str, policy: str) -> Response:
 
     Raises:
         NotFound: there is no such picture, or the run has not noted how this policy's model gets pictures.
-        InvalidPicture: the picture, or what the model got of it, has more pixels than are decoded for the page.
+        InvalidPicture: the picture, or what it is brought to for the model, has more pixels than the page's limit.
         InvalidRequest: the model takes no pictures of this size.
         StoreError: the run can't be read.
     """
@@ -47,9 +47,12 @@ def seen_picture(run: Run, digest: str, policy: str) -> Response:
     file = Blobs(run.folder / FOLDER).get(digest)
     with _DECODING:
         image = decode(file, LIMITS)
-        wide, high = layout.seen_size(*image.size)
+        wide, high = layout.largest_size(*image.size)
         if wide * high > LIMITS.max_pixels:
-            raise InvalidPicture(f"the model got {wide:,} × {high:,} pixels, and the page shows {LIMITS.max_pixels:,}")
+            raise InvalidPicture(
+                f"for the model the picture is brought to {wide:,} × {high:,} pixels, and the page shows "
+                f"{LIMITS.max_pixels:,}"
+            )
         seen = encode(layout.seen(image))
     rows, columns = layout.cells(*image.size)
     said = layout.in_words(*image.size).replace("×", "x")

@@ -135,7 +135,7 @@ class EnvironmentSession:
         self._orders: asyncio.Queue[Reset | Abandon | Close] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._episodes = self._observations = self._actions = 0
-        self._pictures: set[str] = set()  # digests of those whose files the client was sent
+        self._pictures: set[str] = set()  # digests of those whose files the episode's messages had
 
     async def open(self) -> None:
         """Make the environment and set it up.
@@ -221,6 +221,8 @@ class EnvironmentSession:
             await self._stop()
             if isinstance(order, Reset):
                 self._state, self._resetting = "resetting", order.number
+                # The player of the next episode has none of the files, and does not know which of them is damaged.
+                self._pictures = set()
                 self._moved_at = self._clock.monotonic()
                 self._episodes += 1
                 self._episode = asyncio.create_task(self._play(order))

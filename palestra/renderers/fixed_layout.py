@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,10 @@ class FixedLayout:
         """Return width and height of what the tower gets; see `PictureLayout`."""
         used = self.side // self.patch * self.patch  # the tower leaves out what is no whole patch, right and below
         return used, used
+
+    def largest_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of a picture before its middle is cut out, or of that; see `PictureLayout`."""
+        return max(self.seen_size(width, height), self._resized(width, height), key=math.prod)
 
     def seen(self, image: Image) -> Image:
         """Return the pixels that the tower gets; see `PictureLayout`."""

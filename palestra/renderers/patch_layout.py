@@ -78,6 +78,10 @@ class PatchLayout:
         rows, columns = self.plane(width, height)
         return columns * self.side, rows * self.side
 
+    def largest_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of what the tower gets; see `PictureLayout`."""
+        return self.seen_size(width, height)
+
     def seen(self, image: Image) -> Image:
         """Return the pixels that the tower gets; see `PictureLayout`."""
         return image.resize(self.seen_size(*image.size), self.resample)

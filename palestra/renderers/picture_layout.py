@@ -72,6 +72,14 @@ class PictureLayout(Protocol):
         """
         ...
 
+    def largest_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of the largest picture that `seen` makes on its way, in pixels.
+
+        Raises:
+            InvalidRequest: the model takes no pictures of this size.
+        """
+        ...
+
     def seen(self, image: Image) -> Image:
         """Return the pixels that the tower gets of a picture, before they are normalised.
 
@@ -146,6 +154,13 @@ class TiledLayout:
         """Return width and height of all tiles together; see `PictureLayout`."""
         rows, columns = self.cells(width, height)
         return columns * self.tile, rows * self.tile
+
+    def largest_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height of all tiles together, or of the picture before it is cut; see `PictureLayout`."""
+        seen = self.seen_size(width, height)
+        if self.longest is None:
+            return seen
+        return max(seen, _bounded(*_stretched(width, height, self.longest), _LONGEST), key=math.prod)
 
     def seen(self, image: Image) -> Image:
         """Return the tiles that the tower gets, side by side; see `PictureLayout`.

@@ -23,7 +23,7 @@ class EpisodePictures:
             keep: puts the file of a picture where its digest will be looked up; see `PlayedEpisode.keep_picture`.
         """
         self._keep = keep
-        # By digest. An environment server sends a file once, so that only its digest comes the next time.
+        # By digest. An environment server sends a file once an episode, so that only its digest comes the next time.
         self._unread: dict[str, str] = {}
 
     async def without_files(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

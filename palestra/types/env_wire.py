@@ -173,7 +173,7 @@ class Observed(Numbered):
     info: dict[str, Any] = Field(default_factory=dict)
     pictures: dict[str, str] = Field(
         default_factory=dict,
-        description="Files of pictures that `content` names and that no earlier message of the session had: base64, by "
+        description="Files of pictures that `content` names and that no earlier message of the episode had: base64, by "
         "the SHA-256 of the file in hex.",
     )
     alone: bool = Field(False, description="Nothing can happen until this observation is answered.")

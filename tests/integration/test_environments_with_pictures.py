@@ -169,7 +169,11 @@ class LooksTwice(Agent):
 
 async def told(folder: Path, environment: type[ToolEnvironment], where: str) -> tuple[list[Any], list[str]]:
     """Play two episodes of two looks; return what the tool is said to have returned each time, and the pictures."""
-    job = JOB | {"rollout": {"group_size": 2, "groups_per_step": 1, "max_attempts": 1}, "pictures": {"max_bytes": 4096}}
+    job = JOB | {
+        "rollout": {"group_size": 2, "groups_per_step": 1, "max_attempts": 1},
+        "pictures": {"max_bytes": 4096},
+        "environment": {"max_concurrency": 1},  # so that the second episode is played in the first one's environment
+    }
     with EnvServer(environment) if where == "remote" else nullcontext() as server:
         played = server.remote() if server is not None else environment
         spec = RolloutSpec(environment=played, agents={"agent": LooksTwice()})

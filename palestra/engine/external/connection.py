@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,11 @@ from palestra.errors import EngineFailure, InvalidRequest
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
+_JSON = {"content-type": "application/json"}
 _OTHER_KEY = (401, 403)  # statuses that say that the key is missing or another one
+
+# Of a request: what becomes JSON, or the pieces of JSON that is made already, which are not kept once they are sent.
+Body = Mapping[str, Any] | AsyncIterator[bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +76,13 @@ class EngineConnection:
         """Return the answer to a GET request as it is; see `get`."""
         return (await self._sent("GET", path, None, seconds)).decode(errors="replace")
 
-    async def post(
-        self, path: str, body: Mapping[str, Any], seconds: float, query: Mapping[str, str] | None = None
-    ) -> Any:
+    async def post(self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None) -> Any:
         """Return the JSON of the answer to a POST request; None: the answer is empty.
 
         Args:
             path: of the route.
             body: sent as JSON.
-            seconds: how long the server may take.
+            seconds: how long the server may take, and the sending.
             query: parameters behind the path.
 
         Raises:
@@ -103,7 +105,7 @@ class EngineConnection:
         """
         await self._sent("POST", path, body, seconds)
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+    async def stream(self, path: str, body: Body) -> AsyncGenerator[Any, None]:
         """Yield the JSON of each event of an answer, until `[DONE]`. Closing the iterator closes the connection.
 
         There is no limit on the time between two events: a paused engine sends none.
@@ -118,7 +120,7 @@ class EngineConnection:
         """
         timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
         try:
-            async with self._http.stream("POST", path, json=body, timeout=timeout) as answer:
+            async with self._http.stream("POST", path, **_sent(body), timeout=timeout) as answer:
                 if not answer.is_success:
                     self._refuse(path, answer, await read_body(answer, f"{self._address}{path}"))
                 async with aclosing(read_lines(answer, f"{self._address}{path}")) as lines:
@@ -137,14 +139,14 @@ class EngineConnection:
         await self._http.aclose()
 
     async def _sent(
-        self, method: str, path: str, body: Any, seconds: float, query: Mapping[str, str] | None = None
+        self, method: str, path: str, body: Body | None, seconds: float, query: Mapping[str, str] | None = None
     ) -> bytes:
         """Return the body of a good answer, all of which has to be there in time."""
         timeout = httpx2.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         try:
             async with (
                 asyncio.timeout(seconds),
-                self._http.stream(method, path, json=body, params=query, timeout=timeout) as answer,
+                self._http.stream(method, path, **_sent(body), params=query, timeout=timeout) as answer,
             ):
                 found = await read_body(answer, f"{self._address}{path}")
         except TimeoutError as error:
@@ -187,6 +189,11 @@ class EngineConnection:
                 raise InvalidRequest(f"the engine refuses this request: {_said(event)}")
             raise EngineFailure(f"{self._address}{path}: {_said(event)}")
         return event
+
+
+def _sent(body: Body | None) -> dict[str, Any]:
+    """Return httpx's arguments for a body."""
+    return {"content": body, "headers": _JSON} if isinstance(body, AsyncIterator) else {"json": body}
 
 
 def _shown(body: bytes) -> str:

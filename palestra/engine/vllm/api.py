@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk, Counters
-from palestra.engine.external.connection import EngineConnection
+from palestra.engine.external.connection import Body, EngineConnection
 from palestra.engine.external.reply import Bounds
 from palestra.engine.vllm.pictures import VllmPictures
 from palestra.engine.vllm.sampling import vllm_sampling
@@ -22,6 +25,8 @@ GENERATE = "/inference/v1/generate"
 BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
 OLDEST = (0, 32)
 _QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
+_UPLOADS = 2  # requests with pictures that are prepared and sent at the same time, of hundreds of MB each
+_PIECE = 1 << 20  # bytes of such a request that are sent at once
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _METRICS = {
     "vllm:kv_cache_usage_perc": "kv_share",
@@ -58,6 +63,7 @@ class VllmApi:
         self._http, self._bounds = connection, bounds
         self._stop_ids, self._seeded, self._rank = stop_ids, seeded, rank
         self._pictures, self._weights, self.sees = pictures, "", pictures is not None
+        self._uploads = asyncio.Semaphore(_UPLOADS)
 
     async def check(self) -> None:
         """Compare the server's version, settings, context and vocabulary with what the policy needs.
@@ -121,21 +127,22 @@ class VllmApi:
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply, one token or more a chunk; see `EngineApi`."""
         top = request.sampling.top_logprobs
-        body = {
-            "sampling_params": vllm_sampling(request.sampling, self._stop_ids, self._seeded),
-            "stream": True,
-        } | await self._asked(request.prompt, adapter)
-        async with aclosing(self._http.stream(GENERATE, body)) as events:
-            async for event in events:
-                for choice in _of_event(event, "choices"):
-                    # vLLM names the versions of its own weights, which adapters leave as they are.
-                    yield _chunk(choice, top, names_versions=self._rank is None)
+        params = vllm_sampling(request.sampling, self._stop_ids, self._seeded)
+        async with AsyncExitStack() as upload:
+            body = await self._body(request.prompt, adapter, {"sampling_params": params, "stream": True}, upload)
+            async with aclosing(self._http.stream(GENERATE, body)) as events:
+                async for event in events:
+                    for choice in _of_event(event, "choices"):
+                        # vLLM names the versions of its own weights, which adapters leave as they are.
+                        yield _chunk(choice, top, names_versions=self._rank is None)
 
     async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
         """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        ids, body = prompt.ids.tolist(), {"sampling_params": params} | await self._asked(prompt, adapter)
-        found = await self._http.post(GENERATE, body, _LOADING)
+        ids = prompt.ids.tolist()
+        async with AsyncExitStack() as upload:
+            body = await self._body(prompt, adapter, {"sampling_params": params}, upload)
+            found = await self._http.post(GENERATE, body, _LOADING)
         said = _of_event(found, "prompt_logprobs")
         if len(said) != len(ids):
             raise EngineFailure(f"the engine scored {len(said)} of {len(ids)} tokens")
@@ -191,14 +198,36 @@ class VllmApi:
         """Close the connections; see `EngineApi`."""
         await self._http.close()
 
-    async def _asked(self, prompt: TokenSequence, adapter: str | None) -> dict[str, Any]:
-        """Return the fields of a request that say what is read, and by which weights."""
-        asked: dict[str, Any] = {"token_ids": prompt.ids.tolist()}
-        if prompt.media:
-            assert self._pictures is not None  # otherwise the engine has refused them
-            pictures, weights = self._pictures, self._weights
-            asked["features"] = await in_thread(lambda: pictures.features(prompt, weights))
-        return asked if adapter is None else asked | {"model": adapter}
+    async def _body(
+        self, prompt: TokenSequence, adapter: str | None, settings: dict[str, Any], upload: AsyncExitStack
+    ) -> Body:
+        """Return a request with a prompt.
+
+        Its pictures are hundreds of megabytes, perhaps. So only a few requests that have some are prepared and sent at
+        a time, the others wait; and a request that was sent is not kept while the server answers it.
+
+        Args:
+            prompt: what is read.
+            adapter: name of the adapter that reads it; None: the server's own weights.
+            settings: the request's other fields.
+            upload: is closed when all of the request was sent; the caller closes it in any case.
+        """
+        body = settings | {"token_ids": prompt.ids.tolist()} | ({} if adapter is None else {"model": adapter})
+        if not prompt.media:
+            return body
+        assert self._pictures is not None  # otherwise the engine has refused them
+        await upload.enter_async_context(self._uploads)
+        pictures, weights = self._pictures, self._weights
+        return _pieces(
+            await in_thread(lambda: orjson.dumps(body | {"features": pictures.features(prompt, weights)})), upload
+        )
+
+
+async def _pieces(data: bytes, upload: AsyncExitStack) -> AsyncIterator[bytes]:
+    """Yield a request in pieces, and close its upload after the last one."""
+    for start in range(0, len(data), _PIECE):
+        yield data[start : start + _PIECE]
+    await upload.aclose()
 
 
 def lora_rank(rank: int) -> int:

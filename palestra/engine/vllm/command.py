@@ -101,6 +101,8 @@ def vllm_command(
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank(adapter.rank))]
         command += ["--max-loras", str(_LORAS), "--max-cpu-loras", str(_LORAS_IN_MEMORY)]
     command += ["--tensor-parallel-size", str(config.tensor_parallel)]
+    # Each request has its pictures, so that none is looked up; vLLM would keep up to 4 GiB of them, of all versions.
+    command += ["--mm-processor-cache-gb", "0"]
     command += ["--generation-config", "vllm"]  # no temperature or top p of the model's own folder
     if config.cache_gib is not None and not is_cpu:
         command += ["--kv-cache-memory-bytes", str(config.cache_gib * 2**30)]

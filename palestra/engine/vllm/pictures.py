@@ -105,7 +105,7 @@ def _items(pixels: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     return [
         {
             "pixel_values": _flat(_not_padding(values[0, tile : tile + 1])),
-            "pixel_attention_mask": _flat(pixels["pixel_attention_mask"][0, tile : tile + 1]),
+            "pixel_attention_mask": _flat(pixels["pixel_attention_mask"][0, tile : tile + 1].bool()),  # from int64
             "num_patches": one,
         }
         for tile in range(values.shape[1])

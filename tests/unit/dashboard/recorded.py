@@ -64,6 +64,8 @@ LAYOUTS = {
     "policy": TiledLayout(tokens=4, tile=32, longest=64, splits=True),
     "llava": FixedLayout(tokens=16, side=32, patch=8, shorter=32),
     "qwen": PatchLayout(side=28, least=56 * 56, most=1_003_520),
+    # The first brings every picture to many pixels and cuts 32 x 32 of them out
+    "narrowing": FixedLayout(tokens=16, side=32, patch=8, shorter=5000),
     "enlarging": PatchLayout(side=28, least=1 << 40, most=1 << 41),
 }
 

@@ -88,8 +88,9 @@ async def test_a_picture_is_shown_as_the_model_of_a_policy_got_it(page):
         assert "sandbox" in found.headers["content-security-policy"]
         assert decode(found.content).size == (side, side)
         assert decode(found.content).getcolors() == [(side * side, (255, 0, 0))]
-    refused = await http.get(f"{address}/enlarging", headers=headers)
-    assert (refused.status_code, "and the page shows 16,777,216" in refused.text) == (422, True)
+    for hostile in ("enlarging", "narrowing"):
+        refused = await http.get(f"{address}/{hostile}", headers=headers)
+        assert (refused.status_code, "and the page shows 16,777,216" in refused.text) == (422, True)
     for other in (f"{address}/unknown", address.replace(PICTURE_DIGEST, "0" * 64) + "/policy"):
         assert (await http.get(other, headers=headers)).status_code == 404
 

@@ -212,7 +212,7 @@ class ScriptedSglang(ScriptedServer):
 @asynccontextmanager
 async def listening(server: ScriptedServer, port: int = 0):
     """The port of a scripted server."""
-    app = web.Application()
+    app = web.Application(client_max_size=0)  # a request may have many pictures
     app.router.add_route("*", "/{tail:.*}", server.route)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -233,7 +233,9 @@ def write_files(folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def on_server(server: ScriptedServer, folder: Path, *, key: str = KEY, finish: bool = False, adapter=None):
+async def on_server(
+    server: ScriptedServer, folder: Path, *, key: str = KEY, finish: bool = False, adapter=None, pictures=None
+):
     """An engine whose policy is sampled by a scripted server.
 
     Args:
@@ -242,13 +244,21 @@ async def on_server(server: ScriptedServer, folder: Path, *, key: str = KEY, fin
         key: that the engine sends.
         finish: see `ExternalEngine`.
         adapter: the policy's; None: its server gets whole weights.
+        pictures: see `VllmApi`.
     """
     model, files = write_files(folder / "model"), folder / "weights"
     files.mkdir()
     async with listening(server) as port:
         connection = EngineConnection(Address(url=f"http://127.0.0.1:{port}", key=key))
         api = (
-            VllmApi(connection, BOUNDS, BOUNDS.stop_ids, seeded=False, rank=None if adapter is None else adapter.rank)
+            VllmApi(
+                connection,
+                BOUNDS,
+                BOUNDS.stop_ids,
+                seeded=False,
+                rank=None if adapter is None else adapter.rank,
+                pictures=pictures,
+            )
             if isinstance(server, ScriptedVllm)
             else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model)
         )

@@ -577,9 +577,10 @@ async def test_closing_fails_the_calls_that_are_open_and_those_that_wait(server,
             "sees pictures, and engine.kind = 'sglang' is for models that read text only",
         ),
         ("vllm", {"adapter": {"rank": 4}}, "adapters of models that see are not supported; leave `adapter` out"),
+        ("vllm", {"model": "tiny-random", "vision": "trained"}, "tiny-random reads text only; leave `vision` out"),
     ],
 )
-def test_a_model_that_sees_is_refused_before_a_server_is_asked_that_can_not_have_it(kind, policy, said):
+def test_what_a_server_can_not_have_of_models_that_see_is_refused_before_it_is_asked(kind, policy, said):
     settings = {
         "policies": {"policy": {"model": "tiny-random-vision"} | policy},
         "engine": {"kind": kind, "url": "http://127.0.0.1:1"},

@@ -54,6 +54,7 @@ def test_each_tile_is_an_item_at_its_placeholders():
     assert names == wanted
     assert torch.equal(torch.cat([item["pixel_values"] for item in items]), torch.cat(tiles))
     assert all(item["num_patches"] == 1 and item["pixel_attention_mask"].all() for item in items)
+    assert {item["pixel_attention_mask"].dtype for item in items} == {torch.bool}, "a byte a pixel, not eight"
     covered = [place["offset"] + step for place in places for step in range(place["length"])]
     assert covered == np.flatnonzero(ids == processor.image_token).tolist()
     assert {place["length"] for place in places} == {processor.layout.tokens}

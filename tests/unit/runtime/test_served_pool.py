@@ -57,6 +57,7 @@ async def pool_of(folder: Path, engine, **options):
         tokenizer=None,
         renderer=None,
         bounds=BOUNDS,
+        pictures=None,
         adapter=None,
         first_adapter=None,
     )
