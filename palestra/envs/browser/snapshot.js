@@ -18,6 +18,8 @@
   const wellFormed = Function.prototype.call.bind(String.prototype.toWellFormed);
   const later = window.setTimeout.bind(window);
   const now = performance.now.bind(performance);
+  const Picture = window.Image;
+  const ofStyles = new Map(); // pictures that style sheets put in the place of elements, by their addresses
   const words = (text) => (text || "").replace(/\s+/g, " ").trim();
   const shown = (element) => element.checkVisibility({ checkVisibilityCSS: true });
 
@@ -120,7 +122,11 @@
   // Whether the page is about to look different by itself: a picture that is not there yet has no size, and what opens
   // or closes is on its way. A game may have an animation of its own that never ends.
   function moves() {
-    if ([...document.images].some((image) => !image.complete && image.loading !== "lazy")) return true;
+    for (const element of document.body?.querySelectorAll("*") ?? []) {
+      const address = /^url\("(.*)"\)/.exec(getComputedStyle(element).content)?.[1];
+      if (address && !ofStyles.has(address)) ofStyles.set(address, Object.assign(new Picture(), { src: address }));
+    }
+    if ([...ofStyles.values(), ...document.images].some((one) => !one.complete && one.loading !== "lazy")) return true;
     if (window.jQuery?.timers?.length > 0) return true;
     const ends = (animation) => animation.effect?.getComputedTiming().endTime < Infinity;
     return document.getAnimations().some((animation) => animation.playState === "running" && ends(animation));

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from palestra.envs import BrowserEnvironment, Progress
 from palestra.envs.browser.page import BrowserPage
 
+KINDS = {".js": "text/javascript", ".svg": "image/svg+xml"}
+
 
 class Site:
-    """Pages by path; every request that comes is in `asked`."""
+    """Pages by path; every request that comes is in `asked`, and `?after=SECONDS` is answered so much later."""
 
     def __init__(self, pages: Mapping[str, str]) -> None:
         site, self.asked = self, []
@@ -21,10 +25,12 @@ class Site:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 site.asked.append(self.path)
-                path, _, _ = self.path.partition("?")
+                path, _, query = self.path.partition("?")
+                if query.startswith("after="):
+                    time.sleep(float(query.removeprefix("after=")))
                 body = pages.get(path, "").encode()
                 self.send_response(200 if path in pages else 404)
-                kind = "text/javascript" if path.endswith(".js") else "text/html; charset=utf-8"
+                kind = KINDS.get(Path(path).suffix, "text/html; charset=utf-8")
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Cache-Control", "max-age=3600")

@@ -136,7 +136,7 @@ async def test_a_page_can_not_hand_over_more_than_is_read(visit, monkeypatch):
 
         async def noted(self: BrowserPage, *asked: Any) -> Any:
             found = await evaluate(self, *asked)
-            lengths.append(len(found[0]))
+            lengths.append(len(found[0]) if found is not None else 0)
             return found
 
         monkeypatch.setattr(BrowserPage, "evaluate", noted)
@@ -279,6 +279,37 @@ async def test_what_dies_fails_its_episodes_and_is_replaced(visit, blow):
         await asyncio.gather(*(one.reset({"url": f"http://{pages.host}/"}) for one in (environment, beside)))
         assert "sent" in (await act(environment, ("click", {"ref": 6})))[1]
         assert browser.starts == (1 if blow == "page" else 2)
+
+
+ICON = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"><rect width="10" height="10"/></svg>'
+SLOW = """<style>#late {content: url(late.svg?after=0.2); cursor: pointer} #slides {transition: opacity 0.2s}</style>
+<button id=go>go</button><p id=slides style="opacity: 0">there</p>
+<img loading=lazy src="far.svg?after=9" style="margin-top: 9000px">
+<script>go.onclick = () => {
+  const late = Object.assign(document.createElement("span"), { id: "late" });
+  const icon = Object.assign(new Image(), { src: "icon.svg?after=0.3", onclick: () => 0, className: "icon" });
+  document.body.prepend(late, icon); slides.style.opacity = 1;
+  slides.addEventListener("transitionend", () => { slides.textContent = "arrived"; });
+}</script>"""
+
+
+async def test_a_page_is_looked_at_when_what_was_done_to_it_can_be_seen(visit):
+    """Pictures without a size yet would be missing from the description, and what moves would be where it was."""
+    with site({"/": SLOW, "/late.svg": ICON, "/icon.svg": ICON, "/far.svg": ICON}) as pages:
+        environment = visit([pages.host])
+        await environment.setup()
+        await environment.reset({"url": f"http://{pages.host}/"})
+        _, seen = await act(environment, ("click", {"ref": 1}))
+        assert seen == "[1] span#late\n[2] image\n[3] button go\narrived\n[4] image"
+
+
+async def test_a_page_that_never_comes_to_rest_is_looked_at_all_the_same(visit):
+    again = "const again = () => x.animate([{opacity: 0}, {opacity: 1}], 90).finished.then(again); again()"
+    with site({"/": f"<p id=x>moves</p><script>{again}</script>"}) as pages:
+        environment = visit([pages.host])
+        await environment.setup()
+        seen, _ = await environment.reset({"url": f"http://{pages.host}/"})
+        assert seen == "Read the page.\n\nmoves"
 
 
 async def test_a_page_that_hangs_fails_its_episode_and_no_other(visit):
