@@ -132,7 +132,7 @@ class BrowserPage:
         raise AssertionError("the last attempt returns or raises")
 
     async def _settle(self) -> None:
-        """Wait until what was done to the page can be seen: otherwise a fast agent sees another page than a slow one."""
+        """Wait until what was done to the page can be seen: otherwise a fast agent sees another one than a slow one."""
         await self.evaluate(_SETTLE, _SETTLE_MS)
 
     def _note(self, reason: str) -> None:
