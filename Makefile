@@ -29,7 +29,7 @@ help:  ## this list
 demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 	@$(BIN)/palestra demo
 
-test: lint types contracts prose unit  ## format, lint, types, import contracts, prose, the first tier of tests: about six minutes on two cores
+test: lint types contracts prose unit  ## format, lint, types, import contracts, prose, the first tier of tests: about five minutes on two cores
 
 test-rest: $(DEV)  ## the second tier of tests: what takes longer, and all examples of what draws examples
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m "$(SECOND_TIER)"
