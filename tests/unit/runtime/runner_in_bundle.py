@@ -26,7 +26,7 @@ async def how_it_died(folder: Path) -> str:
 
     group = placement_group([{"CPU": 1.0}])
     order = BundleOrder(role="runner", node="here", resources=ProcessResources(cpus=1.0), memory_gib=0.001)
-    start = runner_actors((), Bundles(group, {0: order}, (), folder, "127.0.0.1"))
+    start = runner_actors((), Bundles(group, {0: order}, (), folder, "127.0.0.1"), folder / "beside")
     with socket.create_server(("127.0.0.1", 0)) as job:  # which never answers
         asked = RunnerOrder(url=f"http://127.0.0.1:{job.getsockname()[1]}", key=lambda: "key", concurrency=1)
         try:
