@@ -41,7 +41,8 @@ def shown(value: float, digits: int = 4) -> str:
     if float(value).is_integer():
         return f"{value:,.0f}".replace("-", "−")
     places = min(max(0, digits - 1 - math.floor(math.log10(abs(value)))), 6)
-    return f"{value:,.{places}f}".rstrip("0").rstrip(".").replace("-", "−")
+    text = f"{value:,.{places}f}".replace("-", "−")
+    return text.rstrip("0").rstrip(".") if places else text
 
 
 def ready(page: Any, address: str) -> None:
