@@ -1,7 +1,7 @@
 """`EpisodePictures`: the way of an episode's pictures into the run's folder, and what a tool's damaged picture becomes.
 
-A picture of the environment that the job does not take fails the attempt at the episode. A tool's is a failure of the
-tool, of which the model is told in words, as of every other; the episode goes on.
+If the job does not take a picture of the environment, the attempt at the episode fails. If it does not take a picture
+of a tool, the model gets an error message, as for every other failure of a tool, and the episode continues.
 """
 
 from __future__ import annotations

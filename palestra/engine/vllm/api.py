@@ -26,7 +26,7 @@ BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
 OLDEST = (0, 32)
 _QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
 _UPLOADS = 2  # requests with pictures that are prepared and sent at the same time, of hundreds of MB each
-_PIECE = 1 << 20  # bytes of such a request that are sent at once
+_PIECE = 1 << 20  # bytes of a request with pictures that are sent at a time
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _METRICS = {
     "vllm:kv_cache_usage_perc": "kv_share",
