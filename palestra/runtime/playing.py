@@ -131,4 +131,4 @@ def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStart
     if count is None or config.kind == "inference":
         return None
     order = RunnerOrder(url=url, key=lambda: plane.keys.job_key, concurrency=-(-_concurrency(config) // count))
-    return RunnerFleet(count, order, starter, plane.store, plane.progress)
+    return RunnerFleet(count, order, starter, plane)

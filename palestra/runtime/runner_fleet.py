@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from palestra.client.fleet import Crashes
 from palestra.errors import PalestraError
 from palestra.rollout.failures import Lost
-from palestra.store import RunStore
-from palestra.types.progress import JobProgress
 from palestra.waiting import cancelled
 
+if TYPE_CHECKING:  # runners import this module, and have no server
+    from palestra.server import DataPlane
+
+SWEEP_SECONDS = 0.5
+_NAME = re.compile(r"runner-\d+-[0-9a-f]{6}")
 log = logging.getLogger("palestra.runtime")
 
 
@@ -44,38 +49,40 @@ If it is cancelled, nothing of the runner is left."""
 
 
 class RunnerFleet:
-    """Replaces runners that die, with a growing pause, and has the episodes that they held played again at once.
+    """Replaces runners that die, with a growing pause, and has the episodes that they held played again immediately.
 
-    As a context manager it runs them: inside of the block they play, and at its end those that are left are ended.
+    Each process claims under a name of its own, so that a claim that the server takes only after its runner has died is
+    not mistaken for one of the runner's successor. As a context manager it runs them: inside of the block they play,
+    and at its end those that are left are ended.
     """
 
-    def __init__(
-        self, count: int, order: RunnerOrder, start: RunnerStarter, store: RunStore, progress: JobProgress
-    ) -> None:
+    def __init__(self, count: int, order: RunnerOrder, start: RunnerStarter, plane: DataPlane) -> None:
         """Prepare the fleet.
 
         Args:
             count: number of runners.
             order: what each of them has to know.
             start: runs one.
-            store: of the job, whose episodes runners claim.
-            progress: the state that `/status` shows.
+            plane: of the job, whose episodes runners claim.
         """
         self._count, self._order, self._start = count, order, start
-        self._store, self._progress = store, progress
+        self._plane = plane
+        self._living: set[str] = set()  # names of the processes that run now
         self._keeping: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[PalestraError] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
+        # An earlier process of this job, and its runners with it, may have been killed.
+        await self._give_back_orphans("cancelled: the job was started again")
         self._keeping = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
+        self._keeping.append(asyncio.create_task(self._sweep()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         try:
             await cancelled(*self._keeping)
         finally:
-            for number in range(self._count):
-                await self._give_back(number, "cancelled: the job was stopped", counts=False)
+            await self._give_back_orphans("cancelled: the job was stopped")
 
     async def failure(self) -> None:
         """Wait until a runner can't be kept running.
@@ -88,19 +95,7 @@ class RunnerFleet:
     async def _keep(self, number: int) -> None:
         """Run a runner, and others in its place, until the job is over."""
         crashes = Crashes()
-        # An earlier process of this job, and its runners with it, may have been killed.
-        await self._give_back(number, "cancelled: the job was started again", counts=False)
-        while True:
-            self._progress.runners += 1
-            try:
-                await self._start(self._order, _name(number))
-                return
-            except RunnerDied as error:
-                died = str(error)
-            finally:
-                self._progress.runners -= 1
-            await self._give_back(number, f"its runner {died}", counts=True)
-            await self._store.log.add_event("runner_died", {"runner": number, "reason": died})
+        while (died := await self._run(number)) is not None:
             try:
                 pause = crashes.pause_after(f"runner {number}", died)
             except PalestraError as error:
@@ -110,19 +105,50 @@ class RunnerFleet:
             log.warning("runner %d %s; started again", number, died)
             await asyncio.sleep(pause)
 
-    async def _give_back(self, number: int, reason: str, counts: bool) -> None:
-        """Give back the episodes that a runner held when it ended, before their leases run out.
+    async def _run(self, number: int) -> str | None:
+        """Run one process until it ends. Returns how it died, or None if the job is over."""
+        name = f"runner-{number}-{secrets.token_hex(3)}"
+        self._living.add(name)
+        self._plane.progress.runners += 1
+        try:
+            await self._start(self._order, name)
+        except RunnerDied as error:
+            try:
+                await self._give_back({name}, f"its runner {error}", counts=True)
+                await self._plane.store.log.add_event("runner_died", {"runner": number, "reason": str(error)})
+            except PalestraError as unwritten:  # a full disk, perhaps: `_sweep` gives them back later
+                log.error("that runner %d %s can't be recorded now: %s", number, error, unwritten)
+            return str(error)
+        finally:
+            self._living.remove(name)
+            self._plane.progress.runners -= 1
+        return None
+
+    async def _sweep(self) -> None:
+        """Give back what a process gets after its death, by a claim that was still on its way."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            try:
+                await self._give_back_orphans("cancelled: its runner had died before it got the episode")
+            except PalestraError as error:  # a full disk, perhaps: try again
+                log.error("episodes of runners that died can't be given back now: %s", error)
+
+    async def _give_back_orphans(self, reason: str) -> None:
+        """Give back the episodes of runners that don't run; see `_give_back`. None counts as an attempt."""
+        runners = {name for name in self._plane.store.leases.workers if _NAME.fullmatch(name)}
+        await self._give_back(runners - self._living, reason, counts=False)
+
+    async def _give_back(self, names: Collection[str], reason: str, counts: bool) -> None:
+        """Give back the episodes that runners held when they ended, before their leases run out.
 
         Args:
-            number: of the runner.
-            reason: is recorded with the attempt.
-            counts: whether it counts as an attempt.
+            names: of the runners.
+            reason: is recorded with the attempts.
+            counts: whether they count as attempts.
         """
-        episodes = self._store.episodes
-        for episode in await episodes.claimed_by(_name(number)):
-            with contextlib.suppress(*Lost):  # its lease ran out at this moment
-                await episodes.abort(episode.episode_id, episode.fence, reason, discard=False, counts=counts)
-
-
-def _name(number: int) -> str:
-    return f"runner-{number}"
+        episodes = self._plane.store.episodes
+        for name in names:
+            for episode in await episodes.claimed_by(name):
+                with contextlib.suppress(*Lost):  # its lease ran out at this moment
+                    await episodes.abort(episode.episode_id, episode.fence, reason, discard=False, counts=counts)
+            self._plane.workers.forget(name)

@@ -62,8 +62,10 @@ class WorkerRegistry:
 
     def mark_answered(self, worker_id: str, request_id: str) -> None:
         """Note that a claim was answered, or that its connection was lost."""
-        self._busy(worker_id).claiming.discard(request_id)
-        self._rest(worker_id)
+        worker = self._workers.get(worker_id)
+        if worker is not None:  # not forgotten meanwhile
+            worker.claiming.discard(request_id)
+            self._rest(worker_id)
 
     def mark_playing(self, worker_id: str, episode_id: str, fence: int) -> None:
         """Note that a worker's claim got an episode.
@@ -101,6 +103,17 @@ class WorkerRegistry:
         worker.playing.discard((episode_id, fence))
         self._rest(worker_id)
         return worker
+
+    def forget(self, worker_id: str) -> None:
+        """Note that a worker has ended and will not come back; one that is not known is ignored.
+
+        Args:
+            worker_id: name of the worker.
+        """
+        self._resting.pop(worker_id, None)
+        worker = self._workers.pop(worker_id, None)
+        for played in () if worker is None else worker.playing:
+            del self._players[played]
 
     def mark_notified(self, worker_id: str, request_id: str) -> None:
         """Note that a claim was answered with `finished`."""

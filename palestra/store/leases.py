@@ -118,6 +118,11 @@ class LeaseBook:
         )
         return nsmallest(limit, found, key=lambda holder: (-holder.heard_seconds, holder.episode_id))
 
+    @property
+    def workers(self) -> set[str]:
+        """Return the names of the workers that hold episodes."""
+        return {lease.worker_id for lease in self._leases.values()}
+
     def drop(self, episode_id: str, fence: int) -> None:
         """Forget a lease, because its episode was ended or given back."""
         lease = self._leases.get(episode_id)

@@ -165,15 +165,28 @@ def test_runners_of_a_job_are_replaced_and_end_with_it(tmp_path):
                 until(lambda: plane.status()["runners"] == 2 and plane.status()["workers"] == 2, "two runners play")
                 until(lambda: plane.status()["step"] >= 1, "a step")
                 first, second = psutil.Process(server.popen.pid).children()
+                names = {row["worker_id"] for row in job.query("SELECT DISTINCT worker_id FROM episodes")} - {None}
                 first.kill()
                 until(lambda: not first.is_running(), "it is gone")
-            job.finish()
+                until(lambda: ended(job), "its end is recorded")
+                ((number, reason),) = ended(job)
+                assert reason == "was killed by SIGKILL"
+                (dead,) = [name for name in names if name.startswith(f"runner-{number}-")]
+                # As a claim of it that was still on its way when it died.
+                claim = {"request_id": "late", "worker_id": dead, "wait_seconds": 20.0}
+                assert plane.post("/claim_episode", claim).json()["status"] == "claimed"
+            job.finish()  # well before the lease of 120 s runs out
             assert not second.is_running()
-            died = [json.loads(row["data"]) for row in job.query("SELECT data FROM events WHERE kind = 'runner_died'")]
-            assert [one["reason"] for one in died] == ["was killed by SIGKILL"]
+            assert len(ended(job)) == 1
             assert job.weights() == own.weights()
             names = {row["worker_id"] for row in job.query("SELECT DISTINCT worker_id FROM episodes")}
-            assert names == {"runner-0", "runner-1"}
+            assert {name.rpartition("-")[0] for name in names} == {"runner-0", "runner-1"}
+
+
+def ended(job: Job) -> list[tuple[int, str]]:
+    """The runners that have died, and how."""
+    died = (json.loads(row["data"]) for row in job.query("SELECT data FROM events WHERE kind = 'runner_died'"))
+    return [(one["runner"], one["reason"]) for one in died]
 
 
 @pytest.mark.slow

@@ -136,3 +136,26 @@ def test_a_claim_that_waits_for_long_is_not_forgotten(registry, clock):
     registry.mark_playing("w", "e", 1)
     registry.mark_notified("other", "2")
     assert not registry.all_notified
+
+
+def test_a_forgotten_worker_is_not_waited_for_though_requests_of_it_are_still_on_their_way(registry):
+    asks(registry, "w", "1", gets="e1")
+    registry.mark_claiming("w", "2")
+    registry.forget("w")
+    assert registry.all_notified
+    assert len(registry) == 0
+    registry.mark_answered("w", "2")
+    registry.mark_finished("e1", 1)
+    registry.mark_lease_over("e1", 1)
+    assert registry.all_notified
+    assert len(registry) == 0
+    registry.forget("w")
+
+
+def test_a_forgotten_worker_of_which_a_late_claim_gets_an_episode_is_known_until_that_is_given_back(registry):
+    asks(registry, "w", "1")
+    registry.forget("w")
+    asks(registry, "w", "2", gets="e1")
+    assert not registry.all_notified
+    registry.mark_lease_over("e1", 1)
+    assert registry.all_notified
