@@ -1,6 +1,6 @@
 """Whether a model that sees learns to act on a web page by its pixels: MiniWoB's page click-test, by screenshot.
 
-    python bench/vision_miniwob.py [--runs sees-0 sees-1 sees-2 blindfolded-0] [--steps 40]
+    python bench/vision_miniwob.py [--runs sees-0 sees-1 sees-2 blindfolded-0] [--steps 48]
 
 Each run is `recipes/click_by_sight.py`. `blindfolded`: every page is black, for the same model, trained as long. Prints
 a line a run, writes a part of docs/learning.md, and exits with 1 if a run is on the wrong side of its target. Needs
@@ -60,11 +60,12 @@ async def _best_cell() -> float:
 
 ABOUT = f"""
 `recipes/click_by_sight.py`: {{steps}} steps of {GROUPS} problems x 8 episodes, GRPO, 4 epochs, a bonus of entropy of
-0.05, a model of Idefics3's architecture with random weights (0.45 million), tower trained, a learning rate that falls
+0.1, a model of Idefics3's architecture with random weights (0.45 million), tower trained, a learning rate that falls
 from 1e-3 to 0. The page, in headless Chromium, has a button somewhere, 35 to 100 pixels wide and high. The model gets a
-screenshot, which its processor makes 32 x 32 pixels, and names one of sixteen cells; the mouse clicks in its middle,
-which is worth 1 on the button. {len(held_out())} problems that are not trained on are played greedily. To a model that
-sees nothing all pages are alike: it names the same cell on each, and is right on {{chance:.2f}} of them at most.
+screenshot of 160 x 160 pixels in black and white, which its processor makes 32 x 32 pixels, and names one of sixteen
+cells; the mouse clicks in its middle, which is worth 1 on the button. {len(held_out())} problems that are not trained
+on are played greedily. To a model that sees nothing all pages are alike: it names the same cell on each, and is right
+on {{chance:.2f}} of them at most.
 """
 
 
@@ -77,7 +78,7 @@ if __name__ == "__main__":
                 heading="Click on a web page by its pixels",
                 about=ABOUT,
                 measure="clicks on the button, 64 fresh pages",
-                steps=40,
+                steps=48,
                 kinds={
                     "sees": Kind(label="sees", about="The sampled rewards are those of training, with its randomness."),
                     "blindfolded": Kind(

@@ -1,7 +1,7 @@
 """Whether a model that sees learns to look around: it finds a named shape on a canvas, in at most four looks.
 
     python bench/vision_shapes.py [--runs sees-0 sees-1 sees-2 blindfolded-0] [--steps 20]
-    python bench/vision_shapes.py --runs named-0 named-blindfolded-0 [--steps 80]
+    python bench/vision_shapes.py --runs named-0 named-blindfolded-0 [--steps 160]
 
 Each run is `recipes/find_shape.py`: of `sees` the cross is wanted on every canvas, of `named` any of the four shapes
 (`--named`). `blindfolded`: every window is black, for the same model, trained as long. Prints a line a run, writes a
@@ -45,22 +45,21 @@ def chance(named: bool) -> float:
 
 
 TRAINED = f"""
-{{steps}} steps of {GROUPS} canvases x 8 episodes, GRPO, 4 epochs, a bonus of entropy of 0.05,
-a model of Idefics3's architecture with random weights (0.45 million), tower trained, a learning rate that falls from
-1e-3 to 0.
+{{steps}} steps of {GROUPS} canvases x 8 episodes, GRPO, 4 epochs, a model of Idefics3's architecture with random
+weights (0.45 million), tower trained, a learning rate that falls from 1e-3 to 0, a bonus of entropy of
 """.strip()
 ABOUT = f"""
-`recipes/find_shape.py`: {TRAINED} A canvas has four windows with another shape in each. The agent is asked for the
-cross, sees one window a look, and clicks on the window or looks at the next one; a click ends the episode, and is worth
-1 on the cross. Earlier windows stay in the conversation. 100 canvases that are not trained on are played greedily. To a
-model that sees nothing all canvases are alike: it clicks at the same look in each, and is right in {{chance:.2f}} of
-them at most.
+`recipes/find_shape.py`: {TRAINED} 0.05.
+A canvas has four windows with another shape in each. The agent is asked for the cross, sees one window a look, and
+clicks on the window or looks at the next one; a click ends the episode, and is worth 1 on the cross. Earlier windows
+stay in the conversation. 100 canvases that are not trained on are played greedily. To a model that sees nothing all
+canvases are alike: it clicks at the same look in each, and is right in {{chance:.2f}} of them at most.
 """
 ABOUT_NAMED = f"""
-`recipes/find_shape.py --named`: {TRAINED} Everything is as in the part above, but that the shape which is asked for is
-drawn for each canvas among all four, so that the model has to learn which word means which shape. A model that reads
-the word and sees nothing clicks at one look for each word, and is right in {{chance:.2f}} of the held-out canvases at
-most.
+`recipes/find_shape.py --named`: {TRAINED} 0.1.
+All else is as in the part above, but that the shape which is asked for is drawn for each canvas among all four, so that
+the model has to learn which word means which shape. A model that reads the word and sees nothing clicks at one look for
+each word, and is right in {{chance:.2f}} of the held-out canvases at most.
 """
 SAMPLED = "The sampled rewards are those of training, with its randomness."
 BLIND = "Blindfolded, the same model is trained as long on black windows."
@@ -92,7 +91,7 @@ if __name__ == "__main__":
                 heading="Find the shape that is named, of four",
                 about=ABOUT_NAMED,
                 measure="clicks on the named shape, 100 fresh canvases",
-                steps=80,
+                steps=160,
                 kinds={
                     "named": Kind(label="named", about=SAMPLED),
                     "named-blindfolded": Kind(label="named, blindfolded", about=BLIND),

@@ -1,26 +1,29 @@
 """A web page by its pixels: a model that sees, of random weights, clicks on the button of MiniWoB's page click-test.
 
-    python recipes/click_by_sight.py [--steps 40] [--seed 0] [--model tiny-random-vision] [--blindfolded]
+    python recipes/click_by_sight.py [--steps 48] [--seed 0] [--model tiny-random-vision] [--blindfolded]
 
-Needs Chromium, playwright and MiniWoB's pages: `palestra environments` says what is missing. The model is shown a
-screenshot of the page, 160 x 210 pixels, on which a button of any size stands anywhere, and names one of sixteen cells;
-the mouse clicks in the cell's middle. One click is the whole episode, and worth 1 on the button. To a model that sees
-nothing all pages are alike, which `--blindfolded` shows: the same model, for which every page is black. What a run
-prints is in README.md.
+Needs Chromium, playwright and MiniWoB's pages: `palestra environments` says what is missing. On the page, 160 x 160
+pixels, stands a button of 35 to 100 pixels. The model is shown a screenshot in black and white, and names one of
+sixteen cells; the mouse clicks in the cell's middle. One click is the whole episode, and worth 1 on the button. To a
+model that sees nothing all pages are alike, which `--blindfolded` shows: the same model, for which every page is black.
+What a run prints is in README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 import palestra
 from palestra import Agent, Chat, ChatMessage, JobConfig, MiniWoB, Observation, PolicyHandle, RolloutSpec, text_message
 
-PAGE, GROUPS = "click-test", 8  # YOURS 1: a page of MiniWoB on which one click is enough; problems of a step
+PAGE, GROUPS = "click-test", 32  # YOURS 1: a page of MiniWoB on which one click is enough; problems of a step
 WIDE, HIGH, TOP = 160, 210, 50  # pixels of a page, and of the yellow line with the task, which takes no clicks
+PAPER = 250  # the darkest grey that is shown as black; buttons have 239
 SYSTEM = "The page has sixteen cells, a to p, line by line. Reply with the one to click on."
 # YOURS 2: what the model may answer, and where the mouse clicks then
 CELLS = {chr(ord("a") + k): (20 + 40 * (k % 4), TOP + 20 + 40 * (k // 4)) for k in range(16)}
@@ -35,8 +38,14 @@ class Screen(MiniWoB):
         self.blindfolded = blindfolded
 
     async def observe(self) -> Any:
-        """Return a screenshot of the page, or a black picture of the same size."""
-        return np.zeros((HIGH, WIDE), np.uint8) if self.blindfolded else await super().observe()
+        """Return what the page shows below the task, uint8 [160, 160]: 0 where it is as light as paper, 255 elsewhere.
+
+        A button is light grey on white, which a model of random weights hardly tells apart.
+        """
+        if self.blindfolded:
+            return np.zeros((HIGH - TOP, WIDE), np.uint8)
+        page = np.asarray(Image.open(io.BytesIO(await self.screenshot())).convert("L"))
+        return np.where(page[TOP:] < PAPER, 255, 0).astype(np.uint8)
 
 
 class Pointer(Agent):
@@ -70,7 +79,7 @@ def job(seed: int, steps: int, model: str) -> JobConfig:
             "steps": steps,
             "policies": {"pointer": policy},
             "rollout": {"groups_per_step": GROUPS, "group_size": 8},
-            "algorithm": {"loss_agg_mode": "token-mean", "entropy_coefficient": 0.05, "epochs": 4},
+            "algorithm": {"loss_agg_mode": "token-mean", "entropy_coefficient": 0.1, "epochs": 4},
             "evaluation": {"every_steps": max(steps // 4, 1)},
             "checkpoint": {"every_steps": steps},
             "engine": {"dtype": "float32", "threads": 1},  # too small a model for more threads
@@ -80,7 +89,7 @@ def job(seed: int, steps: int, model: str) -> JobConfig:
 
 
 def demonstrate(
-    steps: int = 40, seed: int = 0, model: str = "tiny-random-vision", blindfolded: bool = False
+    steps: int = 48, seed: int = 0, model: str = "tiny-random-vision", blindfolded: bool = False
 ) -> palestra.TrainResult:
     """Train; problems that are not trained on are played greedily after every fourth of the steps."""
     play = RolloutSpec(environment=lambda: Screen(blindfolded), agents={"agent": Pointer()}, system=SYSTEM)
@@ -91,7 +100,7 @@ def demonstrate(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A tiny model that sees clicks on a web page.")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny-random-vision")
     parser.add_argument("--blindfolded", action="store_true", help="every page is black")

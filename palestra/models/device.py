@@ -100,9 +100,14 @@ def _of_glibc(name: str) -> Callable[..., int] | None:
 
 def available_cores() -> int:
     """Return how many cores this process may use: `PALESTRA_CORES`, or all that the system gives it."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(allowed_cores())
+
+
+def allowed_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use; see `available_cores`."""
+    here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     given = os.environ.get(CORES_VARIABLE)
-    return here if given is None else max(min(here, int(given)), 1)
+    return list(here)[: None if given is None else max(int(given), 1)]
 
 
 def memory_bytes() -> int:

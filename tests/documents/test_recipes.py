@@ -137,7 +137,7 @@ def test_web_pages_are_trained_on_by_their_pixels(tmp_path):
     done = run("click_by_sight", tmp_path, "--steps", "1", "--model", "tiny-random-vision")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
-    assert len(list(tmp_path.glob("runs/click-by-sight/pictures/??/*"))) == 8 + 64  # one of each problem
+    assert len(list(tmp_path.glob("runs/click-by-sight/pictures/??/*"))) == 32 + 64  # one of each problem
 
 
 @pytest.mark.slow

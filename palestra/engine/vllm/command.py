@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from palestra.config import AdapterConfig, VllmEngineConfig
@@ -12,6 +13,7 @@ from palestra.engine.external.connection import Address
 from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank, version_of
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
+from palestra.models.device import allowed_cores
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
@@ -140,21 +142,19 @@ def vllm_variables(
     }
     if is_cpu:
         found["VLLM_CPU_KVCACHE_SPACE"] = f"{cpu_cache_gib(config)}"
-        found["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config, place, os.cpu_count() or 1)
+        found["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config, place, allowed_cores())
     elif config.workers > 1:
         found[_CARDS] = _cards(config, place, os.environ.get(_CARDS))
     return found
 
 
-def _cores(config: VllmEngineConfig, place: int, cores: int) -> str:
-    """Return the cores of a worker: `auto`, or the first and the last."""
+def _cores(config: VllmEngineConfig, place: int, allowed: Sequence[int]) -> str:
+    """Return the numbers of a worker's cores, of those that this process may use; or `auto`."""
     if config.threads is None and config.workers == 1:
         return "auto"
-    threads = config.threads or max(cores // config.workers, 1)
-    first = place * threads % cores
-    if first + threads > cores:
-        first = max(cores - threads, 0)
-    return f"{first}-{first + threads - 1}"
+    threads = min(config.threads or max(len(allowed) // config.workers, 1), len(allowed))
+    first = min(place * threads % len(allowed), len(allowed) - threads)
+    return ",".join(map(str, allowed[first : first + threads]))
 
 
 def _cards(config: VllmEngineConfig, place: int, visible: str | None) -> str:

@@ -210,17 +210,19 @@ def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights(
     ("settings", "place", "cores"),
     [
         ({}, 0, "auto"),
-        ({"threads": 2}, 0, "0-1"),
-        ({"replicas": 2}, 1, "4-7"),
-        ({"replicas": 3}, 2, "4-5"),
-        ({"replicas": 16}, 9, "1-1"),
-        ({"replicas": 2, "threads": 4}, 1, "4-7"),
-        ({"replicas": 3, "threads": 3}, 2, "5-7"),  # 9 threads on 8 cores: two workers share some
-        ({"replicas": 2, "threads": 8}, 1, "0-7"),
+        ({"threads": 2}, 0, "0,1"),
+        ({"replicas": 2}, 1, "4,6,7,9"),
+        ({"replicas": 3}, 2, "4,6"),
+        ({"replicas": 16}, 9, "1"),
+        ({"replicas": 2, "threads": 4}, 1, "4,6,7,9"),
+        ({"replicas": 3, "threads": 3}, 2, "6,7,9"),  # 9 threads on 8 cores: two workers share some
+        ({"replicas": 2, "threads": 8}, 1, "0,1,2,3,4,6,7,9"),
+        ({"replicas": 2, "threads": 12}, 1, "0,1,2,3,4,6,7,9"),
     ],
 )
 def test_each_worker_has_cores_of_its_own(monkeypatch, tmp_path, settings, place, cores):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    # Of a machine with more, two of which this process may not use.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4, 6, 7, 9})
     config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
     found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, is_cpu=True, place=place)
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == cores
