@@ -248,12 +248,13 @@ def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("PALESTRA_API_KEY", "secret")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     config = VllmEngineConfig(python=Path("/venv/bin/python"), cache_gib=3, threads=2)
     found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, is_cpu=True)
     assert "secret" not in found.values()
     assert found["VLLM_API_KEY"] == "k"
     assert found["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert found["VLLM_USE_AOT_COMPILE"] == "0"  # a second start would compile again
     assert list(Path(found["PYTHONPATH"]).glob("*.py")) == [Path(found["PYTHONPATH"]) / "palestra_vllm_worker.py"]
