@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def vllm_python() -> Path:
     if not PYTHON.exists():
         pytest.skip("`make vllm` has installed no vLLM")
     return PYTHON
+
+
+def require_torchvision() -> None:
+    """Skip the test where vLLM's interpreter has no torchvision, of which no build fits its build for CPUs."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
+    if subprocess.run([vllm_python(), "-c", look], check=False).returncode:
+        pytest.skip("vLLM has no torchvision, which it needs for this family")
 
 
 def write_model(folder: Path, **changes) -> Path:

@@ -9,10 +9,10 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForImageTextToText
 from unit.building import engine_request
-from unit.vision.seeing import noise, user
+from unit.vision.seeing import noise, user, write_llava
 
 import palestra
-from engines.models import job_of, started
+from engines.models import job_of, require_torchvision, started
 from palestra import Environment, ModelAgent, RolloutSpec
 from palestra.config import JobConfig
 from palestra.models.causal_lm import load_tokenizer
@@ -30,11 +30,15 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]
 TRAINED = {"vision": "trained"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture(scope="module", params=["idefics3", "llava"])
+def model(request, tmp_path_factory):
     """A model whose heads are wide enough for vLLM's attention on CPUs."""
     folder = tmp_path_factory.mktemp("model")
-    make_tiny_vision(folder, width=128)
+    if request.param == "llava":
+        require_torchvision()
+        write_llava(folder, width=128, heads=4)
+    else:
+        make_tiny_vision(folder, width=128)
     return folder
 
 
@@ -87,7 +91,7 @@ async def test_scores_are_those_of_transformers_before_and_after_the_tower_has_c
     assert before[1] == pytest.approx(expected(reference, model, prompt, images, before[0]), abs=1e-4)
     with torch.no_grad():
         for number, (name, weight) in enumerate(own.items()):
-            if "vision" in name or "connector" in name:
+            if any(part in name for part in ("vision", "connector", "projector")):
                 weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)) * 0.2)
     changed = LocalWeights([(name, weight.detach().clone()) for name, weight in own.items()])
     await engine.sync_weights("policy", PolicyVersion(0, 1), changed)

@@ -31,6 +31,8 @@ _CONSEQUENCE = (
     "See root cause above",
     "Engine core initialization failed",
     "EngineDeadError",
+    "CalledProcessError",
+    "Error raised in subprocess",
     "cancelled",
 )
 

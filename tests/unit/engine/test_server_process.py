@@ -30,6 +30,8 @@ with socket.socket(socket.AF_UNIX) as listener:
 """
 LOG = """
 print("INFO starting")
+print("(APIServer pid=5) ERROR 11-23 [registry.py:9] subprocess.CalledProcessError: Command 'python' returned 1.")
+print("(APIServer pid=5) ERROR 11-23 [registry.py:9] RuntimeError: Error raised in subprocess:")
 print("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig")
 print("(EngineCore pid=7) ERROR 11-23 [core.py:9] ValueError: Head size 16 is not supported by CPU.")
 print("  For further information visit https://errors.pydantic.dev")

@@ -6,6 +6,7 @@ A model is `NAME`, or given by the `name` of another: a built-in one, or a folde
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cache
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from palestra.models.byte_model import byte_tokenizer
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
+from palestra.models.vision.tiny import chat_template
 from palestra.pictures.encoding import encode
 from palestra.renderers import ChatMLRenderer, PictureTokens
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
@@ -40,6 +43,37 @@ class Shown:
     def image(self, digest: str) -> Image.Image:
         self.asked.append(digest)
         return self.images[digest]
+
+
+def write_llava(folder: Path, *, width: int = 32, heads: int = 2, select: str = "default"):
+    """Write a tiny model of Llava's architecture, and return its tokenizer."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    tokenizer = byte_tokenizer(["<image>"])
+    tokenizer.chat_template = chat_template("<image>")
+    size = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+    }
+    config = LlavaConfig(
+        vision_config=size | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
+        text_config=size | {"model_type": "llama", "num_key_value_heads": 1, "vocab_size": len(tokenizer)},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy=select,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlavaForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    images = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 32},
+        "crop_size": {"height": 32, "width": 32},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    return tokenizer
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

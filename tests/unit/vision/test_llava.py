@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from palestra.models.attention_backend import TrialAttention
-from palestra.models.byte_model import byte_tokenizer
 from palestra.models.causal_lm import load_causal_lm
-from palestra.models.vision.tiny import chat_template
 from palestra.renderers import PictureTokens, select_renderer
 from unit.engine.calling import serving
-from unit.vision.seeing import Shown, noise, user
+from unit.vision.seeing import Shown, noise, user, write_llava
 
 
 @pytest.fixture(scope="module", params=["default", pytest.param("full", marks=pytest.mark.slow)])
 def folder(request, tmp_path_factory):
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
     made = tmp_path_factory.mktemp("llava")
-    tokenizer = byte_tokenizer(["<image>"])
-    tokenizer.chat_template = chat_template("<image>")
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    config = LlavaConfig(
-        vision_config=size | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
-        text_config=size | {"model_type": "llama", "num_key_value_heads": 1, "vocab_size": len(tokenizer)},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_feature_select_strategy=request.param,
-    )
-    torch.manual_seed(0)
-    LlavaForConditionalGeneration(config).save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    images = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": 32},
-        "crop_size": {"height": 32, "width": 32},
-    }
-    (made / "preprocessor_config.json").write_text(json.dumps(images))
-    return made, tokenizer
+    return made, write_llava(made, select=request.param)
 
 
 def test_logits_are_those_of_transformers(folder):
