@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ REFUSED = 4002  # and when its message could not be used, after an answer with t
 _LENGTH = struct.Struct("<I")
 _KINDS = {"i4": np.int32, "f4": np.float32, "b1": np.bool_, "u1": np.uint8}
 _NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,13 @@ def read_frame(data: bytes) -> Frame:
 
 def _tree(value: Any, arrays: list[NDArray[Any]]) -> Any:
     """Return a value as JSON, and append the arrays in it to `arrays`."""
-    if value is None or isinstance(value, bool | int | float | str):
+    kind: Any = type(value)
+    # First what most values are: every call of an engine worker comes here, and its numbers one by one.
+    if kind in _PLAIN:
+        return value
+    if (names := _fields(kind)) is not None:
+        return {name: _tree(getattr(value, name), arrays) for name in names}
+    if isinstance(value, bool | int | float | str):  # of a subclass, such as a `StrEnum`
         return value
     if isinstance(value, np.ndarray):
         if value.dtype not in _NAMES:
@@ -99,10 +107,14 @@ def _tree(value: Any, arrays: list[NDArray[Any]]) -> Any:
         return str(value)
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _tree(getattr(value, field.name), arrays) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _tree(one, arrays) for key, one in value.items()}
     if isinstance(value, Collection):
         return [_tree(one, arrays) for one in value]
     raise TypeError(f"a {type(value).__name__} can't be sent")
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """Return the names of a record's fields; None: the type is no dataclass."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

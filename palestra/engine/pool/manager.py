@@ -125,7 +125,7 @@ class InferenceManager:
                                 if (fresh := replay.take(piece)) is not None:
                                     yield fresh
                     replay.end()
-                    worker.prefixes.add(request.policy, block_hashes(_whole(request.prompt, replay.tokens)))
+                    worker.prefixes.add(request.policy, block_hashes(_whole(request.prompt, replay.tokens), hashes))
                     return
                 except ReplyLost:
                     raise

@@ -10,7 +10,7 @@ from palestra.types.calls import TokenSequence
 BLOCK_TOKENS = 16
 
 
-def block_hashes(tokens: TokenSequence) -> list[int]:
+def block_hashes(tokens: TokenSequence, known: Sequence[int] = ()) -> list[int]:
     """Return a hash for each whole block of a token sequence; each covers everything up to the end of its block.
 
     Two sequences share their first k hashes if they agree in the first k blocks, in their ids and in the digests of
@@ -18,10 +18,11 @@ def block_hashes(tokens: TokenSequence) -> list[int]:
 
     Args:
         tokens: [N] ids.
+        known: the hashes of a beginning of the sequence, which are not computed again.
     """
     data, width = tokens.ids.tobytes(), tokens.ids.itemsize * BLOCK_TOKENS
-    found, before = list[int](), 0
-    for number in range(len(data) // width):
+    found, before = list(known), known[-1] if known else 0
+    for number in range(len(known), len(data) // width):
         block = data[number * width : (number + 1) * width]
         media = _media_of(tokens, number) if tokens.media else ()
         before = hash((before, block, media))

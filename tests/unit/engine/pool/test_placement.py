@@ -95,6 +95,15 @@ def test_two_images_are_never_the_same_beginning():
     assert index.known("policy", block_hashes(TokenSequence(ids))) == 0
 
 
+@pytest.mark.parametrize("length", [0, 5, 16, 40, 48])
+def test_hashes_go_on_from_those_of_a_beginning(length):
+    whole = TokenSequence(np.arange(100, 160, dtype=np.int32), (MediaSpan(20, 4, "cat"), MediaSpan(50, 4, "dog")))
+    beginning = TokenSequence(whole.ids[:length], tuple(one for one in whole.media if one.start < length))
+    known = block_hashes(beginning)
+    assert len(known) == length // BLOCK_TOKENS
+    assert block_hashes(whole, known) == block_hashes(whole)
+
+
 def test_the_ends_of_old_sequences_are_forgotten_first():
     index = PrefixIndex(4 * BLOCK_TOKENS)
     long, other = (block_hashes(TokenSequence(np.full(48, value, np.int32))) for value in (1, 2))
