@@ -87,7 +87,7 @@ if __name__ == "__main__":
                 },
                 blind="blindfolded",
                 runs=[("sees", 0), ("sees", 1), ("sees", 2), ("blindfolded", 0)],
-                target=0.6,
+                target=0.8,
                 chance=chance,
                 play=play,
             )

@@ -98,7 +98,7 @@ if __name__ == "__main__":
                 },
                 blind="named-blindfolded",
                 runs=[("named", 0), ("named", 1), ("named", 2), ("named-blindfolded", 0)],
-                target=0.6,
+                target=0.8,
                 chance=partial(chance, named=True),
                 play=play,
             ),
