@@ -126,12 +126,16 @@ class RunnerFleet:
 
     async def _sweep(self) -> None:
         """Give back what a process gets after its death, by a claim that was still on its way."""
+        said = ""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self._give_back_orphans("cancelled: its runner had died before it got the episode")
+                said = ""
             except PalestraError as error:  # a full disk, perhaps: try again
-                log.error("episodes of runners that died can't be given back now: %s", error)
+                if str(error) != said:
+                    said = str(error)
+                    log.error("episodes of runners that died can't be given back now: %s", error)
 
     async def _give_back_orphans(self, reason: str) -> None:
         """Give back the episodes of runners that don't run; see `_give_back`. None counts as an attempt."""

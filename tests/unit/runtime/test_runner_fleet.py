@@ -85,3 +85,22 @@ async def test_a_runner_is_replaced_while_the_disk_is_full(plane, monkeypatch, c
     async with asyncio.timeout(10), RunnerFleet(1, ORDER, start, plane):
         await start.replaced.wait()
     assert "runner 0 was killed by SIGKILL can't be recorded now: database or disk is full" in caplog.text
+
+
+async def test_episodes_that_can_not_be_given_back_are_said_once_and_tried_again(plane, monkeypatch, caplog):
+    await plane.store.groups.register("train", 0, 0, Task(task_id="t", data={}), 1)
+    start, really, tries = Starter(), plane.store.episodes.abort, 0
+
+    async def abort(*given: object, **more: object) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise StoreError("database or disk is full")
+        await really(*given, **more)
+
+    monkeypatch.setattr(plane.store.episodes, "abort", abort)
+    async with asyncio.timeout(10), RunnerFleet(1, ORDER, start, plane):
+        await start.replaced.wait()
+        await given_back(plane, await claimed(plane, start.names[0]))
+    assert tries == 4
+    assert caplog.text.count("can't be given back now: database or disk is full") == 1
