@@ -2,13 +2,13 @@
 
 A layer of this kind is attention with rotary embedding, then a gated block, each behind an RMS norm. A trainer in
 bfloat16 gets the functions of `layer_functions`, and an engine with packed matrices whole products without the modules
-around them, which give the same bits; in all other cases transformers' own layers compute, as where there are adapters
-beside the matrices.
+around them, also where rows have adapters, which give the same bits; in all other cases transformers' own layers
+compute, as where a trainer has adapters beside the matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
 from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, normed, split_heads
-from palestra.models.packed_matrix import PackedLinear, PackedMatrix
+from palestra.models.packed_matrix import packed_part
 
 # How far a token sees in layers of each class. Apart from that, these classes differ only in their biases.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -51,8 +51,8 @@ def _forward(
     """Return the residual stream [1, N, hidden] behind a layer; in the place of the layer's own `forward`."""
     slot: AttentionSlot = layer.self_attn.palestra_slot
     if slot.attention is not None and not slot.shared_out and hidden_states.dtype == torch.float32:
-        if (packed := _packed(layer)) is not None:
-            return _sampled(layer, packed, hidden_states, slot, position_embeddings)
+        if _is_packed(layer):
+            return _sampled(layer, hidden_states, slot, position_embeddings)
         if _is_trained(layer):
             return _trained(layer, hidden_states, slot, position_embeddings)
     found: Tensor = type(layer).forward(
@@ -77,14 +77,12 @@ def _projections(layer: Any) -> tuple[Any, ...]:
     return *first, mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
-def _packed(layer: Any) -> tuple[PackedMatrix, PackedMatrix] | None:
-    """Return the matrices of queries, keys and values, and of gate and up; None: they are not packed like this."""
-    query, key, value, out, gate, up, down = _projections(layer)
-    if not all(type(one) is PackedLinear for one in (query, key, value, out, gate, up, down)):
-        return None
-    if not (query.matrix is key.matrix is value.matrix and gate.matrix is up.matrix):
-        return None
-    return query.matrix, gate.matrix
+def _is_packed(layer: Any) -> bool:
+    """Return whether queries, keys and values are of one packed matrix, gate and up of another, and the rest alone."""
+    query, key, value, out, gate, up, down = (packed_part(one) for one in _projections(layer))
+    if not (query and key and value and out and gate and up and down):
+        return False
+    return query.matrix is key.matrix is value.matrix and gate.matrix is up.matrix
 
 
 def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -109,20 +107,21 @@ def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
     return found.unsqueeze(0)
 
 
-def _sampled(
-    layer: Any,
-    packed: tuple[PackedMatrix, PackedMatrix],
-    stream: Tensor,
-    slot: AttentionSlot,
-    rotation: tuple[Tensor, Tensor],
-) -> Tensor:
+def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Return what a layer computes, [1, N, hidden], with packed matrices and without a gradient."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
-    whole = packed[0].whole_product(normed(stream[0], before.weight, before.variance_epsilon)[0])
+    first = attention.q_proj, attention.k_proj, attention.v_proj
+    whole = _product(first, normed(stream[0], before.weight, before.variance_epsilon)[0])
     found = _attended(layer, slot, *split_heads(whole, *_signed(slot, rotation), _heads(attention)))
-    x: Tensor = stream[0] + attention.o_proj.matrix.whole_product(found)
-    both = packed[1].whole_product(normed(x, behind.weight, behind.variance_epsilon)[0])
-    return x.add_(mlp.down_proj.matrix.whole_product(gated(both))).unsqueeze(0)
+    x: Tensor = stream[0] + _product([attention.o_proj], found)
+    both = _product([mlp.gate_proj, mlp.up_proj], normed(x, behind.weight, behind.variance_epsilon)[0])
+    return x.add_(_product([mlp.down_proj], gated(both))).unsqueeze(0)
+
+
+def _product(layers: Sequence[Any], x: Tensor) -> Tensor:
+    """Return what the layers of one packed matrix, all of them, make of x [N, in]: bfloat16 [N, out]."""
+    found: Tensor = layers[0].whole_product(layers, x)
+    return found
 
 
 def _attended(layer: Any, slot: AttentionSlot, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ of all adapters in the pass are stacked, padded with zeros to the largest rank, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from palestra.models.adapters import Adapter, LoraLinear, embedding_layer, head_
 from palestra.models.attention_backend import AttentionBackend
 from palestra.models.causal_lm import CausalLM
 from palestra.models.lora_embedding import LoraEmbedding
+from palestra.models.packed import pack_base
+from palestra.models.packed_matrix import PackedLinear
 from palestra.models.row_groups import RowGroups, Runs, separately
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
@@ -34,13 +37,15 @@ class MixedModel:
         base: the model whose weights these are.
     """
 
-    def __init__(self, base: CausalLM, exact: bool = False) -> None:
+    def __init__(self, base: CausalLM, exact: bool = False, sampling: bool = False) -> None:
         """Make another model on a base's weights.
 
         Args:
             base: without an adapter; no pass of it may be running.
             exact: whether the numbers of a row must be the same bit for bit with any rows beside it in its pass, as far
                 as the base's own products keep that: each adapter's rows are then multiplied by themselves.
+            sampling: whether there is never a gradient, so that the base's matrices may be packed (`pack_base`); not
+                where it is exact, because products of plain matrices are what `check_determinism` tries.
         """
         self.base, self._exact = base, exact
         self.model = base.on_same_weights()
@@ -48,8 +53,9 @@ class MixedModel:
         self._now = _Pass(self._least)
         linear, head = linear_layers(self.model.model), head_layer(self.model.model)
         self._aligned, self._head_aligned = _are_aligned(linear), _are_aligned(head)
+        packed = self._packed(head) if sampling and not exact else {}
         for name, layer in (linear | head).items():
-            self.model.model.set_submodule(name, _MixedLinear(name, layer, self._now))
+            self.model.model.set_submodule(name, _MixedLinear(name, layer, self._now, packed.get(name)))
         for name, embedding in embedding_layer(self.model.model).items():
             # Before the hook of `CausalLM` that rounds embeddings: the sum is rounded once.
             embedding.register_forward_hook(_MixedEmbedding(name, self._now), prepend=True)
@@ -94,6 +100,16 @@ class MixedModel:
     def forget(self, adapter: Adapter) -> None:
         """Drop what is kept of an adapter's matrices, which are not needed any more."""
         self._stacks.forget(adapter)
+
+    def _packed(self, head: dict[str, nn.Linear]) -> dict[str, PackedLinear]:
+        """Return what stands for the base's layers by their names, of which `head` has the one that predicts tokens."""
+        pack_base(self.model)
+        if self.model.packed is None:
+            return {}
+        found = {n: module for n, module in self.model.model.named_modules() if isinstance(module, PackedLinear)}
+        found |= {name: PackedLinear(self.model.packed.head, 0, layer) for name, layer in head.items()}
+        self.model.packed = None  # the head is called like any other layer: an adapter may be for it
+        return found
 
     def _way(self, rows: RowGroups, runs: Runs, aligned: bool) -> _Add | None:
         """Return what adds the products of low rank of linear layers in a pass; None: no row has an adapter.
@@ -299,21 +315,47 @@ class _Pass:
 
 
 class _MixedLinear(nn.Module):
-    """A linear layer of a base, with the products of low rank of a pass beside it."""
+    """A linear layer of a base, with the products of low rank of a pass beside it.
 
-    def __init__(self, name: str, layer: nn.Linear, now: _Pass) -> None:
+    Attributes:
+        weight, bias: those of the layer.
+        packed: what computes the same with a packed matrix; None: there is none.
+    """
+
+    def __init__(self, name: str, layer: nn.Linear, now: _Pass, packed: PackedLinear | None) -> None:
         """Share the weights of the layer of a name; `now` is of the model."""
         super().__init__()
-        self._name, self._now = name, now
+        self._name, self._now, self.packed = name, now, packed
         self.weight, self.bias = layer.weight, layer.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, [..., out], for [..., in]."""
         flat = self._now.flat(self._name, x, self.weight.dtype)
-        out = F.linear(flat, self.weight, self.bias)
+        out = F.linear(flat, self.weight, self.bias) if self.packed is None else self.packed(flat)
         if self._now.add is not None:
             out = self._now.add(self._name, out, flat)
         return out.view(*x.shape[:-1], -1)
+
+    def whole_product(self, layers: Sequence[_MixedLinear], x: Tensor) -> Tensor:
+        """Return what all layers of a packed matrix make of x [N, in], with the products of low rank: [N, out].
+
+        Args:
+            layers: these layers; this is the first of them.
+            x: in any floating type.
+        """
+        assert self.packed is not None
+        flat = self._now.flat(self._name, x, self.weight.dtype)
+        whole = self.packed.matrix.whole_product(flat)
+        if self._now.add is None:
+            return whole
+        parts = torch.split(whole, [layer.out_features for layer in layers], dim=-1)
+        for layer, part in zip(layers, parts, strict=True):
+            self._now.flat(layer._name, x, self.weight.dtype)  # which notes that it reads the same
+            found = self._now.add(layer._name, part, flat)
+            if found.data_ptr() != part.data_ptr():
+                part.copy_(found)
+        return whole
 
     def products_at(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Return the products of low rank with `x`, [M, in], at some outputs, [M, K]; see `LoraLinear.products_at`."""

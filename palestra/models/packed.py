@@ -1,9 +1,10 @@
 """A model's matrices in the layout that oneDNN multiplies by, for an engine on a CPU.
 
 A product with a plain matrix brings it into this layout first, for every pass. A model that only samples is packed
-once for each version of its weights instead, and its plain matrices are dropped, so that it takes no more memory.
-Layers that read the same input, such as queries, keys and values, are packed as one matrix: their input is rounded once
-and multiplied once. The results are the same bits as those of the plain matrices.
+once for each version of its weights instead, and its plain matrices are dropped, so that it takes no more memory. A
+base under adapters is packed once, beside its plain matrices, which a trainer needs. Layers that read the same input,
+such as queries, keys and values, are packed as one matrix: their input is rounded once and multiplied once. The results
+are the same bits as those of the plain matrices.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from palestra.models.causal_lm import CausalLM
+from palestra.models.device import memory_bytes
 from palestra.models.packed_matrix import PackedLinear, PackedMatrix
 
 log = logging.getLogger("palestra.models")
+_BASE_SHARE = 8  # a packed copy of a base takes at most this part of the memory
 _MOST_DIFFERENCE = 0.05  # relative, between a packed model and itself before: anything more is another function
 
 
@@ -82,11 +85,29 @@ def pack(model: CausalLM) -> None:
     Args:
         model: its weights are its own, and no pass of it is running.
     """
-    plain = model.compute_dtype == torch.bfloat16 and model.device.type == "cpu" and model.base is None
-    if not plain or model.packed is not None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
-    if type(model.model.get_output_embeddings()) is not nn.Linear:
-        return
+    if model.base is None and model.packed is None and _can_be_packed(model):
+        _pack(model)
+
+
+def pack_base(model: CausalLM) -> None:
+    """Pack a copy of a base's matrices, if that is possible and they take at most an eighth of the memory.
+
+    Args:
+        model: on the weights of the base, with layers of its own that have no adapter; no pass of it is running.
+    """
+    size = sum(2 * weight.numel() for _, weight in model.named_parameters() if weight.ndim == 2)
+    if size * _BASE_SHARE <= memory_bytes() and _can_be_packed(model):
+        _pack(model)
+
+
+def _can_be_packed(model: CausalLM) -> bool:
+    plain = model.compute_dtype == torch.bfloat16 and model.device.type == "cpu"
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return plain and there and type(model.model.get_output_embeddings()) is nn.Linear
+
+
+def _pack(model: CausalLM) -> None:
+    """Pack a model, unless it then computes something else."""
     groups = _same_inputs(model)
     before = model.trial_logits()
     layers = {name: model.model.get_submodule(name) for names in groups for name in names}

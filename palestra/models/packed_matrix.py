@@ -95,3 +95,18 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, bfloat16 [..., out], for [..., in]."""
         return self.matrix.product(x, self._number)
+
+    def whole_product(self, _layers: Sequence[PackedLinear], x: Tensor) -> Tensor:
+        """Return what all layers of the matrix make of x [N, in]: bfloat16 [N, out].
+
+        Args:
+            _layers: these layers; this is the first of them.
+            x: in any floating type.
+        """
+        return self.matrix.whole_product(x)
+
+
+def packed_part(layer: nn.Module) -> PackedLinear | None:
+    """Return the part of a packed matrix that a layer computes with; None: it has a plain matrix."""
+    found: PackedLinear | None = layer if type(layer) is PackedLinear else getattr(layer, "packed", None)
+    return found

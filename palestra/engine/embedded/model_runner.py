@@ -67,7 +67,9 @@ class ModelRunner:
         """
         # Rows of adapters never see pictures, so a model that does has no passes in common with others.
         mixes = model.base is not None and model.vision is None
-        self._mixed = MixedModel(model.base, exact=deterministic) if mixes and model.base is not None else None
+        self._mixed = (
+            MixedModel(model.base, exact=deterministic, sampling=True) if mixes and model.base is not None else None
+        )
         self.model = model if self._mixed is None else self._mixed.model
         self.policies: dict[str, ServedPolicy] = {}
         self.passes = self.prefilled_tokens = self.sampled_tokens = 0

@@ -103,7 +103,8 @@ def test_logits_and_gradients_are_those_of_peft_on_transformers_own_model(tmp_pa
     model, ids = adapted(base, config), ids_of()
     theirs = of_peft(base, model, tmp_path / "adapter")
     ours, wanted = logits(model, ids), theirs(ids[None]).logits[0]
-    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    # Of the largest logit: a small one is a sum of large products, which are added in another order.
+    assert bool(((ours - wanted).abs() < 5e-6 * wanted.abs().max()).all())
     with torch.inference_mode():
         assert distance(logits(LoadedModels().frozen(base, torch.float32, CPU)[0], ids), wanted) > 0.01
     of = torch.randn(ours.shape, generator=torch.Generator().manual_seed(3))

@@ -14,6 +14,7 @@ from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
+from palestra.models.packed_matrix import PackedLinear
 from unit.engine.test_embedded import deterministic_dtype
 
 # PEFT reads an attribute that this version of transformers warns of.
@@ -51,7 +52,7 @@ class Sequences:
 class Bench:
     """A base with adapters that all change something, and the mixed model on it."""
 
-    def __init__(self, dtype=torch.float32, exact=False, configs=CONFIGS, base=TINY):
+    def __init__(self, dtype=torch.float32, exact=False, configs=CONFIGS, base=TINY, sampling=False):
         models = LoadedModels()
         self.models = [models.adapted(base, config, seed, dtype, CPU)[0] for seed, config in enumerate(configs)]
         self.base = models.frozen(base, dtype, CPU)[0]
@@ -61,7 +62,7 @@ class Bench:
                 for name, parameter in model.own_parameters():
                     if "lora_B" in name:
                         parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
-        self.mixed = MixedModel(self.models[0].base, exact)
+        self.mixed = MixedModel(self.models[0].base, exact, sampling)
         self.adapters = [model.adapter for model in self.models]
 
     def ids(self, number: int, length: int) -> torch.Tensor:
@@ -148,6 +149,47 @@ def test_rows_of_a_mixed_pass_are_those_of_passes_of_their_own(monkeypatch, dtyp
             if which is not None:
                 base = bench.alone(None, ids)
                 assert float((base - wanted).norm() / wanted.norm()) > 3 * close
+
+
+def packed_layers(model) -> list[str]:
+    return [name for name, module in model.model.named_modules() if isinstance(module, PackedLinear)]
+
+
+@pytest.mark.parametrize("way", ["dense", "padded", "grouped"])
+def test_rows_over_a_packed_base_are_those_over_plain_matrices(monkeypatch, way):
+    """Also of adapters for the head and the embedding, of rows without an adapter, and in passes of one adapter."""
+    if way != "dense":
+        monkeypatch.setattr(mixed_adapters, "_FEW_ROWS", 0)
+        monkeypatch.setattr(mixed_adapters, "_PADDED", 100 if way == "padded" else 0)
+    configs = [*CONFIGS, AdapterConfig(rank=8, alpha=9.0, targets=["all-linear", "lm_head", "embed_tokens"])]
+    plain, packed = (Bench(torch.bfloat16, configs=configs, sampling=sampling) for sampling in (False, True))
+    assert not packed_layers(plain.mixed.model)
+    linear = {name for name, _ in packed.base.model.named_modules() if name.endswith("_proj")}
+    assert {name.removesuffix(".packed") for name in packed_layers(packed.mixed.model)} == {*linear, "lm_head"}
+    assert packed.base.packed is None
+    for bench in (plain, packed):
+        bench.freeze()
+    with torch.inference_mode():
+        for order in ([0, 4, None, 2, 4, 1, None, 3], [4], [1, 1], [None], [0, 4, None, 2, 4, 1, None, 3]):
+            sequences = [(which, plain.ids(n, 1 + n % 5)) for n, which in enumerate(order)]
+            runs = [(which, len(ids)) for which, ids in sequences]
+            found, wanted = (
+                bench.mixed.logits(
+                    torch.cat(bench.hidden(*sequences)),
+                    [(None if which is None else bench.adapters[which], count) for which, count in runs],
+                )
+                for bench in (packed, plain)
+            )
+            # The last bit of bfloat16 differs where oneDNN multiplies plain matrices by another kernel.
+            assert float((found - wanted).norm() / wanted.norm()) < 5e-3, order
+            assert wanted.norm() > 0
+
+
+def test_a_base_is_not_packed_where_it_is_exact_in_float32_or_too_large(monkeypatch):
+    assert not packed_layers(Bench(torch.bfloat16, exact=True, sampling=True).mixed.model)
+    assert not packed_layers(Bench(torch.float32, sampling=True).mixed.model)
+    monkeypatch.setenv("PALESTRA_MEMORY_GIB", "0.00001")
+    assert not packed_layers(Bench(torch.bfloat16, sampling=True).mixed.model)
 
 
 async def test_in_the_exact_mode_no_bit_depends_on_what_is_beside_a_row():
