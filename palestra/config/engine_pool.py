@@ -33,8 +33,8 @@ class PooledEngineConfig(Section):
     stuck_seconds: float = Field(
         60.0,
         gt=0,
-        description="With several workers: seconds after which a worker that has requests and makes no progress is "
-        "replaced.",
+        description="With several workers, and with servers of vLLM or SGLang: seconds after which a worker that has "
+        "requests and makes no progress is replaced; if it is the only one, the job fails.",
     )
 
     @property

@@ -133,7 +133,7 @@ class EngineServers:
             raise
         finish = isinstance(self._settings, SglangEngineConfig) or self._settings.in_flight_updates == "finish"
         served = {each.model.name: _served(self._settings, each) for each in self._places}
-        return ExternalEngine(served, finish, self._is_worker)
+        return ExternalEngine(served, finish, self._settings.stuck_seconds, self._is_worker)
 
     @property
     def addresses(self) -> list[Address]:

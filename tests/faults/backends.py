@@ -10,11 +10,12 @@ from typing import Any
 import psutil
 import safetensors.torch
 import torch
+from engines.models import vllm_python, write_model
 from outcome import assert_complete, assert_same_metrics
-from servers import SCRIPTED, TINY, Job, run_through, until
+from servers import SCRIPTED, TINY, Job, Process, run_through, until
 from service import lives
 
-from faults.cells import ENGINE_WORKER, TRAINER_RANK, Cell
+from faults.cells import ENGINE_WORKER, TRAINER_RANK, VLLM_SERVER, Cell
 from faults.standing import others_continue, stopped
 
 STUCK_SECONDS, SILENT_SECONDS = 3.0, 20.0
@@ -36,6 +37,27 @@ def settings_of(component: str) -> Settings:
 PROGRAMS = {ENGINE_WORKER: "palestra.runtime.engine_process", TRAINER_RANK: "palestra.trainer.sharded.rank_process"}
 
 
+def on_vllm(folder: Path) -> Settings:
+    """The job whose only engine is a vLLM server; skips the test where there is no vLLM."""
+    policy = TINY["policies"]["policy"] | {"model": str(write_model(folder / "model"))}
+    engine = {"kind": "vllm", "python": str(vllm_python()), "dtype": "float32", "max_batch": 16, "threads": 1}
+    engine["stuck_seconds"] = SILENT_SECONDS
+    return (
+        {name: value for name, value in TINY.items() if name != "deterministic"}
+        | {"policies": {"policy": policy}, "engine": engine}
+        | {"trainer": {"threads": 1, "dtype": "float32"}, "checkpoint": {"every_steps": 1}}
+    )
+
+
+def victim_of(component: str, children: list[psutil.Process], held: psutil.Process) -> psutil.Process:
+    """Which of the processes of a job is hurt: the one that stands still, if it is one of the component."""
+    if component == VLLM_SERVER:
+        (supervisor,) = (one for one in children if any(word.endswith("supervisor.py") for word in one.cmdline()))
+        return max(supervisor.children(recursive=True), key=lambda one: one.memory_info().rss)
+    backends = [one for one in children if PROGRAMS[component] in one.cmdline()]
+    return held if held in backends else backends[0]
+
+
 def undisturbed(component: str, folder: Path) -> Job:
     """The job of a component, played to its end."""
     with Job(folder, settings_of(component), fresh=True) as job:
@@ -50,11 +72,13 @@ def play(cell: Cell, folder: Path, other: Callable[[str], Job]) -> None:
     `other` returns the job of a component that nothing has disturbed.
     """
     at_start, cancelled = cell.moment.point == "during_start", cell.moment.asks_to_cancel
-    wanted = None if cancelled else other(cell.component)
-    with Job(folder, settings_of(cell.component) | ({"steps": 100_000} if cancelled else {}), fresh=True) as job:
+    fails = cell.component == VLLM_SERVER
+    wanted = None if cancelled or fails else other(cell.component)
+    settings = on_vllm(folder) if fails else settings_of(cell.component)
+    with Job(folder, settings | ({"steps": 100_000} if cancelled else {}), fresh=True) as job:
         server = job.serve(fault=cell.moment.fault(cell.component))
         if not at_start:
-            job.wait_until_it_listens()
+            until_it_listens(job)
             job.work()
         if cancelled:
             until(lambda: job.checkpoints() or server.popen.poll() is not None, "it trains", OVER_SECONDS)
@@ -66,28 +90,49 @@ def play(cell: Cell, folder: Path, other: Callable[[str], Job]) -> None:
 
         held = until(lambda: next(stopped(processes), None), f"it stops {cell.moment.name}", OVER_SECONDS)
         children = top.children(recursive=True)
-        backends = [child for child in children if PROGRAMS[cell.component] in child.cmdline()]
-        victim = held if held in backends else backends[0]
+        victim = victim_of(cell.component, children, held)
         victim.send_signal(cell.signal)
         with others_continue(processes, victim, 0.05):
-            if at_start:
-                job.wait_until_it_listens()
-                job.work()
+            if fails and not cancelled:
+                assert_it_says_who_failed(server)
+                job.serve("--resume")
+            if at_start or (fails and not cancelled):
+                until_it_listens(job)
+                job.work()  # a job that has failed says to its workers that it is over
             if cancelled:
                 server.wait(OVER_SECONDS)
                 assert_what_was_trained_is_there(job)
             else:
                 job.finish(OVER_SECONDS)
         until(lambda: not any(map(lives, children)), "its processes are gone")
-    if wanted is not None:
+    if not cancelled:
         assert_complete(job)
+    if wanted is not None:
         assert_same_metrics(job, wanted)
         assert weights_of(job) == weights_of(wanted)
 
 
+def until_it_listens(job: Job) -> None:
+    """Wait until the newest server of a job listens; one of vLLM compiles its model first."""
+    server = job.servers[-1]
+    until(lambda: "data plane at" in server.output or server.popen.poll() is not None, "it listens", OVER_SECONDS)
+    assert "data plane at" in server.output, server.output
+
+
+def assert_it_says_who_failed(server: Process) -> None:
+    """A job that has lost its only engine ends by itself, and says why."""
+    assert server.wait(OVER_SECONDS) > 0, server.output
+    assert "the engine of 'policy' has" in server.output
+
+
 def assert_what_was_trained_is_there(job: Job) -> None:
-    """The newest checkpoint is of the last step that the job tells of, and nothing accepted is lost."""
-    assert job.checkpoints()[-1].name == f"step-{int(job.metrics()[-1]['step']):06d}", job.servers[-1].output
+    """The newest checkpoint is of the last step that the job tells of, and nothing accepted is lost.
+
+    A step is told of when it is validated; where the engine has gone, the newest may not be.
+    """
+    told, saved = int(job.metrics()[-1]["step"]), int(job.checkpoints()[-1].name.removeprefix("step-"))
+    unvalidated = job.settings["engine"]["kind"] == "vllm"
+    assert saved == told or (unvalidated and saved == told + 1), job.servers[-1].output
     rows = job.query("SELECT episode_id FROM episodes WHERE state = 'completed'")
     assert {one["episode"] for one in job.worker_log("ended")} <= {row["episode_id"] for row in rows}
 

@@ -14,7 +14,9 @@ from palestra.engine.external.api import Chunk
 from palestra.engine.external.reply import Reply
 from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
+from palestra.engine.external.stillness import Stillness
 from palestra.errors import EngineFailure, InvalidRequest, ModelError, PalestraError
+from palestra.faults import fault_point
 from palestra.models.weights import WeightSource
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
@@ -28,12 +30,15 @@ SILENT_SECONDS = 60.0  # a server that does not answer for so long has failed
 class ExternalEngine:
     """Implements `Engine` with servers. Their answers are checked, and an update of weights is never half done."""
 
-    def __init__(self, policies: Mapping[str, ServedPolicy], finish: bool, is_worker: bool = False) -> None:
+    def __init__(
+        self, policies: Mapping[str, ServedPolicy], finish: bool, stuck_seconds: float, is_worker: bool = False
+    ) -> None:
         """Take over servers that are ready.
 
         Args:
             policies: by name, each with a server of its own.
             finish: whether new weights wait until the replies that are being sampled are complete.
+            stuck_seconds: a server that has requests and computes nothing for so long has failed.
             is_worker: whether this engine is a worker of a pool. Then a call that fails is followed by a question to
                 its server's health, because the pool samples the call elsewhere only if the worker has failed.
         """
@@ -44,7 +49,7 @@ class ExternalEngine:
         self._pausing = asyncio.Lock()
         self._checked = asyncio.Lock()
         self._unchecked = set(policies)
-        self._waiting = self._sampled_tokens = 0
+        self._waiting, self._stuck_seconds = 0, stuck_seconds
         self._closed = False
         self._closing = asyncio.Event()
         self._broken: asyncio.Queue[str] = asyncio.Queue()
@@ -73,8 +78,9 @@ class ExternalEngine:
                 try:
                     async for chunk in chunks:
                         for piece in reply.take(chunk, turn.sent):
-                            self._sampled_tokens += len(piece.ids)
+                            policy.sampled_tokens += len(piece.ids)
                             yield piece
+                        fault_point("during_generation")
                 except EngineFailure:
                     self._check_open()  # a stream that ended because the engine was stopped says so
                     await self._look_after(policy)
@@ -212,7 +218,7 @@ class ExternalEngine:
             kv_bytes=sum(policy.kv_bytes for policy in served),
             passes=sum(policy.counters.passes for policy in served),
             prefilled_tokens=sum(policy.counters.prefilled_tokens for policy in served),
-            sampled_tokens=self._sampled_tokens,
+            sampled_tokens=sum(policy.sampled_tokens for policy in served),
         )
 
     async def failure(self) -> str:
@@ -232,7 +238,7 @@ class ExternalEngine:
         """Return why a policy's server can't go on; a server that was stopped never returns."""
         loop = asyncio.get_running_loop()
         answered = loop.time()
-        problem = "it does not answer"
+        problem, stillness = "it does not answer", Stillness(answered, policy.progress)
         while True:
             if self._closed:
                 await asyncio.Future()
@@ -245,6 +251,14 @@ class ExternalEngine:
                 problem = str(error)
             if loop.time() - answered > SILENT_SECONDS and not self._closed:
                 return f"the engine of {name!r} has not answered for {SILENT_SECONDS:.0f} s: {problem}"
+            may_move = policy.running > 0 and self._running.is_set() and not policy.replacing
+            still = stillness.seconds(loop.time(), policy.progress, may_move)
+            if still > self._stuck_seconds and not self._closed:
+                requests = "request" if policy.running == 1 else "requests"
+                return (
+                    f"the engine of {name!r} has {policy.running} {requests} and has computed nothing for "
+                    f"{self._stuck_seconds:g} s (engine.stuck_seconds)"
+                )
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look_after(self, policy: ServedPolicy) -> None:
@@ -265,13 +279,19 @@ class ExternalEngine:
 
         Raises:
             ConfigError: one does not.
+            EngineFailure: one has ended, or does not answer.
         """
         if not self._unchecked:
             return
         async with self._checked:
             for name in sorted(self._unchecked):
                 policy = self._policies[name]
-                await policy.begin()
+                try:
+                    await policy.begin()
+                except EngineFailure as error:
+                    ended = None if policy.process is None else await in_thread(policy.process.how_it_ended)
+                    why = f"does not answer: {error}" if ended is None else f"has ended: {ended}"
+                    raise EngineFailure(f"the engine of {name!r} {why}") from error
                 self._unchecked.discard(name)
 
     def _check_open(self) -> None:

@@ -74,6 +74,8 @@ class ServedPolicy:
         version: of the weights that the server has.
         sent: versions of the weights that were sent to the server, since the first update began.
         running: requests that were sent and are not over.
+        sampled_tokens: of all their replies so far.
+        replacing: whether the server is paused, because it gets new weights.
         counters: what the server has said of itself at last.
     """
 
@@ -89,6 +91,8 @@ class ServedPolicy:
     version: PolicyVersion
     sent: list[PolicyVersion] = field(default_factory=list)
     running: int = 0
+    sampled_tokens: int = 0
+    replacing: bool = False
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -191,6 +195,7 @@ class ServedPolicy:
                 if finish and not paused:
                     await self._idle.wait()
                 self.sent.append(version)
+                self.replacing = True
                 if not paused:
                     await self.api.pause()
                 await self.api.load_weights(new.path, version)
@@ -198,7 +203,13 @@ class ServedPolicy:
                 if not paused:
                     await self.api.resume()
             finally:
+                self.replacing = False
                 self._open.set()
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Return numbers of which one grows with whatever the server computes."""
+        return self.counters.passes, self.counters.prefilled_tokens, self.sampled_tokens
 
     async def close(self) -> None:
         """End the server, if the job has started it, and close the connections."""

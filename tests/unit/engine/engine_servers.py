@@ -234,7 +234,14 @@ def write_files(folder: Path) -> Path:
 
 @asynccontextmanager
 async def on_server(
-    server: ScriptedServer, folder: Path, *, key: str = KEY, finish: bool = False, adapter=None, pictures=None
+    server: ScriptedServer,
+    folder: Path,
+    *,
+    key: str = KEY,
+    finish: bool = False,
+    adapter=None,
+    pictures=None,
+    stuck_seconds: float = 60.0,
 ):
     """An engine whose policy is sampled by a scripted server.
 
@@ -245,6 +252,7 @@ async def on_server(
         finish: see `ExternalEngine`.
         adapter: the policy's; None: its server gets whole weights.
         pictures: see `VllmApi`.
+        stuck_seconds: see `ExternalEngine`.
     """
     model, files = write_files(folder / "model"), folder / "weights"
     files.mkdir()
@@ -279,7 +287,7 @@ async def on_server(
             if adapter is None
             else ServedAdapter(**known, adapter=adapter, base=str(model), first=None)
         )
-        engine = ExternalEngine({"policy": policy}, finish)
+        engine = ExternalEngine({"policy": policy}, finish, stuck_seconds)
         try:
             yield engine
         finally:

@@ -15,6 +15,7 @@ from palestra.engine.base import Engine
 from palestra.engine.external import bounded
 from palestra.engine.external import engine as module
 from palestra.engine.external.connection import Address, EngineConnection
+from palestra.engine.external.stillness import Stillness
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
 from palestra.models.weights import LocalWeights
 from palestra.runtime.served_models import read_served_models
@@ -533,6 +534,29 @@ async def test_another_vocabulary_is_found(vllm, tmp_path, monkeypatch, size, sa
 
 
 # Ends
+
+
+async def test_a_server_that_answers_and_computes_nothing_has_failed(vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    async with on_server(vllm, tmp_path, stuck_seconds=0.4) as engine:
+        failure = asyncio.create_task(engine.failure())
+        await asyncio.sleep(0.8)
+        assert not failure.done(), "it has no requests"
+        call = await stopped_at(vllm, engine, 2)
+        said = await asyncio.wait_for(failure, 30)
+        vllm.gate.set()
+        await call
+    assert said == ("the engine of 'policy' has 1 request and has computed nothing for 0.4 s (engine.stuck_seconds)")
+
+
+def test_a_server_stands_still_only_while_it_could_move():
+    stillness = Stillness(10.0, (0, 0, 0))
+    assert stillness.seconds(12.0, (0, 0, 0), True) == 2.0
+    assert stillness.seconds(13.0, (0, 0, 1), True) == 0.0
+    assert stillness.seconds(20.0, (0, 0, 1), True) == 7.0
+    assert stillness.seconds(21.0, (0, 0, 1), False) == 0.0, "paused, or without requests"
+    assert stillness.seconds(25.0, (0, 0, 1), True) == 4.0
+    assert stillness.seconds(26.0, (0, 0, 0), True) == 0.0, "a server that was started again"
 
 
 async def test_a_server_that_is_silent_has_failed(vllm, tmp_path, monkeypatch):
