@@ -151,7 +151,8 @@ def _request(given: dict[str, Any], frame: Frame) -> EngineRequest:
             "logit_bias": tuple((token, added) for token, added in sampling["logit_bias"]),
         }
     )
-    return EngineRequest(policy=given["policy"], prompt=_prompt(given["prompt"], frame), sampling=exact)
+    prompt = _prompt(given["prompt"], frame)
+    return EngineRequest(policy=given["policy"], prompt=prompt, sampling=exact, streamed=given["streamed"])
 
 
 def _prompt(given: list[Any], frame: Frame) -> TokenSequence:

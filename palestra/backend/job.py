@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class HostedJob:
         """Sample a reply; see `Engine.generate`."""
         request = typed(EngineRequest, frame.header.get("with"), frame.arrays, "request")
         full = self._full(request.policy, self._sampled)
-        wanted = EngineRequest(policy=full, prompt=request.prompt, sampling=request.sampling)
+        wanted = replace(request, policy=full)
         async for piece in self._engine.generate(wanted):
             yield piece
 

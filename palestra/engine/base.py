@@ -17,6 +17,7 @@ class EngineRequest:
     policy: str
     prompt: TokenSequence  # [P] ids, at least one, with the images behind those that are placeholders
     sampling: SamplingParams  # temperature, limits, seed, grammar
+    streamed: bool = True  # whether the caller reads token by token; otherwise several may come together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

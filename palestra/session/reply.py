@@ -148,11 +148,12 @@ async def sample_reply(
         GrammarRefused: the reply's grammar took too much time or memory.
     """
     renderer = runtime.renderer
-    asked = EngineRequest(policy=request.policy, prompt=prompt, sampling=sampling)
+    piecewise = bool(tell or request.stop or request.prompt is not None or not request.parallel_tool_calls)
+    asked = EngineRequest(policy=request.policy, prompt=prompt, sampling=sampling, streamed=piecewise)
     listener = None if tell is None else _Listener(tell)
     for attempt in range(MOST_ATTEMPTS):
         reader = None
-        if tell is not None or request.stop or request.prompt is not None or not request.parallel_tool_calls:
+        if piecewise:
             reader = ReplyReader(request, renderer, sampling.min_tokens, prompt.ids, call_ids)
         try:
             pieces = await _sample(runtime.engine, asked, reader, listener)

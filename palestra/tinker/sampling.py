@@ -175,7 +175,9 @@ async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingP
     ids, logprobs = list[int](), list[float]()
     top_ids, top_logprobs = bytearray(), bytearray()  # as objects they would take twelve times the memory
     stopped = False
-    pieces = engine.generate(EngineRequest(policy=policy, prompt=plan.prompt, sampling=sampling))
+    pieces = engine.generate(
+        EngineRequest(policy=policy, prompt=plan.prompt, sampling=sampling, streamed=bool(plan.stops))
+    )
     async with contextlib.aclosing(pieces) as reply:  # type: ignore[type-var]  # an async generator, of every engine
         async for piece in reply:
             for token, logprob, most in _tokens_of(piece):

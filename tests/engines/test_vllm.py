@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,11 @@ def weights_of(model) -> LocalWeights:
     return LocalWeights([(name, parameter.detach().clone()) for name, parameter in model.named_parameters()])
 
 
-async def reply(engine, prompt=PROMPT, **sampling):
+async def reply(engine, prompt=PROMPT, streamed=True, **sampling):
     """(ids, logprobs, top, versions), token by token."""
     params = SamplingParams(**({"temperature": 1.0, "max_tokens": 12, "seed": 1} | sampling))
-    pieces = [piece async for piece in engine.generate(engine_request(prompt, params))]
+    request = replace(engine_request(prompt, params), streamed=streamed)
+    pieces = [piece async for piece in engine.generate(request)]
     return (
         [token for piece in pieces for token in piece.ids],
         [logprob for piece in pieces for logprob in piece.logprobs],
@@ -126,8 +128,11 @@ def nucleus(row, _):
     ],
     ids=["plain", "greedy", "temperature", "bias", "penalties", "top-k", "top-p"],
 )
-async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine, reference, sampling, change):
-    ids, logprobs, _, versions = await reply(engine, max_tokens=40, min_tokens=40, **sampling)
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
+    engine, reference, sampling, change, streamed
+):
+    ids, logprobs, _, versions = await reply(engine, streamed=streamed, max_tokens=40, min_tokens=40, **sampling)
     assert len(ids) == 40
     logits = logits_of(reference, PROMPT, ids)
     logits[:, STOPS] = -torch.inf  # until min_tokens
@@ -145,6 +150,16 @@ async def test_the_most_probable_tokens_are_reported_best_first(engine, referenc
         assert said == sorted(said, reverse=True)
         assert said == pytest.approx(row.topk(3).values.tolist(), abs=2e-3)  # two may be equal but for rounding
         assert said == pytest.approx([row[token].item() for token, _ in best], abs=2e-3)
+
+
+async def test_tokens_of_a_reply_that_is_not_streamed_come_together_after_the_first(engine):
+    params = SamplingParams(temperature=1.0, max_tokens=40, min_tokens=40, seed=1)
+    for streamed, most in ((True, 1), (False, 16)):
+        request = replace(engine_request(PROMPT, params), streamed=streamed)
+        sizes = [len(piece.ids) async for piece in engine.generate(request)]
+        assert sizes[0] == 1
+        assert sum(sizes) == 40
+        assert max(sizes) >= most
 
 
 async def test_a_reply_ends_at_a_stop_token_or_at_its_limit(engine):
@@ -196,10 +211,13 @@ async def test_new_weights_are_those_of_the_trainer_the_tied_head_included(engin
     assert engine.version("policy") == SECOND
 
 
-async def test_an_update_in_flight_names_the_version_of_every_token(engine, reference, changed):
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_update_in_flight_names_the_version_of_every_token(engine, reference, changed, streamed):
     """A server whose layers are replaced while it computes would die."""
     before = engine.load().sampled_tokens
-    calls = [asyncio.create_task(reply(engine, PROMPT + k, max_tokens=1500, min_tokens=1500)) for k in range(12)]
+    calls = [
+        asyncio.create_task(reply(engine, PROMPT + k, streamed, max_tokens=1500, min_tokens=1500)) for k in range(12)
+    ]
     while engine.load().sampled_tokens < before + 300:
         await asyncio.sleep(0.01)
     await engine.sync_weights("policy", SECOND, weights_of(changed))

@@ -127,7 +127,7 @@ class VllmApi:
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply, one token or more a chunk; see `EngineApi`."""
         top = request.sampling.top_logprobs
-        params = vllm_sampling(request.sampling, self._stop_ids, self._seeded)
+        params = vllm_sampling(request.sampling, self._stop_ids, self._seeded, request.streamed)
         async with AsyncExitStack() as upload:
             body = await self._body(request.prompt, adapter, {"sampling_params": params, "stream": True}, upload)
             async with aclosing(self._http.stream(GENERATE, body)) as events:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from palestra.config import JobConfig
-from palestra.engine.base import Engine
+from palestra.engine.base import Engine, EngineRequest
 from palestra.engine.external import bounded
 from palestra.engine.external import engine as module
 from palestra.engine.external.connection import Address, EngineConnection
@@ -534,6 +534,14 @@ async def test_another_vocabulary_is_found(vllm, tmp_path, monkeypatch, size, sa
 
 
 # Ends
+
+
+async def test_a_reply_that_is_not_streamed_comes_in_larger_pieces(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        for streamed in (True, False):
+            request = EngineRequest(policy="policy", prompt=TokenSequence(PROMPT), sampling=SAMPLING, streamed=streamed)
+            assert [token async for piece in engine.generate(request) for token in piece.ids]
+    assert [body["sampling_params"]["stream_interval"] for body in vllm.bodies] == [1, 16]
 
 
 async def test_a_server_that_answers_and_computes_nothing_has_failed(vllm, tmp_path, monkeypatch):
