@@ -302,9 +302,10 @@ def check_determinism(model: CausalLM, max_batch: int) -> None:
         whole = product(rows)
         for count in {n for n in (MIN_ROWS, MIN_ROWS + 1, max_batch // 2, max_batch - 1) if MIN_ROWS <= n <= max_batch}:
             if not torch.equal(product(rows[:count]), whole[:count]):
+                rank = "another rank of the adapter, " if ".lora_" in name else ""
                 raise ModelError(
                     f"deterministic = true is not possible here: {name} gives other bits for {count} rows than "
-                    f"for {max_batch}; set engine.dtype = 'float32', or engine.threads = 1, and let nothing be "
+                    f"for {max_batch}; set {rank}engine.dtype = 'float32', or engine.threads = 1, and let nothing be "
                     "computed in this process before the job is started"
                 )
 
