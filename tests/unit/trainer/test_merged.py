@@ -129,7 +129,7 @@ async def test_gradients_and_reports_are_those_of_requests_of_their_own(config):
                 wanted = await one.trainer.forward_backward(f"{name}/p", rows(name, 0), LOSSES[name], "g")
                 gradients = {k: v for k, v in (await one.state(name)).items() if k.startswith("gradient")}
             mine = {k: v for k, v in (await tenants.state(name)).items() if k.startswith("gradient")}
-            close(mine, gradients, 1e-5)
+            close(mine, gradients, 1e-4)  # rounding of float32: 1.7e-5 on some processors
             assert (found.rows, found.trained_tokens, found.forward_tokens, found.flat_tokens) == (
                 wanted.rows,
                 wanted.trained_tokens,
