@@ -4,9 +4,10 @@ python bench/vllm_server.py --vllm .venv-peers/vllm/bin/python [--rounds 5] [--t
 
 Prints two tables in Markdown.
 
-One vLLM server, started as a job starts it, is asked by the engine of a job (logprobs and
-versions of all tokens, streamed and checked) and by a bare client (`/v1/completions` with token ids, nothing else), in
-turns, so that what disturbs the machine disturbs both. Then it gets all weights of SmolLM2-135M in bfloat16.
+One vLLM server, started as a job starts it, is asked in turns by the engine of a job (logprobs and versions of all
+tokens, checked), by a bare client (`/v1/completions` with token ids, nothing else), and by a bare client that wants a
+seed and logprobs as well, as training does. What disturbs the machine disturbs all of them. Then it gets all weights of
+SmolLM2-135M in bfloat16.
 """
 
 from __future__ import annotations
@@ -63,12 +64,15 @@ def through(engine: Engine) -> Ask:
     return ask
 
 
-def bare(session: aiohttp.ClientSession, address: Address, model: Path) -> Ask:
-    """A client that asks the server for completions, without logprobs."""
+def bare(session: aiohttp.ClientSession, address: Address, model: Path, logprobs: bool) -> Ask:
+    """A client that asks the server for completions; without seed and logprobs, or with both."""
     headers = {"authorization": f"Bearer {address.key}"}
 
     async def ask(prompt: list[int], tokens: int) -> int:
-        body = {"model": str(model), "prompt": prompt, "max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+        body: dict[str, Any] = {"model": str(model), "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        body["temperature"] = 1.0
+        if logprobs:
+            body |= {"seed": next(numbers), "logprobs": 0, "return_token_ids": True}
         async with session.post(f"{address.url}/v1/completions", json=body, headers=headers) as answer:
             found = await answer.json()
         return int(found["usage"]["completion_tokens"])
@@ -86,9 +90,10 @@ async def rate(ask: Ask, requests: int, draw: random.Random) -> float:
 
 
 async def compare(contestants: dict[str, Ask], rounds: int) -> None:
-    """Print tokens a second of each contestant, and the median ratio of the rounds."""
-    say("| tokens/s | " + " | ".join(contestants) + " | ratio (lowest to highest) |")
-    say("|---|" + "---:|" * (len(contestants) + 1))
+    """Print tokens a second of each contestant, and the first one's median ratio to each other, of the rounds."""
+    ours, *others = contestants
+    say("| tokens/s | " + " | ".join(contestants) + " | " + " | ".join(f"{ours} / {one}" for one in others) + " |")
+    say("|---|" + "---:|" * (2 * len(contestants) - 1))
     for requests, name in WORK:
         found: dict[str, list[float]] = {one: [] for one in contestants}
         for number in range(rounds + 1):
@@ -96,10 +101,14 @@ async def compare(contestants: dict[str, Ask], rounds: int) -> None:
                 value = await rate(ask, requests, random.Random(f"{one} {requests} {number}"))
                 if number:  # the first round warms up
                     found[one].append(value)
-        first, second = found.values()
-        ratios = [ours / theirs for ours, theirs in zip(first, second, strict=True)]
-        shown = " | ".join(f"{statistics.median(values):.0f}" for values in found.values())
-        say(f"| {name} | {shown} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |")
+        rates = " | ".join(f"{statistics.median(values):.0f}" for values in found.values())
+        say(f"| {name} | {rates} | {' | '.join(ratio(found[ours], found[one]) for one in others)} |")
+
+
+def ratio(first: list[float], second: list[float]) -> str:
+    """The median of the ratios of each round, and the lowest and the highest one."""
+    found = [one / other for one, other in zip(first, second, strict=True)]
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
 async def update(engine: Engine, weights: LocalWeights, busy: bool) -> list[float]:
@@ -126,7 +135,12 @@ async def run(config: JobConfig, rounds: int) -> None:
     try:
         connector = aiohttp.UnixConnector(str(address.socket), limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            await compare({"engine of a job": through(engine), "bare server": bare(session, address, folder)}, rounds)
+            contestants = {
+                "engine of a job": through(engine),
+                "bare": bare(session, address, folder, logprobs=False),
+                "bare with logprobs": bare(session, address, folder, logprobs=True),
+            }
+            await compare(contestants, rounds)
         (file,) = folder.glob("model*.safetensors")
         shapes = models[0].files.shapes
         weights = LocalWeights([(name, one.float()) for name, one in FileWeights(file).tensors() if name in shapes])
