@@ -164,7 +164,7 @@ def test_the_grid_of_the_recipes_can_be_run():
     seeds = {key: {run.seed for run in runs if run.scenario == key} for key in {run.scenario for run in runs}}
     assert {key: len(of) for key, of in seeds.items()} == {
         "frozen-lake-4x4": 5,
-        "frozen-lake-8x8": 3,
+        "frozen-lake-8x8": 5,
         "gomoku": 5,
         "addition": 3,
     }
