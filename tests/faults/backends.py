@@ -127,13 +127,12 @@ def assert_it_says_who_failed(server: Process) -> None:
 
 
 def assert_what_was_trained_is_there(job: Job) -> None:
-    """The newest checkpoint is of the last step that the job tells of, and nothing accepted is lost.
+    """The newest checkpoint is of the last step that the job tells of, or of the next, and nothing accepted is lost.
 
-    A step is told of when it is validated; where the engine has gone, the newest may not be.
+    A step is told of when it is validated, after its checkpoint: a job that ends between them validates on resuming.
     """
     told, saved = int(job.metrics()[-1]["step"]), int(job.checkpoints()[-1].name.removeprefix("step-"))
-    unvalidated = job.settings["engine"]["kind"] == "vllm"
-    assert saved == told or (unvalidated and saved == told + 1), job.servers[-1].output
+    assert told <= saved <= told + 1, job.servers[-1].output
     rows = job.query("SELECT episode_id FROM episodes WHERE state = 'completed'")
     assert {one["episode"] for one in job.worker_log("ended")} <= {row["episode_id"] for row in rows}
 

@@ -13,6 +13,7 @@ from faults.cells import DATABASE, KILL, MODEL_SERVER, RAYLET, SCHEDULER, STOP, 
 from faults.invariants import assert_as_if_nothing_had_happened, assert_cancelled
 from faults.world import LEASE_SECONDS, WORKED, World
 from palestra.client.job import Job
+from palestra.runtime.ray.servers import PING_LIMIT_SECONDS, STUCK_SECONDS
 
 SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}}
 RETRIED_SECONDS = 12.0  # longer than the control store tries again
@@ -74,16 +75,17 @@ def hurt_model_server(world: World, cell: Cell, job: Job) -> range:
         with world.others_continue(job, server):
             job.wait()
     else:
-        wait_until_replaced(world, job, server)
+        wait_until_given_up(world, job, server, STUCK_SECONDS if cell.moment.asks_to_cancel else PING_LIMIT_SECONDS)
     return LOST_ONCE
 
 
-def wait_until_replaced(world: World, job: Job, server: psutil.Process) -> None:
-    """A server that stands still is killed, and another one does its work."""
+def wait_until_given_up(world: World, job: Job, server: psutil.Process, seconds: float) -> None:
+    """A server that stands still for `seconds` is killed, and another one does its work, if there is any left."""
     with world.others_continue(job, server):
         until(lambda: not lives(server), "it is given up, and killed", GIVEN_UP_SECONDS)
         job.wait()
-    assert any("did not answer for 30 s" in change.reason for change in job.changes()), job.changes()
+    said = f"it did not answer for {seconds:g} s"
+    assert any(said in change.reason for change in job.changes()), job.changes()
 
 
 def hurt_raylet(world: World, cell: Cell, job: Job) -> range:

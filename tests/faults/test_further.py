@@ -120,15 +120,16 @@ def test_a_job_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(tmp_pat
         assert job.weights() == undisturbed.weights()
 
 
-def test_a_job_of_the_service_whose_checkpoints_find_no_room_fails_with_the_reason(world):
+def test_a_job_of_the_service_whose_checkpoints_find_no_room_is_tried_again_and_fails_with_the_reason(world):
     at_start = "during_start:1:STOP"
     world.keep_only(at_start)
     job = world.service.client().submit(GAMES, cpus=world.machine(at_start).cpus)
     server = world.held(job)
-    with small_disk(world.checkpoints(job), "4k"):
+    with small_disk(world.checkpoints(job), "4k"), world.others_continue(job, server):
         server.resume()
         view = job.wait()
-        assert (view.state, view.starts) == ("failed", 1), view
+        assert (view.state, view.starts) == ("failed", 4), (view, job.changes())
+        assert "lost 4 times" in view.reason
         assert "checkpoint of step 1 could not be written" in view.reason
         assert "No space left on device" in view.reason
         assert_nothing_is_held(world, job)

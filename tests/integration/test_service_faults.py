@@ -20,12 +20,13 @@ from faults.invariants import (
     assert_everything_can_be_had,
     assert_nothing_is_held,
 )
-from faults.provoking import LOST_ONCE, NOT_LOST, SLOW, play, started, wait_until_replaced
+from faults.provoking import LOST_ONCE, NOT_LOST, SLOW, play, started, wait_until_given_up
 from faults.world import CPUS, GPUS, World
 from nodes import cluster
 from service import GAMES, LONG, Service, until
 
 from palestra.client.job import Job
+from palestra.runtime.ray.servers import PING_LIMIT_SECONDS
 
 pytestmark = pytest.mark.service
 # Of the job's commits: 1 submitted, 2 STARTING, 3 RUNNING, 4 the end, or the wish to cancel it.
@@ -128,7 +129,7 @@ def test_a_model_server_that_dies_at_every_start_fails_with_the_reason__SIGKILL_
 
 def test_a_model_server_that_hangs_is_killed_and_goes_on__SIGSTOP_mid_generation(world, hanging):
     job, server = hanging
-    wait_until_replaced(world, job, server)
+    wait_until_given_up(world, job, server, PING_LIMIT_SECONDS)
     world.busy.clear()
     assert_as_if_nothing_had_happened(world, job, LOST_ONCE, world.undisturbed)
 
