@@ -26,7 +26,7 @@ COMPONENTS = {
 SIGNALS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
 PAST_THE_LEASE = {  # what a SIGSTOP outlasts
     WORKER: "until its lease of 3 s has run out",
-    MODEL_SERVER: "for ever: it has to be given up after 30 s, and replaced",
+    MODEL_SERVER: "for ever: it has to be given up after 30 s, and replaced; after 5 s where it was told to end",
     RAYLET: "until Ray has given up the machine, and the job is over; then the machine goes",
     SCHEDULER: "for 5 s, in which the job goes on without it; one of 40 s is below",
     DATABASE: "for 12 s, longer than a request is tried again",
