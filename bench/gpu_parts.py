@@ -29,7 +29,7 @@ from palestra.config import JobConfig, TrainerConfig, parse_config
 from palestra.engine.base import EngineRequest
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_tokenizer
-from palestra.models.device import tune_malloc
+from palestra.models.device import tune_process
 from palestra.runtime.parts import Parts, build_parts
 from palestra.trainer.base import OptimParams, PolicySpec, StepReport
 from palestra.trainer.torch_policy import TorchPolicy
@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="an interpreter that has vLLM")
     parser.add_argument("--rehearsal", action="store_true", help="as little as shows that the code runs")
     wanted = parser.parse_args()
-    tune_malloc()
+    tune_process()
     more = (wanted.vllm,) if wanted.part == "rollout" else ()
     print(json.dumps(asyncio.run(PARTS[wanted.part](wanted.model, wanted.device, Scale(wanted.rehearsal), *more))))
 

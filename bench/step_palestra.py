@@ -26,8 +26,9 @@ from palestra.config import JobConfig, parse_config
 from palestra.engine.base import EngineRequest
 from palestra.learner.batch import make_batch
 from palestra.models.causal_lm import load_causal_lm
-from palestra.models.device import tune_malloc
+from palestra.models.device import tune_process
 from palestra.runtime.parts import Parts, build_parts
+from palestra.threads import in_thread
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.types.calls import Chat, Ids, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.messages import ChatMessage, text_message
@@ -180,9 +181,9 @@ def make_prompts(parts: Parts, count: int, draw: random.Random) -> list[tuple[Me
 
 async def measure(threads: int, steps: int, seed: int, rank: int) -> dict[str, Any]:
     """Run the steps, the first of which is a warm-up; returns the record that is printed."""
-    rates = product_rates(threads)
+    rates = await in_thread(lambda: product_rates(threads))
     config = job_config(threads, rank)
-    bench = Bench(config, seed)
+    bench = await in_thread(lambda: Bench(config, seed))  # as a job builds them: the pool of the thread ends with it
     policy = config.policies[config.players.default]
     await bench.parts.trainer.create(config.players.default, PolicySpec(model=policy.model, adapter=policy.adapter))
     await bench.parts.engine.resume()
@@ -227,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0: all weights are trained")
     wanted = parser.parse_args(arguments)
-    tune_malloc()
+    tune_process()
     print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.seed, wanted.rank))))
 
 

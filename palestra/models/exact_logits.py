@@ -11,6 +11,7 @@ from torch import Tensor, nn
 # in float32 (MiniMax 2025, "MiniMax-M1", section 3.2) would make decoding on a CPU a fifth slower; computing the logits
 # of the most probable tokens again costs 4 % (64 would cost 8 %), and has all but the tail of the distribution.
 EXACT_LOGITS = 16
+_BLOCK = 64  # tokens whose largest logit is found first
 _EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hidden], exist at the same time
 
 
@@ -64,7 +65,7 @@ def _correction(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, d
     """Return what the largest logits of each row lack; see `sharpened`."""
     bias = getattr(head, "bias", None)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        largest = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
+        largest = _largest(logits)
         pieces = []
         for rows, tokens in zip(
             torch.split(hidden.float(), _EXACT_ROWS), torch.split(largest, _EXACT_ROWS), strict=True
@@ -75,3 +76,21 @@ def _correction(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, d
         if isinstance(head, AdaptedHead) and pieces:
             lacking += head.products_at(hidden.to(dtype), largest)
     return Correction(largest, lacking)
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Return the tokens of the `EXACT_LOGITS` largest logits of each row, int64 [M, K], for logits [M, V].
+
+    They lie in those blocks of tokens that have the largest maxima, which takes a tenth of the time to find.
+    """
+    rows, size = logits.shape
+    whole, count = size // _BLOCK, min(EXACT_LOGITS, size)
+    if whole <= count:
+        return logits.topk(count, dim=-1).indices
+    maxima = logits[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).amax(dim=-1)
+    best = maxima.topk(count, dim=-1).indices
+    tokens = (best.unsqueeze(2) * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    if whole * _BLOCK < size:  # the tokens behind the last block
+        rest = torch.arange(whole * _BLOCK, size, device=logits.device).expand(rows, -1)
+        tokens = torch.cat((tokens, rest), dim=1)
+    return tokens.gather(1, logits.gather(1, tokens).topk(count, dim=-1).indices)

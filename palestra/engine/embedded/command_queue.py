@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from palestra.errors import EngineFailure
 
 Command = Callable[[], None]
+REST_SECONDS = 0.02  # an agent's next call often comes sooner than that; a training step takes much longer
 
 
 class CommandQueue:
@@ -51,14 +52,26 @@ class CommandQueue:
                 self._awaiting_failure.append(future)
         return future
 
-    def run(self, wait: bool) -> None:
-        """Run the commands that are queued; with `wait`, block until there is one."""
+    def run(self, wait: bool, rest: Command = lambda: None) -> None:
+        """Run the commands that are queued; with `wait`, block until there is one.
+
+        Args:
+            wait: whether to block.
+            rest: called where no command comes for `REST_SECONDS`.
+        """
+        if wait:
+            try:
+                command = self._queue.get(timeout=REST_SECONDS)
+            except queue.Empty:
+                rest()
+                command = self._queue.get()
+            command()
         while True:
             try:
-                self._queue.get(block=wait)()
+                command = self._queue.get_nowait()
             except queue.Empty:
                 return
-            wait = False
+            command()
 
     def close(self, why: str, failed: bool) -> None:
         """Refuse further commands, fail all unsettled futures, and run what was queued before.

@@ -21,6 +21,7 @@ from palestra.engine.embedded.request import DONE, Request
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
+from palestra.models.openmp import release_threads
 from palestra.models.packed import pack
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
@@ -55,6 +56,7 @@ class EmbeddedEngine:
             set_threads(config.threads)
         for policy in policies.values():
             self._prepare(policy.model)
+        release_threads()  # of the caller's thread, which does not compute again
         total = kv_bytes(next(iter(policies.values())).model, config)
         self._core = EngineCore(self._policies, version, config, deterministic, total)
         self._commands = CommandQueue()
@@ -255,7 +257,8 @@ class EmbeddedEngine:
         try:
             with torch.inference_mode():
                 while not self._stopping:
-                    self._commands.run(wait=self._paused or self._core.scheduler.idle)
+                    # While the engine rests, a training step is likely to need the cores, and threads that spin.
+                    self._commands.run(wait=self._paused or self._core.scheduler.idle, rest=release_threads)
                     if not (self._paused or self._stopping):
                         self._core.step()
                     self._sync_drained()

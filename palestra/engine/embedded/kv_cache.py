@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 STEP = 64
+_PRODUCTS = 24  # rows times key heads from which plain products are faster than torch's kernel for long queries
 
 
 def capacity_for(length: int) -> int:
@@ -117,8 +118,14 @@ class KVCache:
 class DecodeAttention:
     """Attention of one decoding pass: every row of the cache adds one position, and sees all before it."""
 
-    def __init__(self, buckets: list[Bucket]) -> None:
-        """Prepare the masks' distances, once for all layers; rows come in the order of the buckets."""
+    def __init__(self, buckets: list[Bucket], exact: bool = True) -> None:
+        """Prepare the masks' distances, once for all layers; rows come in the order of the buckets.
+
+        Args:
+            buckets: with at least one row each.
+            exact: whether a row has to get the same bits whatever the number of rows beside it.
+        """
+        self._exact = exact
         self._parts: list[tuple[Bucket, Tensor, Tensor, Tensor]] = []
         for bucket in buckets:
             device = bucket.storage.device
@@ -162,12 +169,36 @@ class DecodeAttention:
             keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
             values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
             grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+            if self._exact or rows * kv_heads < _PRODUCTS or grouped.dtype != torch.bfloat16 or grouped.is_cuda:
+                out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+            else:
+                out = _attention_by_products(grouped, keys, values, mask, scale)
             pieces.append(out.reshape(rows, heads, dim))
             start = stop
         if start < query.shape[2]:
             pieces.append(query.new_zeros((query.shape[2] - start, heads, dim)))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _attention_by_products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return what queries [B, K, G, D] see of keys and values [B, K, C, D], by products in bfloat16.
+
+    A product rounds scores to bfloat16, which for large scores is coarse. So they are computed twice, the second time
+    with their largest taken off before they are rounded: those near it, which alone have weight, are exact then.
+
+    Args:
+        queries: of the heads that read the same keys, beside one another.
+        keys: as they lie in the cache.
+        values: as `keys`.
+        mask: 0 or minus infinity, [B, 1, 1, C].
+        scale: factor of the scores.
+    """
+    (rows, heads, group, width), places = queries.shape, keys.shape[2]
+    q, k = queries.reshape(-1, group, width), keys.reshape(-1, places, width).transpose(1, 2)
+    added = mask.expand(rows, heads, 1, places).reshape(-1, 1, places)
+    coarse = torch.baddbmm(added, q, k, alpha=scale)
+    scores = torch.baddbmm(added - coarse.amax(dim=-1, keepdim=True), q, k, alpha=scale)
+    return torch.bmm(scores.softmax(dim=-1), values.reshape(-1, places, width)).view(queries.shape)
 
 
 class PrefillAttention:

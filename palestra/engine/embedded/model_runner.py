@@ -141,7 +141,7 @@ class ModelRunner:
         order = [by_row[row] for row in rows]
         ids = torch.tensor([request.last for request in order])
         positions = torch.tensor([row.position for row in rows])
-        attention = DecodeAttention(buckets)
+        attention = DecodeAttention(buckets, self._deterministic)
         hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
         sampled = self.sample(order, hidden[: len(order)])
         for row in rows:

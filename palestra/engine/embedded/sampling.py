@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.types.calls import SamplingParams
+
+_BLOCK = 256  # tokens: about as many as there are blocks in a usual vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,19 +56,42 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
         if row.sampling.temperature and (row.sampling.top_k or row.sampling.top_p < 1.0):
             scores = scores.clone() if scores is logits else scores
             _keep_top(scores[number], row.sampling.top_k, row.sampling.top_p)
-    logprobs = scores.log_softmax(dim=-1)  # row by row, unlike logsumexp, whose rounding depends on the row count
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    targets = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=scores.device).unsqueeze(1)
-    drawn = (
-        torch.searchsorted(cumulative, targets * cumulative[:, -1:], right=True)
-        .squeeze(1)
-        .clamp_(max=scores.shape[1] - 1)
-    )
+    weights = scores.softmax(dim=-1)  # row by row, unlike logsumexp, whose rounding depends on the number of rows
+    drawn = _draw(weights, [row.uniform for row in rows])
     if not all(temperatures):
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=scores.device)
         drawn = torch.where(greedy, scores.argmax(dim=-1), drawn)
-    picked = logprobs.gather(1, drawn.unsqueeze(1)).squeeze(1)
-    return SampledBatch(drawn.tolist(), picked.tolist(), [_top(logprobs[n], row) for n, row in enumerate(rows)])
+    # The logarithm of the sum of exponents, without one more pass over the vocabulary: the largest weight is 1 / sum.
+    sums = scores.amax(dim=-1) - weights.amax(dim=-1).log()
+    picked = scores.gather(1, drawn.unsqueeze(1)).squeeze(1) - sums
+    top = [_top(scores[n] - sums[n], row) if row.sampling.top_logprobs else () for n, row in enumerate(rows)]
+    return SampledBatch(drawn.tolist(), picked.tolist(), top)
+
+
+def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Return the token of each row at which the distribution function exceeds a uniform number, int64 [B].
+
+    The function is added up over blocks of tokens first, and token by token in one block alone: over the whole
+    vocabulary in float64 it takes as long as all the rest of sampling.
+
+    Args:
+        weights: probabilities, float32 [B, V].
+        uniforms: B numbers in [0, 1).
+    """
+    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    sums = blocks.sum(dim=-1).double()
+    ends = sums.cumsum(dim=-1)
+    target = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).unsqueeze(1) * ends[:, -1:]
+    block = torch.searchsorted(ends, _below(target, ends), right=True)
+    within = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
+    target -= ends.gather(1, block) - sums.gather(1, block)
+    found = block * _BLOCK + torch.searchsorted(within, _below(target, within), right=True)
+    return found.squeeze(1)
+
+
+def _below(target: Tensor, sums: Tensor) -> Tensor:
+    """Return numbers [B, 1] of which each is less than the last sum of its row [B, N], in spite of rounding."""
+    return torch.minimum(target, torch.nextafter(sums[:, -1:], torch.zeros_like(target)))
 
 
 def _changes(row: RowSampling) -> bool:
@@ -108,7 +134,5 @@ def _keep_top(scores: Tensor, top_k: int, top_p: float) -> None:
 
 def _top(logprobs: Tensor, row: RowSampling) -> tuple[tuple[int, float], ...]:
     """Return ids and log-probabilities of the most probable tokens of one row, [V], best first."""
-    if not row.sampling.top_logprobs:
-        return ()
     values, ids = logprobs.topk(min(row.sampling.top_logprobs, len(logprobs)))
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))

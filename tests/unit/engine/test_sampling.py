@@ -228,3 +228,33 @@ def test_only_what_is_allowed_is_drawn_even_if_it_is_a_stop_token_before_min_tok
     assert set(sample(scores, [row_of(uniform(6, i), allowed=allowed, banned=(2,)) for i in range(50)]).tokens) == {11}
     forced = sample(scores, [row_of(uniform(6, i), allowed=allowed, banned=(2, 11)) for i in range(50)])
     assert set(forced.tokens) == {2, 11}
+
+
+@pytest.mark.parametrize("vocabulary", [255, 256, 257, 1000, 49_152])
+def test_the_distribution_function_of_a_large_vocabulary_is_inverted(vocabulary):
+    """Blocks and tokens are found one after the other; the sum over all tokens in float64 is the oracle."""
+    scores = logits(64, vocabulary=vocabulary)
+    uniforms = [0.0, 1e-12, 0.5, 1 - 2**-53, *(uniform(5, i) for i in range(60))]
+    chosen, logprobs = run(scores, 1.0, uniforms)
+    for row, u, token, logprob in zip(scores, uniforms, chosen, logprobs, strict=True):
+        weights = distribution(row, 1.0)
+        cumulative = np.cumsum(weights)
+        assert (cumulative[token - 1] if token else 0.0) - 1e-5 <= u <= cumulative[token] + 1e-5
+        assert logprob == pytest.approx(math.log(weights[token]), abs=1e-5)
+
+
+@pytest.mark.parametrize("kept", [(0,), (255,), (256,), (999,), (3, 700)])
+@pytest.mark.parametrize("u", [0.0, 0.3, 1 - 2**-53])
+def test_a_token_without_probability_is_never_drawn(kept, u):
+    scores = torch.full((3, 1000), -torch.inf)
+    scores[:, list(kept)] = 1.0
+    chosen, logprobs = run(scores, 1.0, [u] * 3)
+    assert set(chosen) <= set(kept)
+    assert logprobs == pytest.approx([-math.log(len(kept))] * 3, abs=1e-6)
+
+
+def test_what_is_drawn_does_not_depend_on_the_rows_beside_it():
+    scores, uniforms = logits(40, vocabulary=49_152), [uniform(6, i) for i in range(40)]
+    together = run(scores, 1.0, uniforms)
+    alone = [run(scores[n : n + 1], 1.0, uniforms[n : n + 1]) for n in range(40)]
+    assert together == ([tokens[0] for tokens, _ in alone], [logprobs[0] for _, logprobs in alone])

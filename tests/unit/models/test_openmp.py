@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+
+def run(code: str, **environment: str) -> str:
+    """Return what a new process prints, which has loaded nothing of torch before."""
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True, env={**environment}
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP")
+def test_released_threads_are_gone_and_come_back():
+    """A thread that computes has a pool, which ends when it is given back and starts with the next operation."""
+    found = run(
+        """
+        import os
+        from palestra.models.openmp import release_threads
+        assert not release_threads()  # torch is not loaded
+        import torch
+        torch.set_num_threads(4)
+        big = torch.ones(2_000_000)
+        def threads():
+            return len(os.listdir("/proc/self/task"))
+        release_threads()
+        before = threads()
+        big.exp()
+        during = threads()
+        assert release_threads()
+        after = threads()
+        assert torch.get_num_threads() == 4
+        big.exp()
+        print(during - before, after - before, threads() - before)
+        """
+    )
+    assert found == "3 0 3"
+
+
+def test_how_long_threads_spin_is_what_the_user_has_chosen_or_ours():
+    code = """
+        import os
+        from palestra.models.openmp import SPIN_VARIABLE, limit_spinning
+        limit_spinning()
+        print(os.environ.get(SPIN_VARIABLE))
+        """
+    assert int(run(code)) < 300_000
+    assert run(code, GOMP_SPINCOUNT="7") == "7"
+    assert run(code, OMP_WAIT_POLICY="ACTIVE") == "None"
