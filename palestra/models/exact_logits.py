@@ -87,7 +87,7 @@ def _largest(logits: Tensor) -> Tensor:
     whole, count = size // _BLOCK, min(EXACT_LOGITS, size)
     if whole <= count:
         return logits.topk(count, dim=-1).indices
-    maxima = logits[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).amax(dim=-1)
+    maxima = logits[:, : whole * _BLOCK].view(rows, whole, _BLOCK).amax(dim=-1)
     best = maxima.topk(count, dim=-1).indices
     tokens = (best.unsqueeze(2) * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
     if whole * _BLOCK < size:  # the tokens behind the last block

@@ -52,7 +52,7 @@ class CommandQueue:
                 self._awaiting_failure.append(future)
         return future
 
-    def run(self, wait: bool, rest: Command = lambda: None) -> None:
+    def run(self, wait: bool, rest: Callable[[], object] = lambda: None) -> None:
         """Run the commands that are queued; with `wait`, block until there is one.
 
         Args:

@@ -78,7 +78,7 @@ def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
         weights: probabilities, float32 [B, V].
         uniforms: B numbers in [0, 1).
     """
-    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
     sums = blocks.sum(dim=-1).double()
     ends = sums.cumsum(dim=-1)
     target = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).unsqueeze(1) * ends[:, -1:]
