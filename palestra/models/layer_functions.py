@@ -1,9 +1,11 @@
 """The two halves of a Llama layer as functions with gradients of their own, for bfloat16 on a CPU.
 
 They round where transformers' modules do under autocast; only sums within a product may be in another order, because
-matrices that read the same input are one product. Autograd would round the same input once for each
-product that reads it, multiply gradients by matrices one by one, keep a tensor for each operation of a norm and of a
-rotary embedding, and make one for each of their gradients; between products, most of a layer's time is spent on these.
+matrices that read the same input are one product. For the backward pass they keep the streams and the products, and
+round weights and make norms again, which takes less time than it takes memory to keep them. Autograd would round the
+same input once for each product that reads it, multiply gradients by matrices one by one, keep a tensor for each
+operation of a norm and of a rotary embedding, and make one for each of their gradients; between products, most of a
+layer's time is spent on these.
 """
 
 from __future__ import annotations
@@ -59,16 +61,18 @@ class AttentionInput(Function):
         """
         weights, biases = parts[:3], [bias for bias in parts[3:] if bias is not None]
         y, scale = normed(x, norm, eps)
-        rounded, weight = y.to(_ROUNDED), _below([w for w in weights if w is not None])
-        whole = F.linear(rounded, weight, torch.cat(biases).to(_ROUNDED) if biases else None)
-        ctx.save_for_backward(x, norm, scale, rounded, weight, cos, sin)
+        weight = _below([w for w in weights if w is not None])
+        whole = F.linear(y.to(_ROUNDED), weight, torch.cat(biases).to(_ROUNDED) if biases else None)
+        ctx.save_for_backward(x, norm, scale, cos, sin, *weights)
         ctx.heads = heads
-        return split_heads(whole, cos, sin, heads)
+        queries, keys, values = split_heads(whole, cos, sin, heads)
+        return queries, keys, values.clone()  # a view would keep all of `whole` until the backward pass
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the stream [N, hidden], the norm, the weights [n, d] and the biases."""
-        x, norm, scale, rounded, weight, cos, sin = ctx.saved_tensors
+        x, norm, scale, cos, sin, *weights = ctx.saved_tensors
+        weight = _below(weights)
         (of_queries, of_keys, of_values), rotated = gradients, sum(ctx.heads)
         count, width = len(x), cos.shape[-1]
         given = torch.cat((of_queries[0], of_keys[0])).transpose(0, 1).float()
@@ -79,7 +83,9 @@ class AttentionInput(Function):
         of_x, of_norm = _norm_gradient((of_whole @ weight).float(), x, norm, scale)
         sizes = [count * width for count in (*ctx.heads, ctx.heads[1])]
         needs = ctx.needs_input_grad[6:]
-        of_weights = _weight_gradients(of_whole, rounded, sizes) if any(needs[:3]) else (None,) * 3
+        of_weights: Sequence[Tensor | None] = (None,) * 3
+        if any(needs[:3]):
+            of_weights = _weight_gradients(of_whole, _again(x, norm, scale), sizes)
         of_biases: Sequence[Tensor | None] = (None,) * len(needs[3:])
         if any(needs[3:]):
             of_biases = torch.split(of_whole.sum(dim=0, dtype=torch.float32), sizes)
@@ -103,15 +109,15 @@ class GatedProducts(Function):
             down: float32 [hidden, inner].
         """
         y, scale = normed(x, norm, eps)
-        rounded, weight, last = y.to(_ROUNDED), _below([gate, up]), down.to(_ROUNDED)
-        both = F.linear(rounded, weight)
-        ctx.save_for_backward(x, norm, scale, rounded, weight, last, both)
-        return x + F.linear(gated(both), last)
+        both = F.linear(y.to(_ROUNDED), _below([gate, up]))
+        ctx.save_for_backward(x, norm, scale, both, gate, up, down)
+        return x + F.linear(gated(both), down.to(_ROUNDED))
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients of the stream [N, hidden], the norm and the weights [n, d]; activations are made twice."""
-        x, norm, scale, rounded, weight, last, both = ctx.saved_tensors
+        x, norm, scale, both, *weights = ctx.saved_tensors
+        weight, last = _below(weights[:2]), weights[2].to(_ROUNDED)
         given = gradients[0].to(_ROUNDED)
         gate, up = both.chunk(2, dim=1)
         active = F.silu(gate)
@@ -121,7 +127,7 @@ class GatedProducts(Function):
         torch.mul(of_inner, active, out=of_up)
         torch.ops.aten.silu_backward.grad_input(of_inner.mul_(up), gate, grad_input=of_gate)
         of_x, of_norm = _norm_gradient((of_both @ weight).float(), x, norm, scale)
-        of_weights = _weight_gradients(of_both, rounded, [len(weight) // 2] * 2)
+        of_weights = _weight_gradients(of_both, _again(x, norm, scale), [len(weight) // 2] * 2)
         return of_x.add_(gradients[0]), of_norm, None, *of_weights, of_down
 
 
@@ -129,6 +135,11 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the RMS norm of rows, float32 [N, hidden], as transformers rounds it, and the rows' factors [N, 1]."""
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return (x * scale).mul_(weight), scale
+
+
+def _again(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return what `normed` returned for rows x [N, hidden], rounded, from the factors that it found."""
+    return (x * scale).mul_(weight).to(_ROUNDED)
 
 
 def split_heads(whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,8 +27,8 @@ from palestra.types.calls import TokenSequence
 
 T = TypeVar("T")
 
-# Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
-LOGIT_CHUNK = {"cpu": 256, "cuda": 8192}
+# Positions whose logits are computed at a time: 128 x 49,152 floats are 25 MB, and several of them exist together.
+LOGIT_CHUNK = {"cpu": 128, "cuda": 8192}
 _IMPOSSIBLE = -1e9  # the score of tokens that can't be sampled: finite, so that 0 x score is 0 in the entropy
 
 
