@@ -59,9 +59,9 @@ class AttentionInput(Function):
             heads: H, of queries, and K, of keys.
             parts: float32 weights [out, hidden] of queries, keys and values, then their biases [out] or None.
         """
-        weights, biases = parts[:3], [bias for bias in parts[3:] if bias is not None]
+        weights, biases = ([part for part in found if part is not None] for found in (parts[:3], parts[3:]))
         y, scale = normed(x, norm, eps)
-        weight = _below([w for w in weights if w is not None])
+        weight = _below(weights)
         whole = F.linear(y.to(_ROUNDED), weight, torch.cat(biases).to(_ROUNDED) if biases else None)
         ctx.save_for_backward(x, norm, scale, cos, sin, *weights)
         ctx.heads = heads
