@@ -328,7 +328,7 @@ async def _of_lease(sessions: Sessions, key: EpisodeKey) -> AsyncIterator[Episod
     yield await sessions.open(key.episode_id, key.fence)
 
 
-async def refuse_episodes(kind: JobKind, keys: KeyRing, request: Request) -> None:
+def refuse_episodes(kind: JobKind, keys: KeyRing, request: Request) -> None:
     """Refuse a request about episodes if the job has none.
 
     Args:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.config import AlgorithmConfig
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStopping
-from palestra.http.app import request_schema
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import EpisodeKey, refuse_episodes
+from palestra.server.auth import EpisodeKey
 from palestra.server.dialects.fields import SOLE_AGENT
+from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import SeatKey
@@ -41,9 +41,7 @@ from palestra.types.wire import (
 def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     """Add the routes that workers call; a job that serves a model answers all of them with 409."""
     episodes, tasks_of_job, keys = plane.store.episodes, plane.store.tasks, plane.keys
-    routes = APIRouter(
-        tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane.config.kind, plane.keys))]
-    )
+    routes = EpisodeRoutes(app, plane, "episodes")
 
     @routes.get("/rollout")
     async def rollout(request: Request) -> RolloutFacts:
@@ -51,7 +49,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         keys.require_job(request)
         return _facts(plane)
 
-    @routes.post("/tasks", openapi_extra=request_schema(PushTasks))
+    @routes.post("/tasks", PushTasks)
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` says that all tasks are there, and starts the job."""
         keys.require_job(request)
@@ -63,7 +61,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
             await tasks_of_job.seal()
         return TasksPushed(split=body.split, total=total)
 
-    @routes.post("/register_episode", openapi_extra=request_schema(RegisterEpisode))
+    @routes.post("/register_episode", RegisterEpisode)
     async def register_episode(request: Request) -> EpisodeRegistered:
         """Register an episode outside the schedule: recorded, never trained on, and claimed by its id."""
         keys.require_job(request)
@@ -71,7 +69,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
         return EpisodeRegistered(episode_id=await episodes.register_adhoc(task, body.request_id))
 
-    @routes.post("/claim_episode", openapi_extra=request_schema(ClaimEpisode))
+    @routes.post("/claim_episode", ClaimEpisode)
     async def claim_episode(request: Request) -> ClaimAnswer:
         """Claim the next episode, or with `role` a seat of one, or wait up to `wait_seconds` for it.
 
@@ -93,7 +91,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
             plane.workers.mark_notified(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
 
-    @routes.post("/heartbeat_episode", openapi_extra=request_schema(HeartbeatEpisode))
+    @routes.post("/heartbeat_episode", HeartbeatEpisode)
     async def heartbeat_episode(request: Request) -> EpisodeAnswer:
         """Renew the episode's lease, or the seat's by its key. Every model call renews it as well."""
         body = await read_request(HeartbeatEpisode, request, plane.pool)
@@ -101,7 +99,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         await _renew(plane, key)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
-    @routes.post("/end_episode", openapi_extra=request_schema(EndEpisode))
+    @routes.post("/end_episode", EndEpisode)
     async def end_episode(request: Request) -> EpisodeAnswer:
         """Hand in the reward; the answer comes when it is on disk. Sent again, the same body gets the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
@@ -124,7 +122,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
-    @routes.post("/abort_episode", openapi_extra=request_schema(AbortEpisode))
+    @routes.post("/abort_episode", AbortEpisode)
     async def abort_episode(request: Request) -> EpisodeAnswer:
         """Give the episode back after a failure that is not the policy's: no reward is recorded, nothing is trained.
 
@@ -134,8 +132,6 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         key = await keys.require_this_episode(request, body.episode_id, episodes)
         await _give_back(plane, key, body)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
-
-    app.include_router(routes)
 
 
 async def _renew(plane: DataPlane, key: EpisodeKey | SeatKey) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import request_response
 
 from palestra.errors import Forbidden
 from palestra.http.app import request_schema
+from palestra.http.bare_route import BareRoute
 from palestra.http.bodies import read_with
 from palestra.http.disconnects import until_disconnect
 from palestra.server.auth import Caller, caller_of
@@ -187,19 +186,6 @@ def _agent_of(seat: str, request: Request) -> str:
     return agent
 
 
-class _BareRoute(APIRoute):
-    """A route in FastAPI's document whose endpoint gets the raw request.
-
-    Dialects parse bodies themselves, because a long one has to be parsed in a thread.
-    """
-
-    def __init__(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], **settings: Any) -> None:
-        """Make the route. The arguments are those of `APIRoute`."""
-        super().__init__(path, endpoint, **settings)
-        # Starlette's way to an endpoint: FastAPI's opens two exit stacks for each request, for dependencies.
-        self.app = request_response(endpoint)
-
-
 def _add_route(
     app: FastAPI, form: Dialect[Any] | TokenCounter[Any], endpoint: Callable[[Request], Awaitable[Response]]
 ) -> None:
@@ -211,5 +197,5 @@ def _add_route(
         description=form.description,
         response_model=None,
         openapi_extra=request_schema(form.body),
-        route_class_override=_BareRoute,
+        route_class_override=BareRoute,
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.faults import fault_point
-from palestra.http.app import request_schema
 from palestra.http.bodies import read_request
 from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import refuse_episodes
+from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.state import DataPlane
 from palestra.session import SeatClaim
 from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
@@ -20,9 +17,9 @@ from palestra.types.wire import ClaimAnswer, ClaimedEpisode, ClaimEpisode
 
 def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
     """Add the routes of seats; a job without seats answers all of them with 409."""
-    routes = APIRouter(tags=["seats"], dependencies=[Depends(partial(refuse_episodes, plane.config.kind, plane.keys))])
+    routes = EpisodeRoutes(app, plane, "seats")
 
-    @routes.post("/observe_seat", openapi_extra=request_schema(ObserveSeat))
+    @routes.post("/observe_seat", ObserveSeat)
     async def observe_seat(request: Request) -> SeatAnswer:
         """Wait up to `wait_seconds` until the seat has to act, another seat changes hands, or the episode is over.
 
@@ -33,7 +30,7 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
         wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
         return await until_disconnect(request.receive, plane.seats.observe(key, body.events_seen, wait))
 
-    @routes.post("/act_seat", openapi_extra=request_schema(ActSeat))
+    @routes.post("/act_seat", ActSeat)
     async def act_seat(request: Request) -> ActionAccepted:
         """Answer an observation of the seat. Sent again, the same action changes nothing."""
         body = await read_request(ActSeat, request, plane.pool)
@@ -42,8 +39,6 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
         taken = await plane.seats.act(key, body.observation_id, body.action)
         fault_point("after_seat_action")
         return ActionAccepted(episode_id=key.episode_id, observation_id=body.observation_id, taken=taken)
-
-    app.include_router(routes)
 
 
 async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: Request) -> ClaimAnswer:
