@@ -200,7 +200,7 @@ async def test_a_server_that_comes_back_gets_the_present_weights_before_it_serve
 
 async def test_there_are_at_most_as_many_workers_as_addresses(tmp_path):
     async with two_servers(ScriptedVllm, tmp_path) as (pool, _):
-        with pytest.raises(InvalidRequest, match="replicas is 3, and this job has servers for 2 workers"):
+        with pytest.raises(InvalidRequest, match="replicas is 3, and this job has room for 2 workers"):
             await pool.resize(3)
         for replicas in (1, 2, 1, 2):
             await asyncio.wait_for(pool.resize(replicas), 10)
