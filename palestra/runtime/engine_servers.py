@@ -17,6 +17,7 @@ from palestra.engine.external.api import EngineApi
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.external.process import ServerProcess
+from palestra.engine.external.sample_text import tokenized
 from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
@@ -173,17 +174,19 @@ def _served(settings: VllmEngineConfig | SglangEngineConfig, place: _Place) -> S
     """Return a policy and the server that samples from it; see `ServedPolicy`."""
     model, connection = place.model, EngineConnection(place.address)
     stop_ids, adapter = model.bounds.stop_ids, model.adapter
+    sample = tokenized(model.tokenizer) if place.process is None else None
     api: EngineApi = (
         VllmApi(
             connection,
             model.bounds,
             stop_ids,
             seeded=settings.seeds,
+            sample=sample,
             rank=None if adapter is None else adapter.rank,
             pictures=model.pictures,
         )
         if isinstance(settings, VllmEngineConfig)
-        else SglangApi(connection, model.bounds, stop_ids, model.files.folder)
+        else SglangApi(connection, model.bounds, stop_ids, model.files.folder, sample)
     )
     known: dict[str, Any] = {
         "name": model.name,

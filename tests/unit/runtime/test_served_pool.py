@@ -21,6 +21,7 @@ from palestra.engine.pool.manager import InferenceManager, PoolOptions
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
 from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
+from palestra.renderers import ByteTokenizer
 from palestra.runtime.served_models import ServedModel
 from palestra.runtime.served_pool import ServerWorkers
 from palestra.types.calls import PolicyVersion, SamplingParams
@@ -54,7 +55,7 @@ async def pool_of(folder: Path, engine, **options):
     model = ServedModel(
         name="policy",
         files=ModelFiles(folder=files, vocab_size=BOUNDS.vocab_size, max_positions=64, shapes=SHAPES, sees=False),
-        tokenizer=None,
+        tokenizer=ByteTokenizer(),
         renderer=None,
         bounds=BOUNDS,
         pictures=None,
