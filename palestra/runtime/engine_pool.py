@@ -67,8 +67,8 @@ async def pooled_parts(
     ordered, shown = config.model_copy(update={"engine": shared}), None if pictures is None else pictures.folder
     processes = EngineProcesses(ordered, weights, shown, places.engine or start_process, CardTurns(cards))
     # Workers that share a card divide its memory when the job starts, so that none can be added beside them.
-    most = max(settings.replicas, len({one.visible for one in cards})) if cards else None
-    engine = await _opened(config, shared, processes.start, _keep_in(shared, places.folder), most)
+    keep, most = _keep_in(shared, places.folder), len(cards) or None
+    engine = await _opened(config, shared, processes.start, keep, most)
     try:
         return await in_thread(lambda: _parts(config, weights, engine, processes.models, pictures, places))
     except BaseException:

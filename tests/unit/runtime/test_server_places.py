@@ -166,6 +166,29 @@ def test_cards_that_share_a_model_have_a_part_of_it_each(places):
     places(ONE, [card(79, name=str(n)) for n in range(3)], parameters=50 * GIB, tensor_parallel=2).check_memory([0])
 
 
+@pytest.mark.parametrize(
+    ("job", "parameters", "missing"),
+    [
+        (ONE, 3 * GIB, r"needs 48\.0 GiB of card 0 or more, and the servers .* leave 44\.0 GiB: 4\.0 GiB are missing"),
+        (TWO, 3 * GIB, r"needs 48\.0 GiB of card 0 or more, and the servers .* leave 32\.0 GiB: 16\.0 GiB are missing"),
+        (ONE, 2 * GIB, None),
+        ({"policies": {"a": {"frozen": True}, "b": {}}}, 2 * GIB, None),
+        (ONE | {"kind": "inference"}, 3 * GIB, None),
+    ],
+)
+def test_a_trainer_for_which_the_servers_of_its_card_leave_too_little_is_refused(places, job, parameters, missing):
+    found = places(job, [card(79, name="0")], parameters=parameters)
+    if missing is None:
+        found.check_memory([0])
+        return
+    with pytest.raises(ConfigError, match=f"the trainer {missing}"):
+        found.check_memory([0])
+
+
+def test_a_trainer_whose_cards_have_no_server_is_not_looked_at(places):
+    places(ONE, [card(79, name="0"), card(79)], parameters=6 * GIB).check_memory([0])
+
+
 def test_a_card_of_which_nothing_is_known_is_left_to_vllm(places):
     places(ONE, 2, parameters=1000 * GIB).check_memory([0])
 
