@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from palestra.agents import Agent, ModelAgent
 from palestra.agents.random_agent import Moves, RandomAgent
 from palestra.client.arguments import checked_count
-from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
+from palestra.config import JobConfig, PolicyConfig, Roles, SglangEngineConfig, VllmEngineConfig, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec
@@ -235,8 +235,10 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
     policies = {name: _as_player(config, name, model) for name, model in plan.models.items()}
     # The checks of a job are not for this one: it may have more policies than a job, with names of past versions.
     config = config.model_copy(update={"policies": policies, "kind": "inference", "roles": {}})
-    pooled = config.engine.pooled
-    parts = await (pooled_parts(config, config.engine, {}) if pooled else in_thread(lambda: build_parts(config)))
+    if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
+        parts = await pooled_parts(config, config.engine, {})
+    else:  # a few games need no inference workers, also where the job had some
+        parts = await in_thread(lambda: build_parts(config))
     try:
         with TemporaryDirectory(prefix="palestra-") as folder, ExitStack() as stack:
             store = stack.enter_context(open_run_store(Path(folder) / "run.db", config.rollout, config.store))
