@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from palestra.models.weight_file import FileWeights
 from palestra.models.weights import LocalWeights
 from palestra.runtime.engine_servers import EngineServers
 from palestra.runtime.served_models import read_served_models
+from palestra.runtime.server_places import ServerPlaces
 from palestra.terminal import say
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
@@ -128,7 +130,9 @@ async def run(config: JobConfig, rounds: int) -> None:
     """Start the server, and print both tables."""
     assert isinstance(config.engine, VllmEngineConfig)
     settings, models = config.engine, read_served_models(config, {})
-    servers = await in_thread(lambda: EngineServers(config, settings, models))
+    assert settings.python is not None
+    places = await in_thread(partial(ServerPlaces, config, settings, settings.python, models))
+    servers = await in_thread(lambda: EngineServers(config, settings, models, 0, places))
     engine = await in_thread(servers.engine)
     folder, address = model_folder(SMOLLM2), servers.addresses[0]
     assert isinstance(folder, Path)

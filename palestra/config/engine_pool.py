@@ -22,8 +22,8 @@ class PooledEngineConfig(Section):
 
     replicas: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Number of inference workers. Each is a process with a copy of the models, or a group of servers; "
-        "1: there is one engine, and no pool.",
+        description="Number of inference workers. Each is a process with a copy of the models, or a group of servers, "
+        "one for each policy; 1: an embedded engine is in the job's own process.",
     )
     sync: Literal["rolling", "all"] = Field(
         "rolling",
@@ -34,8 +34,13 @@ class PooledEngineConfig(Section):
         60.0,
         gt=0,
         description="With several workers, and with servers of vLLM or SGLang: seconds after which a worker that has "
-        "requests and makes no progress is replaced; if it is the only one, the job fails.",
+        "requests and makes no progress is replaced.",
     )
+
+    @property
+    def pooled(self) -> bool:
+        """Return whether the engine is a pool of inference workers, and not in the job's own process."""
+        return self.workers > 1
 
     @property
     def workers(self) -> int:

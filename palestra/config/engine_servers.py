@@ -54,7 +54,15 @@ Urls = Annotated[
     PlainSerializer(lambda urls: urls[0] if len(urls) == 1 else list(urls), str | list[str]),
 ]
 # Keys of a server that the job starts, which would have no effect on one that runs already.
-_OF_STARTED = ("cache_gib", "threads", "compile", "prefill_tokens", "tensor_parallel", "startup_seconds")
+_OF_STARTED = (
+    "cache_gib",
+    "gpu_memory_utilization",
+    "threads",
+    "compile",
+    "prefill_tokens",
+    "tensor_parallel",
+    "startup_seconds",
+)
 
 
 class VllmEngineConfig(PooledEngineConfig):
@@ -88,8 +96,15 @@ class VllmEngineConfig(PooledEngineConfig):
     )
     cache_gib: Positive | None = Field(
         None,
-        description="Memory of each server for keys and values, in whole GiB. None: 1 on a CPU; on GPUs what vLLM "
-        "finds free.",
+        description="Memory of each server for keys and values, in whole GiB. None: 1 on a CPU; on GPUs what is left "
+        "of `gpu_memory_utilization` beside the weights.",
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Part of the memory of each of its GPUs that a server takes, weights included. None: 0.9, divided "
+        "by the number of servers that share the GPU, where the trainer counts as one.",
     )
     threads: Positive | None = Field(
         None, description="CPU threads for arithmetic, of vLLM's build for CPUs. None: what vLLM chooses."
@@ -97,8 +112,10 @@ class VllmEngineConfig(PooledEngineConfig):
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
     tensor_parallel: Positive = Field(1, description="GPUs that share each server's model.")
-    compile: bool = Field(
-        False, description="Whether vLLM compiles the model when it starts, which takes minutes and decodes faster."
+    compile: bool | None = Field(
+        None,
+        description="Whether vLLM compiles the model when it starts, which takes minutes and decodes faster, on GPUs "
+        "with CUDA graphs. None: on GPUs.",
     )
     in_flight_updates: InFlightUpdates = "continue"
     seeds: bool = Field(
@@ -117,6 +134,11 @@ class VllmEngineConfig(PooledEngineConfig):
             raise ValueError(f"{changed[0]} is of a server that the job starts; leave it out, or leave out url")
         _check_replicas(self.replicas, self.url)
         return self
+
+    @property
+    def pooled(self) -> bool:
+        """Return True: a server is watched and replaced, or waited for, also where there is only one."""
+        return True
 
     @property
     def workers(self) -> int:
@@ -152,6 +174,11 @@ class SglangEngineConfig(PooledEngineConfig):
     def _has_an_address_for_each_worker(self) -> SglangEngineConfig:
         _check_replicas(self.replicas, self.url)
         return self
+
+    @property
+    def pooled(self) -> bool:
+        """Return True: a server is waited for when it is gone, also where there is only one."""
+        return True
 
     @property
     def workers(self) -> int:

@@ -20,6 +20,7 @@ from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
+from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import gather_groups
 from palestra.learner.playing_time import PlayingTime
@@ -101,6 +102,8 @@ class Learner:
         self._playing = PlayingTime(config.rollout.max_staleness > 0)
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
+        # Of a server that runs already; it may have any model.
+        self._unchecked = policies.trained if getattr(config.engine, "url", None) is not None else ()
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
 
@@ -373,9 +376,16 @@ class Learner:
         """Let the engine sample, unless a step whose manifest was committed before a restart is still to be repeated.
 
         Until then the engine has older weights than those with which the open episodes are played, so calls wait.
+
+        Raises:
+            ConfigError: a server that the job has not started has another model.
         """
-        if await self._store.log.manifest(self._progress.step + 1) is None:
-            await self._engine.resume()
+        if await self._store.log.manifest(self._progress.step + 1) is not None:
+            return
+        await self._engine.resume()
+        for policy in self._unchecked:
+            await check_engine(self._engine, self._trainer, self._policies.runtime(policy))
+        self._unchecked = ()
 
     async def _event(self, kind: str, data: dict[str, Any]) -> None:
         await self._store.log.add_event(kind, data)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, SglangEngineConfig, VllmEngineConfig
 from palestra.config.engine_pool import PooledEngineConfig
-from palestra.engine.pool.manager import InferenceManager, PoolOptions, StartWorker
+from palestra.engine.pool.manager import START_SECONDS, InferenceManager, PoolOptions, StartWorker
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
 from palestra.grammars.pool import Grammars
@@ -19,11 +19,15 @@ from palestra.models.weights import WeightSource
 from palestra.pictures.stored import StoredPictures
 from palestra.processes import start_process
 from palestra.renderers import select_renderer
+from palestra.runtime.cards import CardTurns
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
 from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
 from palestra.runtime.places import HERE, JobPlaces
+from palestra.runtime.worker_shares import worker_cards, worker_settings
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
+
+_AFTER_START_SECONDS = 60.0  # beside `engine.startup_seconds`, to look whether a server fits
 
 Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
 
@@ -56,11 +60,15 @@ async def pooled_parts(
     if isinstance(settings, VllmEngineConfig | SglangEngineConfig):
         return await _served_parts(config, settings, weights, pictures, places)
     assert isinstance(settings, EmbeddedEngineConfig)
-    # A worker that has room of its own looks itself how many cores and how much memory that is.
-    shared = settings if places.engine else await in_thread(lambda: _share(settings))
+    # A worker that has room of its own looks itself how many cores and cards, and how much memory, that is.
+    apart = places.engine is not None
+    cards = [] if apart else await in_thread(lambda: worker_cards(config, settings))
+    shared = settings if apart else await in_thread(lambda: worker_settings(settings, cards))
     ordered, shown = config.model_copy(update={"engine": shared}), None if pictures is None else pictures.folder
-    processes = EngineProcesses(ordered, weights, shown, places.engine or start_process)
-    engine = await _opened(config, shared, processes.start, _keep_in(shared, places.folder))
+    processes = EngineProcesses(ordered, weights, shown, places.engine or start_process, CardTurns(cards))
+    # Workers that share a card divide its memory when the job starts, so that none can be added beside them.
+    keep, most = _keep_in(shared, places.folder), len(cards) or None
+    engine = await _opened(config, shared, processes.start, keep, most)
     try:
         return await in_thread(lambda: _parts(config, weights, engine, processes.models, pictures, places))
     except BaseException:
@@ -81,7 +89,7 @@ async def _served_parts(
     from palestra.runtime.served_pool import ServerWorkers
 
     models = await in_thread(lambda: read_served_models(config, weights, pictures))
-    workers = ServerWorkers(config, settings, models)
+    workers = await in_thread(lambda: ServerWorkers(config, settings, models))
     engine = await _opened(config, settings, workers.start, _keep_in(settings, places.folder), workers.most)
     try:
         runtimes = await in_thread(lambda: served_runtimes(config, models, engine))
@@ -105,21 +113,11 @@ async def _opened(
         sync=settings.sync,
         stuck_seconds=settings.stuck_seconds,
         prefix_tokens=settings.prefix_cache_tokens if isinstance(settings, EmbeddedEngineConfig) else 32768,
+        start_seconds=max(START_SECONDS, getattr(settings, "startup_seconds", 0.0) + _AFTER_START_SECONDS),
     )
     pool = InferenceManager(start, list(config.policies), keep, options)
     await pool.open()
     return pool
-
-
-def _share(settings: EmbeddedEngineConfig) -> EmbeddedEngineConfig:
-    """Return what each worker has of the machine: its part of the cores, and of the memory for keys and values."""
-    from palestra.models.device import available_cores, device_of, memory_bytes
-
-    cache = settings.cache_gib
-    if cache is None and device_of(settings.device, "engine.device").type == "cpu":
-        cache = memory_bytes() / 4 / settings.replicas / 2**30
-    threads = settings.threads or max(available_cores() // settings.replicas, 1)
-    return settings.model_copy(update={"threads": threads, "cache_gib": cache})
 
 
 def _keep_in(settings: EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig, folder: Path | None) -> Keep:

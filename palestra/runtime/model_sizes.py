@@ -62,8 +62,8 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
         return
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
     past = past_copies(config, name)
-    # Beside several workers the job keeps one copy, which a worker that is started again reads.
-    copies = (1 + past) * copies_of(config) + (1 if config.engine.workers > 1 else 0)
+    # Beside workers the job keeps one copy, which a worker that is started again reads.
+    copies = (1 + past) * copies_of(config) + config.engine.pooled
     in_engine = BYTES[getattr(config.engine, "dtype", "bfloat16")] * copies
     sizes.trained += parameters * (in_engine + TRAINED_BYTES * networks + copied)
     sizes.saved += parameters * (SAVED_BYTES * networks + copied)

@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palestra.config import (
-    DEFAULT_CONTEXT,
-    EmbeddedEngineConfig,
-    FakeEngineConfig,
-    JobConfig,
-    SglangEngineConfig,
-    VllmEngineConfig,
-)
+from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
@@ -47,7 +40,9 @@ def build_parts(
     pictures: StoredPictures | None = None,
     places: JobPlaces = HERE,
 ) -> Parts:
-    """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
+    """Build the parts of a job whose engine is in this process, and load the models to sample from.
+
+    A trainer loads its own copy of one that it gets. `pooled_parts` builds the parts of a job whose engine has workers.
 
     Args:
         config: the job.
@@ -57,14 +52,11 @@ def build_parts(
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
-        ConfigError: a `max_context` is more than its model has; or the server of an engine can't be started, because
-            there is too little memory, say.
-        EngineFailure: the server of an engine was not ready in time.
+        ConfigError: a `max_context` is more than its model has.
     """
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
-    if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
-        return _external(config, config.engine, weights or {}, pictures, places)
+    assert isinstance(config.engine, EmbeddedEngineConfig)
     return _embedded(config, config.engine, weights or {}, pictures, places)
 
 
@@ -116,24 +108,6 @@ def _embedded(
         for name, one in loaded.items()
     }
     return parts_with_trainer(config, engine, runtimes, models, weights, pictures, places)
-
-
-def _external(
-    config: JobConfig,
-    settings: VllmEngineConfig | SglangEngineConfig,
-    weights: Mapping[str, str],
-    pictures: StoredPictures | None,
-    places: JobPlaces,
-) -> Parts:
-    """Build a job whose engine is a server of another project, beside a trainer in this process."""
-    from palestra.models.loading import LoadedModels
-    from palestra.runtime.engine_servers import EngineServers
-    from palestra.runtime.served_models import read_served_models, served_runtimes
-
-    models = read_served_models(config, weights, pictures)
-    engine = EngineServers(config, settings, models).engine()
-    runtimes = served_runtimes(config, models, engine)
-    return parts_with_trainer(config, engine, runtimes, LoadedModels(pictures=pictures), weights, pictures, places)
 
 
 def load_engine(

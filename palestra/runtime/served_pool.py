@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.pool.worker import StartedWorker
-from palestra.errors import EngineFailure, PalestraError
+from palestra.errors import EngineFailure, PalestraError, ServerFailed
 from palestra.runtime.engine_servers import EngineServers
 from palestra.runtime.served_models import ServedModel
+from palestra.runtime.server_places import ServerPlaces
 from palestra.threads import in_thread
 
-MOST_STARTED = 64  # workers that a job starts
 AGAIN_SECONDS = 1.0  # between two attempts to reach a server that is gone
 
 
@@ -23,15 +23,22 @@ class ServerWorkers:
     def __init__(
         self, config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, models: Sequence[ServedModel]
     ) -> None:
-        """Start none yet.
+        """Look whether there is room for the servers, and start none yet. Blocks for a moment.
 
         Args:
             config: the job.
             settings: of its engine.
             models: of its policies.
+
+        Raises:
+            ConfigError: the servers can't be started: there is no vLLM, say, or too little memory.
         """
         self._config, self._settings, self._models = config, settings, models
-        self.most = MOST_STARTED if settings.url is None else len(settings.url)
+        self._places: ServerPlaces | None = None
+        if isinstance(settings, VllmEngineConfig) and settings.python is not None:
+            self._places = ServerPlaces(config, settings, settings.python, models)
+            self._places.check_memory(range(settings.workers))  # at first all are started together
+        self.most = settings.workers if self._places is None else self._places.most
         self._free: asyncio.PriorityQueue[int] = asyncio.PriorityQueue()
         for place in range(self.most):
             self._free.put_nowait(place)
@@ -52,18 +59,20 @@ class ServerWorkers:
             worker = await self._started(place)
         except BaseException as error:
             self._free.put_nowait(place)
-            final = isinstance(error, PalestraError) and not isinstance(error, EngineFailure)
-            if final and self._served and (place in self._served or place >= self._settings.workers):
-                # The first workers have shown that the servers fit. So this failure may pass: for a moment there is
-                # too little memory, say, or a server of another model was started at one of our addresses.
+            # The first workers have shown that the servers fit. So a later failure may pass: for a moment there is too
+            # little memory, say, or a server of another model was started at one of our addresses.
+            is_first = place < self._settings.workers and place not in self._served
+            if isinstance(error, EngineFailure):
+                if is_first and self._places is not None:
+                    raise ServerFailed(str(error)) from error  # what takes too long would take as long five times
+            elif isinstance(error, PalestraError) and not is_first:
                 raise EngineFailure(str(error)) from error
             raise
         self._served.add(place)
         return worker
 
     async def _started(self, place: int) -> StartedWorker:
-        others = 0 if self._served else self._settings.workers - 1  # at first all are started together
-        servers = await in_thread(lambda: EngineServers(self._config, self._settings, self._models, place, others))
+        servers = await in_thread(lambda: self._begun(place))
         try:
             engine = await in_thread(servers.engine, "palestra-engine-worker")
             await self._reach(engine, place)
@@ -77,6 +86,11 @@ class ServerWorkers:
             self._free.put_nowait(place)
 
         return StartedWorker(engine, kill, servers.process)
+
+    def _begun(self, place: int) -> EngineServers:
+        if self._places is not None and (place in self._served or place >= self._settings.workers):
+            self._places.check_memory([place])
+        return EngineServers(self._config, self._settings, self._models, place, self._places)
 
     async def _reach(self, engine: ExternalEngine, place: int) -> None:
         """Return when the servers of a worker fit their policies, and can be given weights.

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from backends import served
 from unit.building import engine_request
+from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm, on_server
 
 from palestra.backend.base import SamplerSpec
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.pool.manager import InferenceManager, PoolOptions
+from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure
 from palestra.models.causal_lm import load_causal_lm
+from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
@@ -28,30 +33,99 @@ PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)
 
 
-@pytest.fixture(params=["fake", "embedded", "fake over a socket", "embedded over a socket"])
-async def kit(request, tmp_path):
+def embedded() -> tuple[EmbeddedEngine, LocalWeights]:
+    """An engine of a real model, and other weights of it."""
+    model = load_causal_lm("tiny-random", torch.float32)
+    policy = PolicyModel(model=model, stop_ids=frozenset((258,)))
+    made = EmbeddedEngine({"policy": policy}, EmbeddedEngineConfig(threads=1, dtype="float32"))
+    return made, doubled(model)
+
+
+def doubled(model) -> LocalWeights:
+    """Other weights of a model."""
+    return LocalWeights([(name, p.detach() * 2) for name, p in model.named_parameters()])
+
+
+@asynccontextmanager
+async def pool(start, keep):
+    """An InferenceManager over two workers in this process."""
+
+    async def started(number: int) -> StartedWorker:
+        made = start()
+        return StartedWorker(made, lambda: None)
+
+    async def kept(policy, source):
+        return keep(source)
+
+    made = InferenceManager(started, ["policy"], kept, PoolOptions(replicas=2))
+    await made.open()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Weights that stay as they are."""
+
+    source: LocalWeights
+
+
+@asynccontextmanager
+async def made_kit(kind: str, folder):
     """An engine, and the weights that its trainer would hand over."""
-    torch.set_num_threads(1)
-    kind, _, socket = request.param.partition(" ")
-    if kind == "fake":
-        made = FakeEngine(digits_script(12, 258))
-        weights, trainer = LocalWeights(()), FakeTrainer(2)
+    alone, _, where = kind.partition(" ")
+    if alone in ("vLLM", "SGLang"):
+        server = ScriptedVllm() if alone == "vLLM" else ScriptedSglang()
+        server.logprob = server.score  # as a server whose replies and scores are of one model
+        server.seconds = 0.002
+        async with on_server(server, folder) as made:
+            yield made, LocalWeights([("model.norm.weight", torch.arange(4.0))])
+        return
+    if where == "in a pool":
+        if alone == "fake":
+            async with pool(lambda: FakeEngine(digits_script(12, 258)), Kept) as made:
+                yield made, LocalWeights(())
+        else:
+            async with pool(lambda: embedded()[0], WeightKeeper("float32").keep) as made:
+                yield made, doubled(load_causal_lm("tiny-random", torch.float32))
+        return
+    if alone == "fake":
+        made, weights = FakeEngine(digits_script(12, 258)), LocalWeights(())
+        trainer = FakeTrainer(2)
     else:
-        model = load_causal_lm("tiny-random", torch.float32)
-        policy = PolicyModel(model=model, stop_ids=frozenset((258,)))
-        made = EmbeddedEngine({"policy": policy}, EmbeddedEngineConfig(threads=1, dtype="float32"))
-        weights = LocalWeights([(name, p.detach() * 2) for name, p in model.named_parameters()])
+        made, weights = embedded()
         trainer = TorchTrainer(TrainerConfig(threads=1, dtype="float32"), 2)
-    if not socket:
+    if not where:
         yield made, weights
     else:
-        async with served(made, trainer, tmp_path) as base:
+        async with served(made, trainer, folder) as base:
             engine, remote = await base.job()
             await engine.sample("policy", SamplerSpec(model="tiny-random"))
             await remote.create("policy", PolicySpec(model="tiny-random"))
             yield engine, await remote.weights("policy")
     await made.close()
     await trainer.close()
+
+
+KINDS = [
+    "fake",
+    "embedded",
+    "fake over a socket",
+    "embedded over a socket",
+    "fake in a pool",
+    "embedded in a pool",
+    "vLLM",
+    "SGLang",
+]
+
+
+@pytest.fixture(params=KINDS)
+async def kit(request, tmp_path):
+    torch.set_num_threads(1)
+    async with made_kit(request.param, tmp_path) as made:
+        yield made
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.config import JobConfig
+from palestra.engine.external.engine import ExternalEngine
+from palestra.engine.external.served_policy import ServedPolicy
+from palestra.engine.pool.manager import InferenceManager
 from palestra.models.catalog import quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
 from palestra.pictures.stored import StoredPictures
 from palestra.runtime.engine_pool import pooled_parts
-from palestra.runtime.parts import build_parts
-from palestra.threads import in_thread
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "vllm" / "bin" / "python"
@@ -80,17 +81,19 @@ def job_of(model: Path | str, run: Path, policy=None, **engine) -> JobConfig:
 async def started(model: Path, run: Path, policy=None, pictures: StoredPictures | None = None, **engine):
     """The engine of a job, whose servers are ready."""
     config = job_of(model, run, policy, **engine)
-    several = config.engine.workers > 1
-    parts = await (
-        pooled_parts(config, config.engine, {}, pictures)
-        if several
-        else in_thread(lambda: build_parts(config, {}, pictures))
-    )
+    parts = await pooled_parts(config, config.engine, {}, pictures)
     try:
         yield parts.engine
     finally:
         await parts.engine.close()
         await parts.trainer.close()
+
+
+def served(pool: InferenceManager) -> ServedPolicy:
+    """What the pool's first worker has of the policy, and of its server."""
+    engine = pool._workers[0].engine
+    assert isinstance(engine, ExternalEngine)
+    return engine._policies["policy"]
 
 
 def unknown_architecture(folder: Path) -> Path:

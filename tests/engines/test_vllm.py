@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from unit.building import engine_request
 
-from engines.models import STOP, STOPS, started, write_model
+from engines.models import STOP, STOPS, served, started, write_model
 from palestra.errors import InvalidRequest, ModelError
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.weights import LocalWeights
@@ -258,7 +258,7 @@ async def test_a_call_that_is_given_up_ends_at_the_server_too(engine):
     params = SamplingParams(temperature=1.0, max_tokens=1900, min_tokens=1900, seed=0)
     async with aclosing(engine.generate(engine_request(PROMPT, params))) as pieces:
         await anext(pieces)
-    api = engine._policies["policy"].api
+    api = served(engine).api
     async with asyncio.timeout(20):
         while "vllm:num_requests_running" in (text := await api._http.get_text("/metrics", 10)):
             line = next(line for line in text.splitlines() if line.startswith("vllm:num_requests_running"))

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from unit.building import engine_request
 
-from engines.models import STOPS, started, write_model
+from engines.models import STOPS, served, started, write_model
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 
@@ -127,5 +127,5 @@ async def test_a_paused_engine_takes_an_adapter_and_past_versions_stay(engine, m
         assert versions == {VERSIONS[number]}
         assert logprobs == pytest.approx(expected(models[number], ids), abs=3e-3)
     await engine.remove_policy("policy@1")
-    said = await engine._policies["policy"].api._http.get("/v1/models", 10)
+    said = await served(engine).api._http.get("/v1/models", 10)
     assert len(said["data"]) == 2  # the base, and one adapter

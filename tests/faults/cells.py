@@ -14,7 +14,7 @@ ENGINE_WORKER, TRAINER_RANK, VLLM_SERVER = "engine worker", "trainer rank", "vLL
 BACKENDS = {  # of a job that runs alone and that workers play; all others are hurt in the service
     ENGINE_WORKER: "one of two processes of `engine.replicas = 2`, which samples",
     TRAINER_RANK: "one of two processes of `trainer.devices = 2`, with a real model",
-    VLLM_SERVER: "the process of vLLM that samples, in the only engine of a job; the job ends, and is resumed",
+    VLLM_SERVER: "the process of vLLM that samples, of the only server of a job; another server is started",
 }
 COMPONENTS = {
     WORKER: "a process that claims episodes and calls the model",
@@ -32,7 +32,7 @@ PAST_THE_LEASE = {  # what a SIGSTOP outlasts
     DATABASE: "for 12 s, longer than a request is tried again",
     ENGINE_WORKER: "for ever: it has to be given up after 3 s without progress, and replaced",
     TRAINER_RANK: "for ever: all ranks have to be given up after 20 s of silence, and started again",
-    VLLM_SERVER: "for ever: it is given up after 20 s without progress, or 60 s without an answer to an update",
+    VLLM_SERVER: "for ever: it has to be given up after 20 s without progress, and replaced",
 }
 
 

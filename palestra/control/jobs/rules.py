@@ -93,6 +93,7 @@ EXEMPT: Mapping[str, str] = {
     "policies.*.optimizer.max_grad_norm": "costs nothing, and JobConfig bounds it",
     "policies.*.adapter.rank": "at most the width of the model's layers",
     "policies.*.adapter.alpha": "a number of a formula",
+    "engine.gpu_memory_utilization": "of a server, which no service starts; at most 1",
     "engine.tensor_parallel": "of a server, which no service starts",
     "engine.startup_seconds": "of a server, which no service starts",
     "trainer.adapter_slots": "fewer are more work, and a job has at most eight policies",

@@ -30,19 +30,15 @@ SILENT_SECONDS = 60.0  # a server that does not answer for so long has failed
 class ExternalEngine:
     """Implements `Engine` with servers. Their answers are checked, and an update of weights is never half done."""
 
-    def __init__(
-        self, policies: Mapping[str, ServedPolicy], finish: bool, stuck_seconds: float, is_worker: bool = False
-    ) -> None:
+    def __init__(self, policies: Mapping[str, ServedPolicy], finish: bool, stuck_seconds: float) -> None:
         """Take over servers that are ready.
 
         Args:
             policies: by name, each with a server of its own.
             finish: whether new weights wait until the replies that are being sampled are complete.
             stuck_seconds: a server that has requests and computes nothing for so long has failed.
-            is_worker: whether this engine is a worker of a pool. Then a call that fails is followed by a question to
-                its server's health, because the pool samples the call elsewhere only if the worker has failed.
         """
-        self._policies, self._finish, self._is_worker = dict(policies), finish, is_worker
+        self._policies, self._finish = dict(policies), finish
         self._added: dict[str, ServedAdapter] = {}  # policies beside the first one of a server, by name
         self._running = asyncio.Event()
         self._running.set()
@@ -262,9 +258,11 @@ class ExternalEngine:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look_after(self, policy: ServedPolicy) -> None:
-        """Report the failure of a worker whose server is gone, before the error of a call on it reaches the pool."""
-        if not self._is_worker:
-            return
+        """Report the failure of a server that is gone, before the error of a call on it reaches the pool.
+
+        The pool samples the call again only if the worker has failed, so a call that fails is followed by a question to
+        its server's health.
+        """
         try:
             async with asyncio.timeout(DOUBT_SECONDS):
                 policy.counters = await policy.api.counters()

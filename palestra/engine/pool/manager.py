@@ -28,7 +28,7 @@ log = logging.getLogger("palestra.engine")
 MOST_FAILURES = 5  # of one place in a row; then the pool as a whole has failed
 STEADY_SECONDS = 60.0  # a worker that has served for so long ends the row
 BACKOFF_SECONDS = 0.25  # before the second start in a row; doubled with each further one
-START_SECONDS = 900.0  # to load the models
+START_SECONDS = 900.0  # to load the models, unless the options say otherwise
 MOST_ATTEMPTS = 3  # workers that one request may lose: a request that kills its worker must not kill them all
 
 StartWorker = Callable[[int], Awaitable[StartedWorker]]
@@ -46,6 +46,7 @@ class PoolOptions:
         sync: whether new weights reach the workers one after another, so that the others go on, or all together.
         stuck_seconds: a worker that has work and does none for so long is replaced.
         prefix_tokens: tokens of each policy whose place is remembered, for each worker.
+        start_seconds: how long the start of a worker may take.
     """
 
     replicas: int
@@ -53,6 +54,7 @@ class PoolOptions:
     sync: Literal["rolling", "all"] = "rolling"
     stuck_seconds: float = 60.0
     prefix_tokens: int = 32768
+    start_seconds: float = START_SECONDS
 
 
 class InferenceManager:
@@ -331,7 +333,7 @@ class InferenceManager:
             raise InvalidRequest("a pool has at least one worker", "replicas")
         if self._options.most is not None and replicas > self._options.most:
             raise InvalidRequest(
-                f"replicas is {replicas}, and this job has servers for {self._options.most} workers", "replicas"
+                f"replicas is {replicas}, and this job has room for {self._options.most} workers", "replicas"
             )
         self._check_open()
         stay = [worker for worker in self._workers if not worker.is_draining]
@@ -365,16 +367,17 @@ class InferenceManager:
         failures = 0
         try:
             while True:
-                began = time.monotonic()
                 try:
                     why = await self._serve(worker)
                 except EngineFailure as error:
                     why = f"did not start: {error}"
                 except TimeoutError:
-                    why = f"did not start within {START_SECONDS:g} s"
+                    why = f"did not start within {self._options.start_seconds:g} s"
                 if why is None:
                     return
-                failures = 1 if time.monotonic() - began > STEADY_SECONDS and worker.served else failures + 1
+                # Without its start, which takes a server longer than that.
+                served = 0.0 if worker.served_since is None else time.monotonic() - worker.served_since
+                failures = 1 if served > STEADY_SECONDS else failures + 1
                 if failures >= MOST_FAILURES:
                     raise EngineFailure(f"{worker.name} {why} (the last of {failures} failures in a row)")
                 worker.restarts += 1
@@ -397,8 +400,8 @@ class InferenceManager:
             EngineFailure: it did not start.
             PalestraError: it can't be started.
         """
-        worker.served = False
-        async with asyncio.timeout(START_SECONDS):
+        worker.served_since = None
+        async with asyncio.timeout(self._options.start_seconds):
             started = await self._start(worker.number)
         worker.begin(started)
         try:
@@ -428,7 +431,7 @@ class InferenceManager:
                 break
             paused = self._paused
             await self._pause(worker)
-        worker.is_ready = worker.served = True
+        worker.is_ready, worker.served_since = True, time.monotonic()
         await self._notify()
         await worker.left()
 

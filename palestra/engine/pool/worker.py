@@ -64,7 +64,7 @@ class InferenceWorker:
         self.restarts = 0
         self.refused: WantedPolicy | None = None  # the last policy whose weights it could not take
         self.is_ready = self.is_draining = False
-        self.served = False  # since its last start
+        self.served_since: float | None = None  # monotonic time; None: not since its last start
         self._left = asyncio.Event()
         self._calls = 0  # other calls that it is answering: updates, scores
         self._answered = 0  # such calls that it has answered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,15 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import EngineConnection
 from palestra.engine.external.reply import Bounds
+from palestra.engine.external.sample_text import SampleText, check_tokenizer
+from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.sglang.sampling import sglang_sampling
-from palestra.errors import ConfigError, EngineFailure
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 
+OLDEST = (0, 5)  # it names versions of weights
+_KEPT_FREE = 6  # of the context beside the longest prompt, at most
 _QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -27,7 +31,14 @@ class SglangApi:
 
     splits_versions = sees = False
 
-    def __init__(self, connection: EngineConnection, bounds: Bounds, stop_ids: Collection[int], folder: Path) -> None:
+    def __init__(
+        self,
+        connection: EngineConnection,
+        bounds: Bounds,
+        stop_ids: Collection[int],
+        folder: Path,
+        sample: SampleText | None = None,
+    ) -> None:
         """Prepare to ask a server.
 
         Args:
@@ -35,14 +46,65 @@ class SglangApi:
             bounds: of the policy.
             stop_ids: tokens that end every reply of the policy.
             folder: of the policy's model, whose configuration lies beside new weights.
+            sample: by which another tokenizer is found; None: the tokenizer is not looked at.
         """
+        self._sample = sample
         self._http, self._bounds, self._stop_ids, self._folder = connection, bounds, stop_ids, folder
 
     async def check(self) -> None:
-        """Ask the server whether it generates; see `EngineApi`."""
+        """Compare the server's version, context, vocabulary and tokenizer with what the policy needs; see `EngineApi`.
+
+        Raises:
+            ConfigError: one of them does not fit.
+        """
         found = await self._http.get("/get_model_info", _QUICK)
         if not isinstance(found, dict) or not found.get("is_generation", True):
             raise ConfigError("the engine's server has a model that does not generate")
+        settings = await self._settings()
+        said = str(settings.get("version", ""))
+        if version_of(said) < OLDEST:
+            raise ConfigError(
+                f"the engine's server is SGLang {said or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+            )
+        self._check_context(settings)
+        await self._check_vocabulary()
+        if self._sample is not None:
+            await check_tokenizer(self._http, self._sample, _QUICK)
+
+    async def _settings(self) -> Mapping[str, Any]:
+        """Return what the server says of its settings and limits."""
+        try:
+            found = await self._http.get("/get_server_info", _QUICK)
+        except InvalidRequest:  # newer documentation has a shorter name
+            found = await self._http.get("/server_info", _QUICK)
+        if not isinstance(found, dict):
+            raise ConfigError("the engine's server describes itself in a way that can't be read")
+        return found
+
+    def _check_context(self, settings: Mapping[str, Any]) -> None:
+        """Refuse a server with less context than the policy, as far as it says how much it has."""
+        needed = self._bounds.max_context
+        # `context_length` is what the server was started with, none where it has the model's own. The longest prompt is
+        # a few tokens less than the context, how many depends on the version.
+        limits = {"context_length": 0, "max_total_num_tokens": 0, "max_req_input_len": _KEPT_FREE}
+        for key, more in limits.items():
+            limit = settings.get(key)
+            if isinstance(limit, int) and limit + more < needed:
+                raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {limit}")
+
+    async def _check_vocabulary(self) -> None:
+        """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
+        size = self._bounds.vocab_size
+        body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        try:
+            await self._http.post("/generate", {"input_ids": [size - 1], **body}, _QUICK)
+        except InvalidRequest as error:
+            raise ConfigError(f"the engine's server has another vocabulary than the policy's model: {error}") from error
+        try:
+            await self._http.post("/generate", {"input_ids": [size], **body}, _QUICK)
+        except InvalidRequest:
+            return
+        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model")
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply; each event repeats what came before it, unless the server was told otherwise."""
@@ -58,6 +120,7 @@ class SglangApi:
         seen = 0
         async with aclosing(self._http.stream("/generate", body)) as events:
             async for event in events:
+                _check_echo(event, body["input_ids"])
                 chunk, seen = _chunk(event, seen, top)
                 yield chunk
 
@@ -71,6 +134,7 @@ class SglangApi:
             "logprob_start_len": 0,
         } | _adapter(adapter)
         found = await self._http.post("/generate", body, _LOADING)
+        _check_echo(found, ids)
         try:
             said = found["meta_info"]["input_token_logprobs"]
             if [each[1] for each in said] != ids:
@@ -136,6 +200,23 @@ def _adapter(name: str | None) -> dict[str, str]:
     return {} if name is None else {"lora_path": name}
 
 
+def _check_echo(event: Any, ids: list[int]) -> None:
+    """Refuse an answer to another prompt than was sent, where the server says which it answers, or its length.
+
+    Args:
+        event: as SGLang has sent it.
+        ids: of the prompt.
+
+    Raises:
+        EngineFailure: the server has read other tokens.
+    """
+    meta = event.get("meta_info") if isinstance(event, dict) else None
+    count = meta.get("prompt_tokens") if isinstance(meta, dict) else None
+    said = event.get("prompt_token_ids") if isinstance(event, dict) else None
+    if count not in (None, len(ids)) or said not in (None, ids):
+        raise EngineFailure("the engine answers to another prompt than the one that it was sent")
+
+
 def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
     """Return what is new in an event, and how many tokens the reply has with it.
 
@@ -158,7 +239,7 @@ def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
         finish = meta.get("finish_reason")
         return (
             Chunk(
-                ids=tuple(int(each[1]) for each in new),
+                ids=tuple(each[1] for each in new),
                 logprobs=tuple(float(each[0]) for each in new),
                 top=tuple(tuple((int(one[1]), float(one[0])) for one in (each or ())) for each in tops),
                 finish=None if finish is None else str(finish["type"]),

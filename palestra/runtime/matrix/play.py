@@ -18,12 +18,13 @@ from sqlalchemy import Connection
 from palestra.agents import Agent, ModelAgent
 from palestra.agents.random_agent import Moves, RandomAgent
 from palestra.client.arguments import checked_count
-from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
+from palestra.config import JobConfig, PolicyConfig, Roles, SglangEngineConfig, VllmEngineConfig, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
 from palestra.runtime.arguments import EnvironmentMaker, Tasks, resolve_tasks
+from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.job_thread import run
 from palestra.runtime.matrix.result import Game, Matrix
@@ -234,7 +235,10 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
     policies = {name: _as_player(config, name, model) for name, model in plan.models.items()}
     # The checks of a job are not for this one: it may have more policies than a job, with names of past versions.
     config = config.model_copy(update={"policies": policies, "kind": "inference", "roles": {}})
-    parts = await in_thread(lambda: build_parts(config))
+    if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
+        parts = await pooled_parts(config, config.engine, {})
+    else:  # a few games need no inference workers, also where the job had some
+        parts = await in_thread(lambda: build_parts(config))
     try:
         with TemporaryDirectory(prefix="palestra-") as folder, ExitStack() as stack:
             store = stack.enter_context(open_run_store(Path(folder) / "run.db", config.rollout, config.store))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.external.reply import Bounds
+from palestra.engine.external.sample_text import SampleText
 from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
@@ -41,6 +42,9 @@ class ScriptedServer:
         noise: sent before the events of a reply.
         adapters: that are loaded, by name.
         seconds: that a token takes.
+        logprob: of a sampled token.
+        score: logprob of a token of a prompt that is scored.
+        tokens: makes them of a text.
     """
 
     def __init__(self) -> None:
@@ -55,6 +59,9 @@ class ScriptedServer:
         self.cut_after: int | None = None
         self.noise = b""
         self.seconds = 0.0
+        self.logprob = lambda token: -1.0
+        self.score = lambda token: -token / 100
+        self.tokens = lambda text: list(text.encode())
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
 
     async def route(self, request: web.Request) -> web.StreamResponse:
@@ -66,6 +73,9 @@ class ScriptedServer:
         body = await request.json() if request.method == "POST" and request.can_read_body else {}
         if request.path.endswith("load_lora_adapter"):
             return self.change_adapter(request.path, body)
+        if request.path == "/tokenize":
+            assert body["add_special_tokens"] is False
+            return web.json_response({"tokens": self.tokens(body["prompt"])})
         return await self.answer(request, body)
 
     def change_adapter(self, path: str, body: dict) -> web.Response:
@@ -144,8 +154,9 @@ class ScriptedVllm(ScriptedServer):
             return web.json_response(said, status=400)
         assert body.get("model") in (None, *self.adapters)
         if not body.get("stream"):
-            scores = [None, *({str(token): {"logprob": -token / 100}} for token in prompt[1:])]
-            return web.json_response({"prompt_logprobs": scores, "choices": []})
+            scores = [None, *({str(token): {"logprob": self.score(token)}} for token in prompt[1:])]
+            echo = {"prompt_token_ids": prompt} if body.get("return_token_ids") else {}
+            return web.json_response({"prompt_logprobs": scores, "choices": []} | echo)
         self.bodies.append(body)
         versions: list[str] = []
 
@@ -153,8 +164,9 @@ class ScriptedVllm(ScriptedServer):
             def made() -> dict:
                 versions.append(self.version)
                 last = number == params["max_tokens"] - 1
-                top = [{"token_id": 7, "logprob": -0.25}, {"token_id": 100 + number, "logprob": -1.0}]
-                content = {"token_id": 100 + number, "logprob": -1.0, "rank": 1, "top_logprobs": top}
+                own = self.logprob(100 + number)
+                top = [{"token_id": 7, "logprob": -0.25}, {"token_id": 100 + number, "logprob": own}]
+                content = {"token_id": 100 + number, "logprob": own, "rank": 1, "top_logprobs": top}
                 choice = {"index": 0, "token_ids": [100 + number], "logprobs": {"content": [content]}}
                 spans = [
                     {"version": name, "start": versions.index(name), "end": versions.index(name) + versions.count(name)}
@@ -172,11 +184,14 @@ class ScriptedSglang(ScriptedServer):
     """SGLang's routes as its documentation has them; an event repeats the tokens of those before."""
 
     incremental = False
+    info: ClassVar[dict] = {"version": "0.5.7", "context_length": None, "max_req_input_len": 62}
 
     async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
         path = request.path
         if path == "/get_model_info":
             return web.json_response({"model_path": "m", "is_generation": True})
+        if path == "/get_server_info":
+            return web.json_response(self.info)
         if path == "/health":
             return web.Response()
         if path == "/generate":
@@ -191,20 +206,25 @@ class ScriptedSglang(ScriptedServer):
 
     async def generate(self, request: web.Request, body: dict) -> web.StreamResponse:
         params, prompt = body["sampling_params"], body["input_ids"]
+        if any(token >= VOCABULARY for token in prompt):
+            said = f"The input_ids {prompt} contains values greater than the vocab size ({VOCABULARY})."
+            return web.json_response({"error": {"message": said}}, status=400)
         assert body.get("lora_path") in (None, *self.adapters)
         if not body.get("stream"):
-            scores = [[None, prompt[0], None], *([-token / 100, token, None] for token in prompt[1:])]
-            return web.json_response({"text": "", "meta_info": {"input_token_logprobs": scores}})
+            scores = [[None, prompt[0], None], *([self.score(token), token, None] for token in prompt[1:])]
+            meta = {"prompt_tokens": len(prompt), "input_token_logprobs": scores}
+            return web.json_response({"text": "", "meta_info": meta})
         self.bodies.append(body)
 
         def event(number: int):
             first = number if self.incremental else 0
-            said = [[-1.0, 100 + place, None] for place in range(first, number + 1)]
-            top = [[[-0.25, 7, None], [-1.0, 100 + place, None]] for place in range(first, number + 1)]
+            said = [[self.logprob(100 + place), 100 + place, None] for place in range(first, number + 1)]
+            top = [[[-0.25, 7, None], one] for one in said]
             length = params["max_new_tokens"]
             finish = {"type": "length", "length": length} if number == length - 1 else None
             meta = {"completion_tokens": number + 1, "finish_reason": finish, "output_token_logprobs": said}
-            return lambda: {"text": "", "meta_info": meta | {"output_top_logprobs": top}}
+            meta |= {"prompt_tokens": len(prompt), "output_top_logprobs": top}
+            return lambda: {"text": "", "meta_info": meta}
 
         return await self.send(request, [event(number) for number in range(params["max_new_tokens"])])
 
@@ -242,6 +262,7 @@ async def on_server(
     adapter=None,
     pictures=None,
     stuck_seconds: float = 60.0,
+    sample: SampleText | None = None,
 ):
     """An engine whose policy is sampled by a scripted server.
 
@@ -253,6 +274,7 @@ async def on_server(
         adapter: the policy's; None: its server gets whole weights.
         pictures: see `VllmApi`.
         stuck_seconds: see `ExternalEngine`.
+        sample: see `VllmApi`.
     """
     model, files = write_files(folder / "model"), folder / "weights"
     files.mkdir()
@@ -264,11 +286,12 @@ async def on_server(
                 BOUNDS,
                 BOUNDS.stop_ids,
                 seeded=False,
+                sample=sample,
                 rank=None if adapter is None else adapter.rank,
                 pictures=pictures,
             )
             if isinstance(server, ScriptedVllm)
-            else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model)
+            else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model, sample)
         )
         known = {
             "name": "policy",

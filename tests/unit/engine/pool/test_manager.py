@@ -244,6 +244,38 @@ async def test_after_failures_in_a_row_the_pool_has_failed_and_says_which_worker
             await pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS)
 
 
+async def test_a_start_that_takes_long_is_no_time_in_which_the_worker_has_served(monkeypatch):
+    """A server takes a minute to start, so that one that dies whenever it serves would be started again for ever."""
+    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(manager, "STEADY_SECONDS", 0.05)
+    house = Glasshouse()
+    start = house.start
+
+    async def slow(number):
+        await asyncio.sleep(0.1)
+        return await start(number)
+
+    house.start = slow
+    async with pool_of(house, replicas=1) as pool:
+        house.on_start = lambda engine: asyncio.get_running_loop().call_later(0.005, engine.break_now)
+        house.started[0].break_now()
+        why = await asyncio.wait_for(pool.failure(), 10)
+        assert why == "inference worker 0 was killed by SIGKILL (the last of 5 failures in a row)"
+
+
+async def test_a_start_that_takes_longer_than_it_may_is_a_failure(monkeypatch):
+    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.001)
+    house = Glasshouse()
+
+    async def never(number):
+        await asyncio.Event().wait()
+
+    house.start = never
+    with pytest.raises(EngineFailure, match=r"inference worker 0 did not start within 0\.05 s \(the last of 5"):
+        async with pool_of(house, replicas=1, start_seconds=0.05):
+            pass
+
+
 async def test_a_pool_that_can_not_start_says_so_and_leaves_nothing():
     house = Glasshouse(fails=[ConfigError("there is no such model")])
     with pytest.raises(ConfigError, match="no such model"):

@@ -1,0 +1,146 @@
+"""Which graphics cards the processes of a job's engine have: others than the trainer's, where there are others."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.runtime.gpus import VISIBLE, GpuReader, card_names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A graphics card that this process may use.
+
+    Attributes:
+        name: as `CUDA_VISIBLE_DEVICES` has it.
+        memory_bytes: of the card; None: its driver does not say.
+        free_bytes: of its memory, at the moment of the look; None: its driver does not say.
+    """
+
+    name: str
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardShare:
+    """The cards of one process of an engine.
+
+    Attributes:
+        cards: at least one.
+        sharers: most processes that compute on one of these cards, this one and the trainer included.
+    """
+
+    cards: tuple[Card, ...]
+    sharers: int
+
+    @property
+    def visible(self) -> str:
+        """Return the cards as `CUDA_VISIBLE_DEVICES` has them."""
+        return ",".join(card.name for card in self.cards)
+
+
+def visible_cards(reader: GpuReader | None = None) -> list[Card]:
+    """Return the cards that this process may use, in the order in which CUDA numbers them.
+
+    Args:
+        reader: asks the driver for the memory of these cards; None: by NVML.
+
+    Raises:
+        ConfigError: the cards can't be counted.
+    """
+    visible = os.environ.get(VISIBLE)
+    reading = (reader or GpuReader(visible)).read()
+    if visible is not None:
+        names = [str(name) for name in card_names(visible)]
+    elif reading.cards:
+        names = [str(card.index) for card in reading.cards]
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            why = reading.problem or "the driver has none"
+            raise ConfigError(f"the graphics cards can't be counted ({why}); name those of the job in {VISIBLE}")
+        names = [str(number) for number in range(torch.cuda.device_count())]
+    uses = reading.cards if len(reading.cards) == len(names) else [None] * len(names)
+    return [
+        Card(name=name)
+        if use is None or use.memory_bytes is None or use.memory_used_bytes is None
+        else Card(name=name, memory_bytes=use.memory_bytes, free_bytes=use.memory_bytes - use.memory_used_bytes)
+        for name, use in zip(names, uses, strict=True)
+    ]
+
+
+def trainer_cards(config: JobConfig) -> int:
+    """Return on how many cards the job's trainer computes, always the first ones; 0: it has none.
+
+    Args:
+        config: the job.
+    """
+    if config.kind != "training" or config.trainer.device == "cpu":
+        return 0
+    import torch
+
+    return config.trainer.devices if torch.cuda.is_available() else 0
+
+
+def deal_cards(cards: Sequence[Card], processes: int, each: int, trainer: int) -> list[CardShare]:
+    """Return the cards of each process of an engine.
+
+    The trainer's cards are left to the trainer where there are others. Processes have cards of their own as long as
+    there are enough; otherwise as few as possible share a card.
+
+    Args:
+        cards: that there are.
+        processes: of the engine, at least one.
+        each: cards that one process computes on.
+        trainer: cards of the trainer, which are the first ones.
+
+    Raises:
+        ConfigError: one process needs more cards than there are.
+    """
+    if len(cards) < each:
+        raise ConfigError(
+            f"each process of the engine needs {each} graphics card(s), and this job may use {len(cards)}: lower "
+            f"engine.tensor_parallel, or name more cards in {VISIBLE}"
+        )
+    others = cards[trainer:]
+    # Where one process needs more cards than the trainer leaves, the last ones have the fewest of the trainer's.
+    slots = [tuple(others[at : at + each]) for at in range(0, len(others) - each + 1, each)] or [tuple(cards[-each:])]
+    dealt = [slots[number % len(slots)] for number in range(processes)]
+    uses = Counter(card.name for slot in dealt for card in slot) + Counter(card.name for card in cards[:trainer])
+    return [CardShare(cards=slot, sharers=max(uses[card.name] for card in slot)) for slot in dealt]
+
+
+class CardTurns:
+    """The cards of processes that may end and be replaced: each gets those that the fewest others have."""
+
+    def __init__(self, shares: Sequence[CardShare]) -> None:
+        """Begin with no process.
+
+        Args:
+            shares: cards for one process each; none: the processes compute on no card.
+        """
+        self._users = {share.visible: 0 for share in shares}
+
+    def take(self) -> str | None:
+        """Return the cards of a process that starts, as `CUDA_VISIBLE_DEVICES` has them; None: there are none."""
+        if not self._users:
+            return None
+        chosen = min(self._users, key=lambda visible: self._users[visible])
+        self._users[chosen] += 1
+        return chosen
+
+    def give_back(self, visible: str | None) -> None:
+        """Note that a process has ended.
+
+        Args:
+            visible: what `take` has returned.
+        """
+        if visible is not None:
+            self._users[visible] -= 1

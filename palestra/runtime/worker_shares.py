@@ -1,0 +1,51 @@
+"""What each embedded inference worker of a job has of this machine: a card, cores, and memory for keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from palestra.config import EmbeddedEngineConfig, JobConfig
+from palestra.runtime.cards import Card, CardShare, deal_cards, trainer_cards, visible_cards
+
+GIB = 2**30
+
+
+def worker_cards(
+    config: JobConfig, settings: EmbeddedEngineConfig, look: Callable[[], list[Card]] = visible_cards
+) -> list[CardShare]:
+    """Return cards for one worker each, as many as there may be workers; none: the workers compute on CPUs.
+
+    Args:
+        config: the job.
+        settings: of its engine.
+        look: returns the cards that the job may use.
+
+    Raises:
+        ConfigError: the engine is to compute on a card, and there is none.
+    """
+    from palestra.models.device import device_of
+
+    if device_of(settings.device, "engine.device").type == "cpu":
+        return []
+    cards, trainer = look(), trainer_cards(config)
+    return deal_cards(cards, max(settings.replicas, len(cards) - trainer), 1, trainer)
+
+
+def worker_settings(settings: EmbeddedEngineConfig, cards: Sequence[CardShare]) -> EmbeddedEngineConfig:
+    """Return the settings of each worker, with its part of the cores, and of the memory for keys and values.
+
+    Args:
+        settings: of the engine.
+        cards: what `worker_cards` has returned.
+    """
+    from palestra.models.device import available_cores, memory_bytes
+
+    cache = settings.cache_gib
+    if cache is None and not cards:
+        cache = memory_bytes() / 4 / settings.replicas / GIB
+    elif cache is None and (sharers := max(one.sharers for one in cards)) > 1:
+        # Half of what is free, as one worker would take. Several find the same memory free, because they load together.
+        free = [card.free_bytes for one in cards for card in one.cards if card.free_bytes is not None]
+        cache = min(free) / 2 / sharers / GIB if free else None
+    threads = settings.threads or max(available_cores() // settings.replicas, 1)
+    return settings.model_copy(update={"threads": threads, "cache_gib": cache})

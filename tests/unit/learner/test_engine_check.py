@@ -1,0 +1,129 @@
+"""Another model behind the address of an engine is found before it is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from palestra.config import JobConfig, PolicyConfig
+from palestra.engine.external.sample_text import TEXT
+from palestra.errors import ConfigError
+from palestra.grammars.pool import Grammars
+from palestra.learner.engine_check import check_engine
+from palestra.models.causal_lm import load_tokenizer
+from palestra.renderers import select_renderer
+from palestra.runtime.local import local_job
+from palestra.session import PolicyRuntime
+from unit.engine.engine_servers import KEY, ScriptedVllm, listening
+
+
+class Trainer:
+    """Says of every token but the first the same log-probability."""
+
+    def __init__(self, logprob):
+        self.logprob = logprob
+
+    async def forward(self, policy, batch, outputs):
+        (row,) = batch
+        assert (policy, set(outputs)) == ("policy", {"old_logprobs"})
+        return {"old_logprobs": [np.where(row.loss_mask, np.float32(self.logprob), np.float32("nan"))]}
+
+
+class Engine:
+    """Says of every token but the first a log-probability, and notes the text."""
+
+    def __init__(self, logprobs):
+        self.logprobs, self.asked = logprobs, None
+
+    async def score(self, policy, prompt):
+        self.asked = prompt.ids
+        return [self.logprobs(place) for place in range(len(prompt.ids) - 1)]
+
+
+def runtime_of(engine, **policy) -> PolicyRuntime:
+    renderer = select_renderer(load_tokenizer("tiny-random"))
+    config = PolicyConfig.model_validate({"model": "tiny-random"} | policy)
+    return PolicyRuntime(name="policy", config=config, renderer=renderer, engine=engine, grammars=Grammars())
+
+
+@pytest.mark.parametrize("logprobs", [lambda place: -2.0, lambda place: -2.0 + 0.2 * (-1) ** place])
+async def test_rounding_is_no_other_model(logprobs):
+    engine = Engine(logprobs)
+    await check_engine(engine, Trainer(-2.0), runtime_of(engine))
+    assert load_tokenizer("tiny-random").decode(engine.asked) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "gap"),
+    [
+        (lambda place: -3.0, "1.00"),
+        (lambda place: -2.0 + 0.5 * (-1) ** place, "0.50"),
+        (lambda place: float("nan"), "nan"),
+    ],
+)
+async def test_other_probabilities_are_another_model(logprobs, gap):
+    engine = Engine(logprobs)
+    with pytest.raises(ConfigError, match=f"another model than the job.*differ by {gap} nats a token.*tiny-random"):
+        await check_engine(engine, Trainer(-2.0), runtime_of(engine))
+
+
+async def test_the_text_is_not_longer_than_the_context():
+    engine = Engine(lambda place: -2.0)
+    await check_engine(engine, Trainer(-2.0), runtime_of(engine, max_context=16))
+    assert len(engine.asked) == 15
+
+
+# A job
+
+
+@asynccontextmanager
+async def job_on(server: ScriptedVllm, folder, **more):
+    async with listening(server) as port:
+        config = JobConfig.model_validate(
+            {
+                "run_dir": str(folder / "run"),
+                "server": {"port": 0},
+                "steps": 1,
+                "policies": {"policy": {"model": "tiny-random", "max_context": 64}},
+                "trainer": {"threads": 1, "dtype": "float32"},
+                "engine": {"kind": "vllm", "url": f"http://127.0.0.1:{port}", "key_variable": "SERVERS_KEY"},
+                "rollout": {"group_size": 2, "groups_per_step": 1},
+            }
+            | more
+        )
+        async with local_job(config, lambda kind, data: None) as job:
+            yield job
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("SERVERS_KEY", KEY)
+    made = ScriptedVllm()
+    made.score = lambda token: -float(np.log(259))  # as a model of small random weights
+    tokenizer = load_tokenizer("tiny-random")
+    made.tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    return made
+
+
+async def test_a_job_ends_before_its_first_episode_where_the_server_has_another_model(server, tmp_path):
+    server.score = lambda token: -1.0
+    async with job_on(server, tmp_path) as job, asyncio.timeout(60):
+        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+            await job.run()
+        assert job.progress.state == "failed"
+        assert set(server.read), "its weights are the job's, so that only their use can differ"
+
+
+async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(server, tmp_path):
+    scored = []
+    server.score = lambda token: scored.append(token) or -float(np.log(259))
+    async with job_on(server, tmp_path) as job, asyncio.timeout(60):
+        running = asyncio.create_task(job.run())
+        while job.progress.phase != "waiting for tasks":
+            await asyncio.sleep(0.01)
+        assert len(scored) == len(TEXT.encode()[:63]) - 1
+        job.stop()
+        await running
