@@ -82,7 +82,9 @@ _FIRST_ALGORITHM = (
     "abandoned",
     "epochs",
 )
-_OF_FAKE = ("kind", "delay_seconds", "reply_tokens")
+# Of those keys, by their present names, what an engine of the other kind has no place for. Keys that came later stay.
+_OF_FAKE = frozenset(("delay_seconds", "reply_tokens"))
+_OF_EMBEDDED = frozenset(key for key in _FIRST_ENGINE if key != "kind" and not key.startswith("scripted_"))
 
 
 def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,8 +104,8 @@ def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
                 for key, value in section.items()
             }
     if isinstance(engine := found.get("engine"), Mapping):
-        fake = engine.get("kind") == "fake"
-        found["engine"] = {key: value for key, value in engine.items() if key == "kind" or (key in _OF_FAKE) == fake}
+        others = _OF_EMBEDDED if engine.get("kind") == "fake" else _OF_FAKE
+        found["engine"] = {key: value for key, value in engine.items() if key not in others}
     return found
 
 

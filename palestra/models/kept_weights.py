@@ -18,7 +18,10 @@ from palestra.models.weights import LocalWeights, WeightSource
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-OPEN_FILES = Path(f"/proc/{os.getpid()}/fd")
+
+def open_files() -> Path:
+    """Return the folder with the files that this process has open; a process that was forked has one of its own."""
+    return Path(f"/proc/{os.getpid()}/fd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,10 @@ class KeptFile:
         self._matrices = matrices
         written = dict(_rounded(source, matrices))
         write_weights(LocalWeights(list(written.items())), path)
-        if folder is None and OPEN_FILES.exists():
+        if folder is None and open_files().exists():
             opened = os.open(path, os.O_RDONLY)
             path.unlink()
-            path = OPEN_FILES / str(opened)
+            path = open_files() / str(opened)
             weakref.finalize(self, os.close, opened)
         else:
             weakref.finalize(self, path.unlink, missing_ok=True)

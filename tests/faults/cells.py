@@ -8,7 +8,7 @@ from itertools import product
 from signal import Signals
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-WORKER, MODEL_SERVER, RAYLET = "worker", "model server", "raylet"
+WORKER, MODEL_SERVER, RAYLET, NODE = "worker", "model server", "raylet", "node"
 SCHEDULER, DATABASE = "scheduler", "database connection"
 ENGINE_WORKER, TRAINER_RANK, VLLM_SERVER = "engine worker", "trainer rank", "vLLM server"
 BACKENDS = {  # of a job that runs alone and that workers play; all others are hurt in the service
@@ -22,12 +22,14 @@ COMPONENTS = {
     SCHEDULER: "`palestra serve`",
     DATABASE: "the PostgreSQL process of the session with which the scheduler writes",
     RAYLET: "Ray's own process on the machine of the job; Ray then takes the machine for lost",
+    NODE: "a machine with both engine workers and the runner of a job, whose own process is on another machine",
 } | BACKENDS
 SIGNALS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
 PAST_THE_LEASE = {  # what a SIGSTOP outlasts
     WORKER: "until its lease of 3 s has run out",
     MODEL_SERVER: "for ever: it has to be given up after 30 s, and replaced; after 5 s where it was told to end",
     RAYLET: "until Ray has given up the machine, and the job is over; then the machine goes",
+    NODE: "all its processes stand still until the job is over; then the machine goes",
     SCHEDULER: "for 5 s, in which the job goes on without it; one of 40 s is below",
     DATABASE: "for 12 s, longer than a request is tried again",
     ENGINE_WORKER: "for ever: it has to be given up after 3 s without progress, and replaced",
@@ -40,7 +42,8 @@ PAST_THE_LEASE = {  # what a SIGSTOP outlasts
 class Moment:
     """A moment in the life of a job: its model server stands still at a named point while somebody is hurt.
 
-    Where replies are sampled by engine workers, it is one of these that stands still in the middle of one, and is hurt.
+    Where replies are sampled by engine workers, it is one of these that stands still in the middle of one. It is hurt
+    then, or its machine is.
     """
 
     name: str

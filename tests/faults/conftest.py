@@ -26,6 +26,7 @@ def world(tmp_path_factory, database) -> Iterator[World]:
     with cluster(tmp_path_factory.mktemp("nodes")) as nodes:
         nodes.add(cpus=CPUS, gpus=GPUS)
         options = ("--ray-address", nodes.address, "--database", database.url)
+        options += ("--pass-env", "PALESTRA_FAULT")  # to inference workers on machines that are armed
         with Service(tmp_path_factory.mktemp("service"), options) as service:
             world = World(nodes, service.start(), database.writer)
             yield world

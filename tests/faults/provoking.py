@@ -9,9 +9,10 @@ from collections.abc import Callable
 import psutil
 from service import GAMES, LONG, lives, until
 
-from faults.cells import DATABASE, KILL, MODEL_SERVER, RAYLET, SCHEDULER, STOP, WORKER, Cell
+from faults.cells import DATABASE, KILL, MODEL_SERVER, NODE, RAYLET, SCHEDULER, STOP, WORKER, Cell
 from faults.invariants import assert_as_if_nothing_had_happened, assert_cancelled
-from faults.world import LEASE_SECONDS, WORKED, World
+from faults.over_nodes import hurt_node, start_over_nodes
+from faults.world import LEASE_SECONDS, LOST_ONCE, LOST_PERHAPS, NOT_LOST, WORKED, World
 from palestra.client.job import Job
 from palestra.runtime.ray.servers import PING_LIMIT_SECONDS, STUCK_SECONDS
 
@@ -19,7 +20,6 @@ SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0
 RETRIED_SECONDS = 12.0  # longer than the control store tries again
 GIVEN_UP_SECONDS = 90.0  # in which a server that does not answer for 30 s is gone
 ALONE_SECONDS = 5.0  # for which a job goes on without its scheduler
-NOT_LOST, LOST_ONCE, LOST_PERHAPS = range(1), range(1, 2), range(2)  # how often a job's server is gone
 
 
 def play(world: World, cell: Cell) -> None:
@@ -37,6 +37,8 @@ def play(world: World, cell: Cell) -> None:
 
 def started(world: World, cell: Cell) -> Job:
     """A job that stops at the moment. Where workers play it, the one that will be hurt is the only one."""
+    if cell.component == NODE:
+        return start_over_nodes(world, cell)
     worked, cancelled = cell.component == WORKER, cell.moment.asks_to_cancel
     config = WORKED if worked else LONG if cancelled else SLOW if cell.component == RAYLET else GAMES
     steps = 100_000 if cancelled else 3
@@ -46,8 +48,7 @@ def started(world: World, cell: Cell) -> Job:
         world.push_tasks(job)
         world.work(job, "--threads", "1")
     if cancelled:
-        until(lambda: (world.checkpoints(job) / "step-000001").exists(), "it trains")
-        job.cancel()
+        world.cancel_when_it_trains(job)
     return job
 
 
@@ -144,6 +145,7 @@ HURT: dict[str, Callable[[World, Cell, Job], range]] = {  # returns how often it
     WORKER: hurt_worker,
     MODEL_SERVER: hurt_model_server,
     RAYLET: hurt_raylet,
+    NODE: hurt_node,
     SCHEDULER: hurt_scheduler,
     DATABASE: hurt_database,
 }

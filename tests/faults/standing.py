@@ -21,12 +21,12 @@ def stopped(processes: Processes) -> Iterator[psutil.Process]:
 
 
 @contextlib.contextmanager
-def others_continue(processes: Processes, victim: psutil.Process, every_seconds: float) -> Iterator[None]:
+def others_continue(processes: Processes, victim: psutil.Process | None, every_seconds: float) -> Iterator[None]:
     """Release all processes but one, whenever they meet the point, while the block is open.
 
     Args:
         processes: returns the present ones.
-        victim: is left as it is.
+        victim: is left as it is; None: all are released.
         every_seconds: between two looks.
     """
     over = threading.Event()

@@ -28,11 +28,12 @@ WORKED = SCRIPTED | {  # a job that workers play
     "rollout": {**SCRIPTED["rollout"], "lease_seconds": LEASE_SECONDS, "max_attempts": 9},
     "checkpoint": {"every_steps": 1},
 }
+NOT_LOST, LOST_ONCE, LOST_PERHAPS = range(1), range(1, 2), range(2)  # how often a job's server is gone
 
 
 @dataclass
 class Machine:
-    """A node that is armed, and how a job gets there: no other node has so many CPUs."""
+    """A node, and how a job gets there, or how it is found: no other node that lives has so many CPUs."""
 
     node: Node
     cpus: int
@@ -46,6 +47,7 @@ class World:
     service: Service
     find_writer: Callable[[], psutil.Process] | None = None  # the database's process for the scheduler's session
     armed: dict[str, Machine] = field(default_factory=dict)  # by the fault
+    far: Machine | None = None  # that has all processes but one of a job over two machines
     busy: set[int] = field(default_factory=set)  # CPUs of machines on which something else is going on
     workers: list[Process] = field(default_factory=list)
 
@@ -63,6 +65,10 @@ class World:
         job = self.service.client().submit(config, **more)
         assert job.wait().state == "completed", job.view()
         return job
+
+    def cancel_when_it_trains(self, job: Job) -> None:
+        until(lambda: (self.checkpoints(job) / "step-000001").exists(), "it trains")
+        job.cancel()
 
     @functools.cached_property
     def undisturbed(self) -> Folder:
@@ -103,9 +109,9 @@ class World:
             self.armed[fault] = Machine(self.add_node(cpus, fault), cpus)
         return self.armed[fault]
 
-    def add_node(self, cpus: int, fault: str | None = None) -> Node:
+    def add_node(self, cpus: int, fault: str | None = None, labels: str | None = None) -> Node:
         """Another machine, which the scheduler knows of when this returns."""
-        node = self.nodes.add(cpus=cpus, settings={"PALESTRA_FAULT": fault} if fault else None)
+        node = self.nodes.add(cpus=cpus, settings={"PALESTRA_FAULT": fault} if fault else None, labels=labels)
         self.service.client().request("POST", "/cluster/drain", json={"on": False})  # look at the machines now
         until(lambda: self.alive(cpus), "it is seen")
         return node

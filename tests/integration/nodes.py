@@ -37,14 +37,31 @@ class Node:
             return [node, *node.children(recursive=True)]
         return []
 
-    def kill(self) -> None:
-        """The machine is gone, at once."""
-        family = self.processes()
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none notices the others' end, and none is missed
-            for process in family:
+    def programs(self, module: str) -> list[psutil.Process]:
+        """The programs of ours that the machine runs now, by their module."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if module in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def stop(self) -> list[psutil.Process]:
+        """All of the machine stands still, as if it were cut off from the others; returns its processes."""
+        family: dict[int, psutil.Process] = {}
+        while more := [process for process in self.processes() if process.pid not in family]:
+            for process in more:  # again, because one that was not stopped yet may have started another
+                family[process.pid] = process
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
-            family = family if number == signal.SIGKILL else [*{*family, *self.processes()}]
+                    process.send_signal(signal.SIGSTOP)
+        return [*family.values()]
+
+    def kill(self) -> None:
+        """The machine is gone, at once: it is stopped first, so that none of its processes notices another's end."""
+        family = self.stop()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(family, timeout=10)
         self.popen.wait()
 

@@ -52,16 +52,11 @@ def service(nodes, tmp_path_factory) -> Iterator[Service]:
         yield service.start()
 
 
-def programs(node: Node, module: str) -> list[int]:
-    """The programs of ours that a machine runs now."""
-    return [process.pid for process in node.processes() if module in " ".join(process.cmdline())]
-
-
 def where(job, nodes: Nodes) -> tuple[Node, list[Node]]:
     """The machine of a job's own process, and those that have its inference workers."""
     host = urlsplit(job.wait_for_server().url).hostname
     own = next(node for node in nodes.nodes if node.address == host)
-    return own, [node for node in nodes.nodes if programs(node, "palestra.runtime.engine_process")]
+    return own, [node for node in nodes.nodes if node.programs("palestra.runtime.engine_process")]
 
 
 def test_bundles_are_refused_with_one_line_where_no_machine_will_do(service):
@@ -97,7 +92,7 @@ def test_a_job_over_machines_heals_when_one_is_lost_and_ends_as_if_nothing_had_h
         max((service.state / "jobs" / one / "run" / "checkpoints").glob("step-*")) for one in (calm.job_id, job.job_id)
     ]
     assert (weights[0] / "weights.txt").read_text() == (weights[1] / "weights.txt").read_text()
-    until(lambda: not any(programs(node, "palestra.runtime") for node in nodes.nodes if node is not lost), "all ended")
+    until(lambda: not any(node.programs("palestra.runtime") for node in nodes.nodes if node is not lost), "all ended")
     nodes.add(cpus=3, labels="zone=b")  # for the tests below
     until(lambda: sum(node["alive"] for node in control.request("GET", "/cluster")["nodes"]) == 3, "it has joined")
 
@@ -110,7 +105,7 @@ def test_ranks_and_an_inference_worker_on_other_machines_train_the_same_weights_
         job = runs[name] = control.submit(MODEL, **RANKS)
         checkpoints = service.state / "jobs" / job.job_id / "run" / "checkpoints"
         own = urlsplit(job.wait_for_server().url).hostname
-        ranks = [node for node in nodes.nodes if programs(node, "palestra.trainer.sharded.rank_process")]
+        ranks = [node for node in nodes.nodes if node.programs("palestra.trainer.sharded.rank_process")]
         assert len(ranks) == 2, "the ranks are on two machines"
         if name == "hurt":
             until(lambda: (checkpoints / "step-000002").exists(), "it has trained", 120)  # noqa: B023

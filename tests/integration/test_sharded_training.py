@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sqlite3
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
+from unit.trainer.sharded.forked_ranks import import_everything, start_forked
 
 import palestra
 from palestra import JobConfig
+from palestra.trainer.sharded.trainer import ShardedTrainer
 
 PROGRAM = "palestra.trainer.sharded.rank_process"
 TASKS = [{"prompt": f"say {i}"} for i in range(6)]
 
 
-def config(folder, devices, steps=3):
+def config(folder, devices, steps=3, deterministic=False, **trainer):
     return JobConfig.model_validate(
         {
             "name": "sharded",
+            "deterministic": deterministic,
             "steps": steps,
             "run_dir": str(folder),
             "policies": {
@@ -35,7 +42,7 @@ def config(folder, devices, steps=3):
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 1},
             "engine": {"threads": 1, "dtype": "float32"},
-            "trainer": {"threads": 1, "dtype": "float32", "devices": devices},
+            "trainer": {"threads": 1, "dtype": "float32", "devices": devices} | trainer,
         }
     )
 
@@ -81,3 +88,70 @@ def test_two_ranks_learn_what_one_process_learns_also_when_one_is_killed(tmp_pat
     with contextlib.closing(sqlite3.connect(tmp_path / "two" / "run.db")) as store:
         ((lost,),) = store.execute("SELECT data FROM events WHERE kind = 'trainer_lost'")
     assert "rank 0 was killed by SIGKILL" in lost
+
+
+class Timer:
+    """Takes the time of each request to the ranks, and hurts one in the middle of some."""
+
+    def __init__(self, monkeypatch, hurt: dict[str, int], sent: signal.Signals, seconds: dict[str, float]) -> None:
+        """`hurt`: at which call of a method; `seconds`: that the method takes."""
+        self.taken: dict[str, list[float]] = {"forward_backward": [], "optim_step": [], "save": []}
+        self.failed: dict[str, bool] = {}
+        for name in self.taken:
+            monkeypatch.setattr(ShardedTrainer, name, self._timed(name, hurt.get(name), sent, seconds.get(name, 0.0)))
+
+    def _timed(self, name, number, sent, seconds):
+        method, taken = getattr(ShardedTrainer, name), self.taken[name]
+
+        async def timed(trainer, *given, **named):
+            is_hurt = len(taken) + 1 == number and name not in self.failed
+            if is_hurt:
+                self.failed[name] = True
+                threading.Timer(seconds / 2, os.kill, (trainer.pids[len(self.failed) % 2], sent)).start()
+            start = time.monotonic()
+            found = await method(trainer, *given, **named)
+            taken.append(time.monotonic() - start)
+            self.failed |= {name: False} if is_hurt else {}
+            return found
+
+        return timed
+
+
+def weights_of(folder: Path):
+    return load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors")
+
+
+def metrics_of(folder: Path):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    differs = ("time/", "wall_seconds", "rollout/tokens_per_second")
+    return [{name: value for name, value in row.items() if not name.startswith(differs)} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_that_are_hurt_in_the_middle_of_requests_leave_a_job_with_the_same_bits(tmp_path):
+    """The second gradient, the third update and the fourth checkpoint: killed, or stopped, half-way through."""
+    told = {"steps": 5, "deterministic": True, "rank_timeout_seconds": 10.0}
+    import_everything()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("palestra.runtime.parts.start_process", start_forked)
+        calm = Timer(patch, {}, signal.SIGKILL, {})
+        palestra.train(reward=reward, tasks=TASKS, config=config(tmp_path / "calm", 2, **told), quiet=True)
+    seconds = {name: sorted(taken)[len(taken) // 2] for name, taken in calm.taken.items()}
+    for sent, said in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has been silent for")):
+        folder = tmp_path / sent.name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("palestra.runtime.parts.start_process", start_forked)
+            hurt = Timer(patch, {"forward_backward": 2, "optim_step": 3, "save": 4}, sent, seconds)
+            result = palestra.train(reward=reward, tasks=TASKS, config=config(folder, 2, **told), quiet=True)
+        assert result.state == "completed"
+        assert hurt.failed.keys() == hurt.taken.keys()
+        assert hurt.failed["forward_backward"], "the gradient's half-way is in the middle of it"
+        with contextlib.closing(sqlite3.connect(folder / "run.db")) as store:
+            lost = [data for (data,) in store.execute("SELECT data FROM events WHERE kind = 'trainer_lost'")]
+        assert len(lost) == 3
+        assert all(said in data for data in lost)
+        assert metrics_of(folder) == metrics_of(tmp_path / "calm")
+        found, wanted = weights_of(folder), weights_of(tmp_path / "calm")
+        assert found.keys() == wanted.keys()
+        assert all((found[name] == wanted[name]).all() for name in wanted), "bit for bit"

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
 
 from palestra.models.causal_lm import CausalLM
 from palestra.tokens import TokenRun
 from palestra.trainer.packing import Tree
 from palestra.trainer.sharded.exchange import Exchange, ExchangedGather, ExchangedReduction
 from palestra.trainer.sharded.mapped import rows_of_rank
+from palestra.trainer.sharded.parts import shared_tensor
 from palestra.trainer.token_forward import flat_inputs
 
 
@@ -53,7 +53,9 @@ class ShardedNetwork:
             exchange: memory by which the ranks gather and add up; None: by the process group of the mesh.
         """
         model.share_out()
-        share = partial(fully_shard, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+        # Pinned memory is what a CUDA device copies from; without one, there is none.
+        kept = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+        share = partial(fully_shard, mesh=mesh, offload_policy=kept)
         rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in model.blocks:
             products = _products(block) if _is_rounded(model, dtype) else []
@@ -107,8 +109,7 @@ class ShardedNetwork:
     def _made(self, weight: nn.Parameter, rows: Tensor) -> nn.Parameter:
         """Return a weight, [n, d] or [d], of which this rank has these rows, in the weight's precision."""
         own = rows.to(self._stored, weight.dtype, copy=True)
-        shape, stride = weight.shape, weight.stride()
-        found = DTensor.from_local(own, self._mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
+        found = shared_tensor(own, self._mesh, weight.shape, weight.stride())
         return nn.Parameter(found, requires_grad=weight.requires_grad)
 
     def compute(self, work: Callable[[], Any]) -> Any:

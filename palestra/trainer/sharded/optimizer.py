@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from palestra.errors import CheckpointError
 from palestra.trainer.moment_files import write_moments
 from palestra.trainer.optimizer import Named, Optimizer, moments_folder
+from palestra.trainer.sharded.parts import local_part, part_like
 
 
 class ShardedOptimizer(Optimizer):
@@ -63,29 +63,6 @@ class ShardedOptimizer(Optimizer):
                 if name in parameters
             }
         )
-
-
-def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor shared out as a parameter is; every rank has all of it, so that nothing is sent.
-
-    Args:
-        whole: [n, d] or [d]; a tensor that is shared out already stays as it is.
-        parameter: of the same shape.
-    """
-    if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
-        return whole
-    whole = whole.to(parameter.device)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, [n, d] or [d]."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_of(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, [n, d] or [d], on every rank. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) -> None:

@@ -27,7 +27,8 @@ from palestra.trainer.optimizer import Named
 from palestra.trainer.packing import MicroBatch, pack
 from palestra.trainer.sharded.group import Problem, RankGroup, TakenBack
 from palestra.trainer.sharded.network import ShardedNetwork
-from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights, whole_of
+from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights
+from palestra.trainer.sharded.parts import whole_of
 from palestra.trainer.sharded.publication import WeightFile
 from palestra.trainer.token_forward import TokenForward, columns_of, flat_picture_rows, hidden_with
 from palestra.trainer.torch_policy import OPTIMIZER, TorchPolicy

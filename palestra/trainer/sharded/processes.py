@@ -186,6 +186,9 @@ class RankProcesses:
         """
         with contextlib.suppress(TimeoutError):  # a rank fails as soon as it has lost the connection to another
             await asyncio.wait_for(self._gone.wait(), BLAME_SECONDS)
+        if self.lost is None and any(rank.ended.done() for rank in self._ranks):
+            with contextlib.suppress(TimeoutError):  # the watch asks how that one has ended, perhaps on another machine
+                await asyncio.wait_for(self._gone.wait(), GRACE_SECONDS)
         if self.lost is None:
             log.error("rank %d of the trainer failed:\n%s", number, answer.trace)
             first = (str(answer.error).splitlines() or [""])[0]

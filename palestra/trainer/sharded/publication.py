@@ -16,7 +16,7 @@ from torch import Tensor
 
 from palestra.trainer.optimizer import Named
 from palestra.trainer.sharded.mapped import mapped, reserve, rows_of_rank
-from palestra.trainer.sharded.optimizer import local_part
+from palestra.trainer.sharded.parts import local_part
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors has them
 

@@ -60,6 +60,20 @@ class RankOrder:
     pictures: Path | None = None
 
 
+def check_offload(config: TrainerConfig, device: torch.device) -> None:
+    """Refuse to keep in the CPU's memory what is there anyway.
+
+    Args:
+        config: of the trainer.
+        device: of a rank.
+
+    Raises:
+        ConfigError: CPU offload is asked for, and the rank computes on a CPU.
+    """
+    if config.cpu_offload and device.type == "cpu":
+        raise ConfigError("trainer.cpu_offload is for CUDA devices, and this trainer is on CPUs; leave it out")
+
+
 class Rank:
     """What a rank's process does; one thread calls the methods."""
 
@@ -90,8 +104,7 @@ class Rank:
                 )
             self._device = torch.device("cuda", index)
             torch.cuda.set_device(self._device)
-        elif self._config.cpu_offload:
-            raise ConfigError("trainer.cpu_offload is for CUDA devices, and this trainer is on CPUs; leave it out")
+        check_offload(self._config, self._device)
 
     def listen(self, address: str) -> int:
         """Open the meeting point of ranks on several machines, and return its port, which the system chooses.

@@ -357,7 +357,6 @@ class ShardedTrainer:
         """Return a policy by its name.
 
         Raises:
-            TrainerLost: the ranks were lost, and their policies with them.
             NotFound: there is no such policy.
         """
         found = self._policies.get(policy)

@@ -120,3 +120,22 @@ def test_the_config_of_a_run_is_translated_and_the_same_text_elsewhere_is_refuse
     assert (algorithm.train_on, algorithm.epochs) == ("final-branch", 3)
     with pytest.raises(ConfigError, match="new name"):
         load_config(tmp_path / "job.toml")
+
+
+POOL = {"replicas": 3, "sync": "all", "stuck_seconds": 5.0}
+OTHER_ENGINES = {
+    "fake": POOL | {"delay_seconds": 0.5, "reply_tokens": 7},
+    "embedded": POOL | {"threads": 1, "max_batch": 8, "prefix_cache_tokens": 128},
+    "vllm": POOL | {"python": "/opt/vllm/bin/python", "dtype": "float32", "cache_gib": 3},
+    "sglang": {"sync": "all", "stuck_seconds": 5.0, "url": ["http://a:1", "http://b:1"], "weights_dir": "/shared"},
+}
+
+
+@pytest.mark.parametrize("kind", ["fake", "embedded", "vllm", "sglang"])
+def test_what_is_written_now_is_read_as_it_is_with_every_key_of_every_engine(kind):
+    """A service reads the configurations of its jobs so, and a run that is resumed its own."""
+    config = parse_config({"engine": {"kind": kind} | OTHER_ENGINES[kind]})
+    dumped = config.model_dump(mode="json")
+    assert dumped["engine"].items() >= OTHER_ENGINES[kind].items()
+    assert in_present_names(dumped)["engine"] == dumped["engine"]
+    assert parse_config(in_present_names(dumped)) == config

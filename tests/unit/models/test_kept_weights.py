@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from palestra.models.kept_weights import OPEN_FILES, HeldFile, KeptSource, WeightKeeper
+from palestra.models.kept_weights import HeldFile, KeptSource, WeightKeeper, open_files
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import LocalWeights
 
@@ -50,14 +50,14 @@ def test_other_weights_get_a_file_of_their_own(other):
 
 
 def test_the_files_are_freed_with_their_keeper():
-    if not OPEN_FILES.exists():
+    if not open_files().exists():
         pytest.skip("files have names here")
-    before = set(os.listdir(OPEN_FILES))
+    before = set(os.listdir(open_files()))
     keeper = WeightKeeper("bfloat16")
     held = [keeper.keep(drawn(seed, a=(5, 3))) for seed in range(3)]
-    assert set(os.listdir(OPEN_FILES)) - before
+    assert set(os.listdir(open_files())) - before
     del held, keeper
-    assert set(os.listdir(OPEN_FILES)) <= before
+    assert set(os.listdir(open_files())) <= before
 
 
 def test_weights_of_a_folder_stay_there(tmp_path):
@@ -75,3 +75,17 @@ def test_a_file_that_another_thread_has_taken_meanwhile_is_not_waited_for():
     keeper, source = WeightKeeper("bfloat16"), drawn(0, a=(5, 3))
     keeper._spare = SeenFull()
     check(keeper.keep(source), source)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_was_forked_after_the_import_reads_its_own_files():
+    """The file of the same number in the process that it was forked from is another one, or none."""
+    child = os.fork()
+    if not child:  # no assertion and no clean-up of pytest here
+        try:
+            held = WeightKeeper("float32").keep(LocalWeights([("w", torch.full((2, 2), 3.0))]))
+            os._exit(0 if dict(held.source.tensors())["w"].sum() == 12.0 else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
-import itertools
 import os
 import signal
 import threading
@@ -22,50 +19,35 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.losses import GSPOLoss, PPOClipLoss
+from palestra.algorithms.losses import GSPOLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.errors import ConfigError, InvalidAlgorithm, NotFound, TrainerLost, WorkerCrashLoop
 from palestra.models.causal_lm import load_tokenizer
-from palestra.models.loading import LoadedModels
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.encoding import encode
-from palestra.pictures.stored import StoredPictures
 from palestra.trainer import checkpoint
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.trainer.moment_files import read_moments
-from palestra.trainer.optimizer import moments_folder, read_shards
 from palestra.trainer.sharded.trainer import MOST_LOSSES, ShardedTrainer
-from palestra.trainer.torch_policy import OPTIMIZER
-from palestra.trainer.torch_trainer import TorchTrainer
+from unit.trainer.sharded.ranks import (
+    LORA,
+    LOSS,
+    SETTINGS,
+    alive,
+    equal,
+    moments,
+    names,
+    on_the_loop,
+    one_process,
+    rank_trainer,
+    rows,
+    rows_with_pictures,
+    same,
+    saved_tensors,
+    trained,
+)
 from unit.trainer.test_torch_trainer import batch_of_two_groups
-from unit.vision.seeing import Shown
-from unit.vision.test_trainer import some_rows
 
 pytestmark = pytest.mark.slow
-LOSS = LossSpec.of(PPOClipLoss(clip_high_threshold=1.3))
-SETTINGS = {"threads": 1, "dtype": "float32", "micro_batch_tokens": 40}
 SILENCE = 15.0
-LORA = AdapterConfig(rank=4)
-names = (f"policy-{number}" for number in itertools.count())
-
-
-@pytest.fixture(scope="module")
-def loop():
-    """One event loop for the trainer of all tests, whose sockets belong to it."""
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-def on_the_loop(test):
-    """Run an asynchronous test on the module's loop, which pytest-asyncio has only where all of a package has it."""
-
-    @functools.wraps(test)
-    def run(loop, **given):
-        loop.run(test(**given))
-
-    parameters = [inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    run.__signature__ = inspect.Signature([*parameters, *inspect.signature(test).parameters.values()])
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -80,67 +62,11 @@ def two_ranks(loop, shown):
 
     It computes layers again in the backward pass, which the whole job of test_sharded_training.py does not.
     """
-    own = {"devices": 2, "rank_timeout_seconds": SILENCE, "activation_checkpointing": True}
-    config = TrainerConfig.model_validate(SETTINGS | own)
-    trainer = ShardedTrainer(config, 2, "float32", pictures=shown.folder)
+    trainer = rank_trainer(2, shown.folder, rank_timeout_seconds=SILENCE, activation_checkpointing=True)
     yield trainer
     pids = trainer.pids
     loop.run(trainer.close())
     assert not any(map(alive, pids))
-
-
-def one_process(pictures=None, **settings):
-    models = LoadedModels(pictures=None if pictures is None else StoredPictures(pictures))
-    return TorchTrainer(TrainerConfig.model_validate(SETTINGS | settings), 2, models)
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
-
-
-def rows(count=6, **changes):
-    """Rows of episodes of their own: some share a prompt, one has two turns."""
-    return [replace(each, episode_id=f"e{n}", **changes) for n, each in enumerate(batch_of_two_groups()[:count])]
-
-
-async def trained(trainer, folder, batches, spec=None, params=None, loss=LOSS):
-    """The reports, and after one update the checkpoint's folder: first moments in it are a tenth of the gradient."""
-    name = next(names)
-    await trainer.create(name, spec or PolicySpec(model="tiny-random"))
-    reports = [
-        await trainer.forward_backward(name, batch, loss, f"g{n}", logprobs=True) for n, batch in enumerate(batches)
-    ]
-    update = await trainer.optim_step(name, params or OptimParams(learning_rate=1e-3), "u")
-    await trainer.weights(name)
-    path = await trainer.save(name, folder / name, {"step": 1}, "s")
-    return name, reports, update, path
-
-
-def moments(path):
-    """First and second moments and counts of updates by name, however they were written."""
-    shards = moments_folder(path, OPTIMIZER)
-    if not shards.is_dir():
-        return read_shards(path, OPTIMIZER)
-    weights = {name: torch.nn.Parameter(value) for name, value in saved_tensors(path).items()}
-    return read_moments(shards, list(weights.items()))
-
-
-def saved_tensors(path):
-    import safetensors.torch
-
-    files = [*path.glob("model*.safetensors"), *path.glob("adapter_model.safetensors")]
-    found = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
-    return {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
-
-
-def equal(found, wanted, tolerance=1e-5):
-    """Every tensor within `tolerance` of its norm."""
-    assert found.keys() == wanted.keys()
-    worst = max(float((found[name] - value).norm() / value.norm().clamp_min(1e-12)) for name, value in wanted.items())
-    assert worst <= tolerance
 
 
 CASES = {
@@ -218,9 +144,7 @@ async def test_checkpoints_of_one_process_and_of_two_ranks_load_in_the_other_bit
         assert reader.version(other) == writer.version(name)
         again = await reader.save(other, tmp_path / "again" / other, {"step": 1}, "s")
         for read in (moments, saved_tensors):
-            found, wanted = read(again), read(path)
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[key], value) for key, value in wanted.items())
+            same(read(again), read(path))
         # Both go on alike, which the counts of updates decide as well.
         for trainer, own in ((writer, name), (reader, other)):
             await trainer.forward_backward(own, rows(4), LOSS, "next")
@@ -261,15 +185,6 @@ async def test_a_loss_that_fails_on_one_rank_is_taken_back_on_all(two_ranks, tmp
     assert (report.grad_norm, report.applied) == (0.0, True)
     assert (await two_ranks.forward_backward(name, rows(), LOSS, "odd")).rows == 6
     await two_ranks.remove(name)
-
-
-def rows_with_pictures(shown):
-    """Three rows with pictures and one of text, so that a rank may have micro-batches without any."""
-    drawn = Shown()
-    found = some_rows(drawn)
-    for image in drawn.images.values():
-        shown.put(encode(image))
-    return [replace(each, advantages=np.where(each.loss_mask, 1.0, 0.0).astype(np.float32)) for each in found] + rows(1)
 
 
 @pytest.mark.parametrize("vision", ["trained", "frozen"])

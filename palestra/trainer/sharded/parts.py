@@ -1,0 +1,58 @@
+"""Tensors of which each rank has some rows, as FSDP shares them out.
+
+A part is on the device on which it is kept. With CPU offload that is the CPU while the ranks compute on CUDA devices,
+so parts are not made by `DTensor.from_local` and `distribute_tensor`, which move every tensor to the ranks' device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from palestra.trainer.sharded.mapped import rows_of_rank
+
+
+def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """Return a tensor of which this rank has the rows `own`, on their device. Nothing is sent or copied.
+
+    Args:
+        own: the rows of this rank, [m, d] or [m].
+        mesh: the ranks, in one dimension.
+        shape: of the whole tensor, [n, d] or [n].
+        stride: of the whole tensor.
+    """
+    make: Any = DTensor
+    found: DTensor = make(
+        own, DTensorSpec(mesh, (Shard(0),), TensorMeta(shape, stride, own.dtype)), requires_grad=False
+    )
+    return found
+
+
+def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor shared out as a parameter is; every rank has all of it, so that nothing is sent.
+
+    Args:
+        whole: [n, d] or [d]; a tensor that is shared out already stays as it is.
+        parameter: of the same shape.
+    """
+    if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    rows = rows_of_rank(len(whole), mesh.get_rank(), mesh.size())
+    own = whole[rows].to(parameter.device, copy=True)  # a view would keep the whole tensor in memory
+    return shared_tensor(own, mesh, whole.shape, whole.stride())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, [n, d] or [d]."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, [n, d] or [d], on every rank. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

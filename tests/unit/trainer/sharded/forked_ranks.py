@@ -1,0 +1,81 @@
+"""Rank processes that are forked from one that has imported everything: tests of losses start dozens of them.
+
+A rank does the same afterwards as one that was started the usual way, which other tests do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import pytest
+import transformers.models.llama.modeling_llama  # noqa: F401 - what ranks load, so that it is loaded once
+from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: F401
+
+import palestra.models.parted_loading  # noqa: F401
+import palestra.trainer.sharded.rank  # noqa: F401
+from palestra.processes import LocalProcess
+from palestra.trainer.sharded.rank_process import main
+
+PROGRAM = "palestra.trainer.sharded.rank_process"
+
+
+class _Popen:
+    """A process of multiprocessing, with the methods of `subprocess.Popen` that a `LocalProcess` uses."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process, self.pid = process, process.pid
+
+    def kill(self) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+
+def _run(connection: socket.socket, variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    sys.argv = [PROGRAM, str(connection.detach())]
+    main()
+
+
+_first = os.getpid()  # of the process that has imported this module
+
+
+def _has_imported() -> None:
+    assert _first != os.getpid()
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def import_everything() -> None:
+    """Wait until the process from which ranks are forked has imported what they need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # it has no other way to find the modules of tests
+        process = _context().Process(target=_has_imported)
+        process.start()
+    process.join()
+    assert process.exitcode == 0, "it has not imported this module itself, and each rank would do so"
+
+
+async def start_forked(module: str, variables: Mapping[str, str]) -> LocalProcess:
+    """Start a rank; see `ProcessStarter`."""
+    assert module == PROGRAM
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = _context().Process(target=_run, args=(theirs, dict(variables)))
+        process.start()
+    popen: Any = _Popen(process)
+    return LocalProcess(popen, ours)
