@@ -1,4 +1,4 @@
-"""Builds the parts of a job whose engine is a pool of workers: processes here or on other nodes, or servers."""
+"""Builds the parts of a job whose engine is a pool of workers: processes on any node, servers, or both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, SglangEngineConfig, VllmEngineConfig
-from palestra.config.engine_pool import PooledEngineConfig
+from palestra.config import (
+    EmbeddedEngineConfig,
+    EngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    MixedEngineConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+    WorkersConfig,
+)
 from palestra.engine.pool.manager import InferenceManager, PoolOptions, StartWorker
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
@@ -25,12 +33,13 @@ from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 
+PREFIX_TOKENS = 32768  # of each policy whose place is remembered, where the engine does not say what it keeps
 Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
 
 
 async def pooled_parts(
     config: JobConfig,
-    settings: PooledEngineConfig,
+    settings: EngineConfig,
     weights: Mapping[str, str],
     pictures: StoredPictures | None = None,
     places: JobPlaces = HERE,
@@ -53,11 +62,12 @@ async def pooled_parts(
         fake = await in_thread(lambda: build_parts(config))
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
-    if isinstance(settings, VllmEngineConfig | SglangEngineConfig):
+    if not isinstance(settings, EmbeddedEngineConfig):
         return await _served_parts(config, settings, weights, pictures, places)
-    assert isinstance(settings, EmbeddedEngineConfig)
+    from palestra.runtime.pool_workers import shared_out
+
     # A worker that has room of its own looks itself how many cores and how much memory that is.
-    shared = settings if places.engine else await in_thread(lambda: _share(settings))
+    shared = settings if places.engine else await in_thread(lambda: shared_out(settings, settings.replicas))
     ordered, shown = config.model_copy(update={"engine": shared}), None if pictures is None else pictures.folder
     processes = EngineProcesses(ordered, weights, shown, places.engine or start_process)
     engine = await _opened(config, shared, processes.start, _keep_in(shared, places.folder))
@@ -70,18 +80,19 @@ async def pooled_parts(
 
 async def _served_parts(
     config: JobConfig,
-    settings: VllmEngineConfig | SglangEngineConfig,
+    settings: VllmEngineConfig | SglangEngineConfig | MixedEngineConfig,
     weights: Mapping[str, str],
     pictures: StoredPictures | None,
     places: JobPlaces,
 ) -> Parts:
-    """Build a job whose workers are servers of another project, beside a trainer in this process."""
+    """Build a job some of whose workers are servers of another project, beside a trainer in this process."""
     from palestra.models.loading import LoadedModels
+    from palestra.runtime.pool_workers import workers_of
     from palestra.runtime.served_models import read_served_models, served_runtimes
-    from palestra.runtime.served_pool import ServerWorkers
 
     models = await in_thread(lambda: read_served_models(config, weights, pictures))
-    workers = ServerWorkers(config, settings, models)
+    shown = None if pictures is None else pictures.folder
+    workers = await in_thread(lambda: workers_of(config, settings.tables, models, weights, shown, places))
     engine = await _opened(config, settings, workers.start, _keep_in(settings, places.folder), workers.most)
     try:
         runtimes = await in_thread(lambda: served_runtimes(config, models, engine))
@@ -96,33 +107,24 @@ async def _served_parts(
 
 
 async def _opened(
-    config: JobConfig, settings: PooledEngineConfig, start: StartWorker, keep: Keep, most: int | None = None
+    config: JobConfig, settings: EngineConfig, start: StartWorker, keep: Keep, most: int | None = None
 ) -> InferenceManager:
     """Return a pool whose workers serve."""
+    tables = settings.tables
     options = PoolOptions(
-        replicas=settings.workers,
+        replicas=settings.worker_count,
         most=most,
         sync=settings.sync,
         stuck_seconds=settings.stuck_seconds,
-        prefix_tokens=settings.prefix_cache_tokens if isinstance(settings, EmbeddedEngineConfig) else 32768,
+        prefix_tokens=max(getattr(table, "prefix_cache_tokens", PREFIX_TOKENS) for table in tables),
+        kinds=tuple(table.kind for table in tables for _ in range(table.worker_count)) if len(tables) > 1 else (),
     )
     pool = InferenceManager(start, list(config.policies), keep, options)
     await pool.open()
     return pool
 
 
-def _share(settings: EmbeddedEngineConfig) -> EmbeddedEngineConfig:
-    """Return what each worker has of the machine: its part of the cores, and of the memory for keys and values."""
-    from palestra.models.device import available_cores, device_of, memory_bytes
-
-    cache = settings.cache_gib
-    if cache is None and device_of(settings.device, "engine.device").type == "cpu":
-        cache = memory_bytes() / 4 / settings.replicas / 2**30
-    threads = settings.threads or max(available_cores() // settings.replicas, 1)
-    return settings.model_copy(update={"threads": threads, "cache_gib": cache})
-
-
-def _keep_in(settings: EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig, folder: Path | None) -> Keep:
+def _keep_in(settings: WorkersConfig | MixedEngineConfig, folder: Path | None) -> Keep:
     """Return a function that keeps weights in the precision in which the workers have them.
 
     Args:

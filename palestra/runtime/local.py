@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
-from palestra.config import JobConfig, past_name
+from palestra.config import JobConfig, past_name, require_place
 from palestra.envs.task_splits import Split
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
@@ -256,8 +256,9 @@ async def _parts(
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
+    require_place(config.engine)
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
-    if config.engine.workers > 1 or places.engine is not None:
+    if config.engine.worker_count > 1 or places.engine is not None:
         return await pooled_parts(config, config.engine, weights, pictures, places), None
     # In a thread of its own, not of a pool.
     built = await in_thread(lambda: build_parts(config, weights, pictures, places))

@@ -63,7 +63,7 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
     past = past_copies(config, name)
     # Beside several workers the job keeps one copy, which a worker that is started again reads.
-    copies = (1 + past) * copies_of(config) + (1 if config.engine.workers > 1 else 0)
+    copies = (1 + past) * copies_of(config) + (1 if config.engine.worker_count > 1 else 0)
     in_engine = BYTES[getattr(config.engine, "dtype", "bfloat16")] * copies
     sizes.trained += parameters * (in_engine + TRAINED_BYTES * networks + copied)
     sizes.saved += parameters * (SAVED_BYTES * networks + copied)
@@ -76,7 +76,7 @@ def copies_of(config: JobConfig) -> int:
 
     What such servers take is no longer free, or is the memory of another machine.
     """
-    return 0 if getattr(config.engine, "url", None) is not None else config.engine.workers
+    return config.engine.started_count
 
 
 def add_reference(sizes: Sizes, config: JobConfig, model: str, parameters: int) -> None:

@@ -65,6 +65,7 @@ def build_parts(
         return _fake(config, config.engine)
     if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
         return _external(config, config.engine, weights or {}, pictures, places)
+    assert isinstance(config.engine, EmbeddedEngineConfig)  # workers of several kinds are a pool
     return _embedded(config, config.engine, weights or {}, pictures, places)
 
 

@@ -53,7 +53,7 @@ class ServerWorkers:
         except BaseException as error:
             self._free.put_nowait(place)
             final = isinstance(error, PalestraError) and not isinstance(error, EngineFailure)
-            if final and self._served and (place in self._served or place >= self._settings.workers):
+            if final and self._served and (place in self._served or place >= self._settings.worker_count):
                 # The first workers have shown that the servers fit. So this failure may pass: for a moment there is
                 # too little memory, say, or a server of another model was started at one of our addresses.
                 raise EngineFailure(str(error)) from error
@@ -62,7 +62,7 @@ class ServerWorkers:
         return worker
 
     async def _started(self, place: int) -> StartedWorker:
-        others = 0 if self._served else self._settings.workers - 1  # at first all are started together
+        others = 0 if self._served else self._settings.worker_count - 1  # at first all are started together
         servers = await in_thread(lambda: EngineServers(self._config, self._settings, self._models, place, others))
         try:
             engine = await in_thread(servers.engine, "palestra-engine-worker")

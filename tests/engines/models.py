@@ -80,7 +80,7 @@ def job_of(model: Path | str, run: Path, policy=None, **engine) -> JobConfig:
 async def started(model: Path, run: Path, policy=None, pictures: StoredPictures | None = None, **engine):
     """The engine of a job, whose servers are ready."""
     config = job_of(model, run, policy, **engine)
-    several = config.engine.workers > 1
+    several = config.engine.worker_count > 1
     parts = await (
         pooled_parts(config, config.engine, {}, pictures)
         if several

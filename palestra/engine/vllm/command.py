@@ -13,7 +13,7 @@ from palestra.engine.external.connection import Address
 from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank, version_of
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
-from palestra.models.device import allowed_cores
+from palestra.models.device import CORES_VARIABLE, allowed_cores, available_cores
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
@@ -142,17 +142,27 @@ def vllm_variables(
     }
     if is_cpu:
         found["VLLM_CPU_KVCACHE_SPACE"] = f"{cpu_cache_gib(config)}"
-        found["VLLM_CPU_OMP_THREADS_BIND"] = _cores(config, place, allowed_cores())
-    elif config.workers > 1:
+        found |= _threads(config, place)
+    elif config.worker_count > 1:
         found[_CARDS] = _cards(config, place, os.environ.get(_CARDS))
     return found
 
 
+def _threads(config: VllmEngineConfig, place: int) -> dict[str, str]:
+    """Return the variables that say on which cores a worker's threads run, or how many there are."""
+    if CORES_VARIABLE not in os.environ:
+        return {"VLLM_CPU_OMP_THREADS_BIND": _cores(config, place, allowed_cores())}
+    # The job was given a number of cores, which may be any of a machine that others use as well. Bound to the first
+    # ones, the servers of all jobs would wait for one another there.
+    threads = config.threads or max(available_cores() // config.worker_count, 1)
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+
+
 def _cores(config: VllmEngineConfig, place: int, allowed: Sequence[int]) -> str:
     """Return the numbers of a worker's cores, of those that this process may use; or `auto`."""
-    if config.threads is None and config.workers == 1:
+    if config.threads is None and config.worker_count == 1:
         return "auto"
-    threads = min(config.threads or max(len(allowed) // config.workers, 1), len(allowed))
+    threads = min(config.threads or max(len(allowed) // config.worker_count, 1), len(allowed))
     first = min(place * threads % len(allowed), len(allowed) - threads)
     return ",".join(map(str, allowed[first : first + threads]))
 

@@ -230,6 +230,16 @@ def test_each_worker_has_cores_of_its_own(monkeypatch, tmp_path, settings, place
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == cores
 
 
+@pytest.mark.parametrize(("settings", "threads"), [({}, "3"), ({"threads": 2}, "2"), ({"replicas": 3}, "1")])
+def test_a_worker_of_a_job_that_has_a_number_of_cores_is_bound_to_none(monkeypatch, tmp_path, settings, threads):
+    """Else the servers of all jobs of a machine would run on its first cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setenv("PALESTRA_CORES", "3")
+    config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
+    found = vllm_variables(config, Address(url="http://engine", key="k"), tmp_path, is_cpu=True, place=1)
+    assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("nobind", threads)
+
+
 def test_each_worker_has_cards_of_its_own(monkeypatch, tmp_path):
     def cards(place: int, **settings) -> str | None:
         config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
