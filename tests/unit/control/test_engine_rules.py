@@ -8,11 +8,12 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.control.jobs.engine_rules import EngineRules
+from palestra.control.jobs.launcher import Ending
 from palestra.control.jobs.rules import Rules, load_rules
 from palestra.errors import ConfigError
 from palestra.types.states import JobState
 from unit.control.launching import FakeLauncher
-from unit.control.scheduling import in_state, scheduling, submit
+from unit.control.scheduling import in_state, is_true, scheduling, submit
 from unit.waiting import until
 
 RULES = """
@@ -188,6 +189,35 @@ async def test_a_waiting_job_is_started_by_the_rules_of_its_start(sqlite_store, 
         gone = await submit(sqlite_store, config={"engine": {"kind": "vllm", "url": "http://10.0.0.9:8000"}})
         await until(in_state(sqlite_store, gone.job_id, JobState.FAILED))
         assert "url names http://10.0.0.9:8000" in (await sqlite_store.job(None, gone.job_id)).reason
+
+
+async def test_one_job_at_a_time_has_a_server(sqlite_store, tmp_path, rules):
+    launcher = FakeLauncher()
+
+    def job(*urls: str):
+        return submit(sqlite_store, config={"engine": {"kind": "vllm", "url": list(urls)}})
+
+    first, second, eight = await job(SEVEN), await job(EIGHT, SEVEN), await job(EIGHT)
+    workers = [{}, {"kind": "vllm", "url": SEVEN}]
+    mixed = await submit(sqlite_store, config={"engine": {"workers": workers}})
+    async with scheduling(sqlite_store, tmp_path, launcher, rules=rules) as scheduler:
+        await until(in_state(sqlite_store, first.job_id, JobState.RUNNING))
+        await until(in_state(sqlite_store, eight.job_id, JobState.RUNNING))
+        for waiting in (second, mixed):
+            reason = f"waits for the engine's server {SEVEN}, which another job uses"
+            await until(lambda waiting=waiting: is_true(waiting.job_id in scheduler.waiting))
+            assert scheduler.waiting[waiting.job_id] == reason
+            assert await in_state(sqlite_store, waiting.job_id, JobState.QUEUED)()
+        launcher.end(first.job_id, Ending.COMPLETED)
+        await until(in_state(sqlite_store, mixed.job_id, JobState.RUNNING))
+        assert await in_state(sqlite_store, second.job_id, JobState.QUEUED)()
+    # Another scheduler finds the jobs that run, and with them the servers that they have.
+    async with scheduling(sqlite_store, tmp_path, launcher, rules=rules) as scheduler:
+        await until(lambda: is_true(second.job_id in scheduler.waiting))
+        assert "which another job uses" in scheduler.waiting[second.job_id]
+        launcher.end(mixed.job_id, Ending.COMPLETED)
+        launcher.end(eight.job_id, Ending.COMPLETED)
+        await until(in_state(sqlite_store, second.job_id, JobState.RUNNING))
 
 
 async def test_a_job_is_started_with_the_operators_variable_for_its_environment_server(sqlite_store, tmp_path):
