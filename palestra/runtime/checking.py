@@ -410,8 +410,9 @@ def _room(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
     if sizes.memory > free:
         workers = copies_of(config)
         several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
+        of_workers = "engine.workers" if config.engine.kind == "mixed" else "engine.replicas"
         yield Finding(
-            key="model" if workers <= 1 else "engine.workers" if config.engine.kind == "mixed" else "engine.replicas",
+            key=of_workers if workers > 1 else "model",
             text=f"weights, gradients and moments{several} take {sizes.memory / GIB:.1f} GiB, and {free / GIB:.1f} GiB "
             f"of {whose} are free, so that {(sizes.memory - free) / GIB:.1f} GiB are missing; choose a smaller model"
             + (", or fewer workers" if workers > 1 else ""),

@@ -11,6 +11,7 @@ from palestra.config import (
     EmbeddedEngineConfig,
     FakeEngineConfig,
     JobConfig,
+    MixedEngineConfig,
     SglangEngineConfig,
     VllmEngineConfig,
 )
@@ -57,15 +58,19 @@ def build_parts(
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
-        ConfigError: a `max_context` is more than its model has; or the server of an engine can't be started, because
-            there is too little memory, say.
+        ConfigError: a `max_context` is more than its model has; the engine is a pool of several kinds; or the server of
+            an engine can't be started, because there is too little memory, say.
         EngineFailure: the server of an engine was not ready in time.
     """
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
     if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
         return _external(config, config.engine, weights or {}, pictures, places)
-    assert isinstance(config.engine, EmbeddedEngineConfig)  # workers of several kinds are a pool
+    if isinstance(config.engine, MixedEngineConfig):
+        raise ConfigError(
+            "engine.workers are of several kinds, and one engine is needed here: take one kind, such as engine.kind = "
+            "'embedded', and leave engine.workers out"
+        )
     return _embedded(config, config.engine, weights or {}, pictures, places)
 
 

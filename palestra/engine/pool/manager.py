@@ -260,8 +260,12 @@ class InferenceManager:
                     raise refusals[0] or ModelError("the weights do not fit")
                 accepted = True
                 for worker, refusal in zip(turn, refusals, strict=True):
-                    if refusal is not None:
-                        worker.lose(f"refused weights that another one has taken: {refusal}")
+                    if refusal is None:
+                        continue
+                    if worker.kind and worker.refused is not None and worker.refused.like is not None:
+                        # This kind has no room for one more policy. Those that have it drop it at the next update.
+                        raise refusal
+                    worker.lose(f"refused weights that another one has taken: {refusal}")
 
     async def _bring(self, worker: InferenceWorker) -> ModelError | None:
         """Bring one worker to what is wanted, and return why it refuses; one that fails is given up.

@@ -34,6 +34,7 @@ async def serve(socket: str) -> None:
     engine_servers.KEY = os.environ["VLLM_API_KEY"]
     server = engine_servers.ScriptedVllm()
     server.seconds = 0.02  # a token
+    server.info = server.info | {"model_config": server.info["model_config"] | {"max_model_len": 4096}}
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", server.route)
     runner = web.AppRunner(app)

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from palestra.errors import Conflict, InvalidRequest
-from palestra.types.calls import TokenSequence
+from palestra.errors import Conflict, InvalidRequest, ModelError
+from palestra.types.calls import PolicyVersion, TokenSequence
 from unit.engine.pool.glass import Glasshouse, pool_of
-from unit.engine.pool.test_manager import PROMPT, expected, long_seed, reply_of, until
+from unit.engine.pool.test_manager import PROMPT, WEIGHTS, expected, long_seed, reply_of, until
 
 KINDS = ("embedded", "vllm")
 
@@ -92,3 +92,24 @@ async def test_workers_say_their_kind_and_their_number_stays():
         assert [engine.number for engine in house.started] == [0, 1, 1]
         with pytest.raises(Conflict, match=r"workers of several kinds.*change engine\.workers"):
             await pool.resize(3)
+
+
+async def test_a_policy_for_which_one_kind_has_no_room_is_refused_and_costs_no_worker():
+    def begin(engine):
+        if engine.number == 1:
+
+            async def has_no_room(name, like, version, source):
+                raise ModelError("a server has the whole weights of one model")
+
+            engine.add_policy = has_no_room
+
+    house = Glasshouse(on_start=begin)
+    async with pool_of(house, kinds=KINDS) as pool:
+        with pytest.raises(ModelError, match="whole weights of one model"):
+            await pool.add_policy("past", "policy", PolicyVersion(0, 0), WEIGHTS)
+        with pytest.raises(ModelError, match="not 'past'"):
+            pool.version("past")
+        await pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS)
+        wanted = {"policy": "0.1"}  # the worker that had taken the other policy has dropped it
+        assert [worker.versions for worker in pool.load().workers] == [wanted, wanted]
+        assert [worker.restarts for worker in pool.load().workers] == [0, 0]
