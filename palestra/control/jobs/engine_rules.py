@@ -57,8 +57,7 @@ class EngineRules:
             try:
                 self._place_of(table)
             except ConfigError as error:
-                field = "kind" if table.url is None else "url"
-                raise InvalidRequest(f"{key}: {error}", f"{key}.{field}") from error
+                raise InvalidRequest(f"{key}: {error}", f"{key}.{'kind' if table.url is None else 'url'}") from error
 
     def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration of a job that starts, with the operator's interpreter, variables and folders.
