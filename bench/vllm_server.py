@@ -132,7 +132,7 @@ async def run(config: JobConfig, rounds: int) -> None:
     settings, models = config.engine, read_served_models(config, {})
     assert settings.python is not None
     places = await in_thread(partial(ServerPlaces, config, settings, settings.python, models))
-    servers = await in_thread(lambda: EngineServers(config, settings, models, 0, places))
+    servers = await in_thread(lambda: EngineServers(config, settings, models, 0, places.of_worker(0)))
     engine = await in_thread(servers.engine)
     folder, address = model_folder(SMOLLM2), servers.addresses[0]
     assert isinstance(folder, Path)

@@ -53,6 +53,7 @@ Urls = Annotated[
     AfterValidator(_each_once),
     PlainSerializer(lambda urls: urls[0] if len(urls) == 1 else list(urls), str | list[str]),
 ]
+NEEDS_PLACE = "give python, an interpreter that has vLLM, or url, a server that runs already: one of the two"
 # Keys of a server that the job starts, which would have no effect on one that runs already.
 _OF_STARTED = (
     "cache_gib",
@@ -72,7 +73,7 @@ class VllmEngineConfig(PooledEngineConfig):
     python: Path | None = Field(
         None,
         description="Interpreter of an environment with vLLM 0.32 or newer, with which the job starts a server for "
-        "each policy, and for each of several workers. None: `url` names a server.",
+        "each policy, and for each of several workers. None: `url` names a server, or a service has the interpreter.",
     )
     url: Urls | None = Field(
         None,
@@ -141,9 +142,14 @@ class VllmEngineConfig(PooledEngineConfig):
         return True
 
     @property
-    def workers(self) -> int:
+    def worker_count(self) -> int:
         """Return how many inference workers a job begins with: servers to start, or addresses."""
         return self.replicas if self.url is None else len(self.url)
+
+    @property
+    def started_count(self) -> int:
+        """Return how many of its inference workers a job starts."""
+        return self.replicas if self.url is None else 0
 
 
 class SglangEngineConfig(PooledEngineConfig):
@@ -181,9 +187,14 @@ class SglangEngineConfig(PooledEngineConfig):
         return True
 
     @property
-    def workers(self) -> int:
+    def worker_count(self) -> int:
         """Return how many inference workers a job begins with: one for each address."""
         return len(self.url)
+
+    @property
+    def started_count(self) -> int:
+        """Return 0, because a job starts no SGLang."""
+        return 0
 
 
 def _check_replicas(replicas: int, urls: tuple[str, ...] | None) -> None:
@@ -193,13 +204,14 @@ def _check_replicas(replicas: int, urls: tuple[str, ...] | None) -> None:
 
 
 def _check_place(python: Path | None, url: tuple[str, ...] | None, of_url: dict[str, Any]) -> None:
-    """Refuse a configuration that names no server, or two, or has keys for one that it does not name."""
-    if (python is None) == (url is None):
-        raise ValueError(
-            "give python, an interpreter that has vLLM, or url, a server that runs already: one of the two"
-        )
-    if python is not None and (unused := [key for key, value in of_url.items() if value is not None]):
-        raise ValueError(f"{unused[0]} is of a server that runs already; leave it out, or give url instead of python")
+    """Refuse a configuration that names two servers, or has keys for one that it does not name.
+
+    One that names none is for a service, whose operator has the interpreter; see `require_place`.
+    """
+    if python is not None and url is not None:
+        raise ValueError(NEEDS_PLACE)
+    if url is None and (unused := [key for key, value in of_url.items() if value is not None]):
+        raise ValueError(f"{unused[0]} is of a server that runs already; leave it out, or give url, and no python")
 
 
 def check_served(

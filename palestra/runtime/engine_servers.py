@@ -26,7 +26,6 @@ from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, vllm_c
 from palestra.errors import ConfigError
 from palestra.models.weight_file import weight_folder
 from palestra.runtime.served_models import ServedModel
-from palestra.runtime.server_places import ServerPlaces
 from palestra.types.calls import PolicyVersion
 
 
@@ -58,7 +57,7 @@ class EngineServers:
         settings: VllmEngineConfig | SglangEngineConfig,
         models: Sequence[ServedModel],
         worker: int,
-        places: ServerPlaces | None,
+        places: Sequence[OnCores | OnCards] | None,
     ) -> None:
         """Start the servers, or find them; `engine` waits until they are ready.
 
@@ -67,7 +66,7 @@ class EngineServers:
             settings: of its engine.
             models: of its policies.
             worker: number of the worker among those of the job, from 0.
-            places: where servers compute that are started; None: they run already.
+            places: what the servers of the policies compute with, which are started; None: they run already.
 
         Raises:
             ConfigError: a server can't be found or started: its key is not there, say.
@@ -78,8 +77,8 @@ class EngineServers:
         try:
             if places is not None:
                 assert isinstance(settings, VllmEngineConfig)
-                for number, each in enumerate(models):
-                    self._places.append(_started(config, settings, each, worker, places.of(worker, number)))
+                for each, place in zip(models, places, strict=True):
+                    self._places.append(_started(config, settings, each, worker, place))
             else:
                 self._places = [_found(settings, each, worker) for each in models]
         except BaseException:

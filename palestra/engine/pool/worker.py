@@ -48,14 +48,16 @@ class StartedWorker:
 class InferenceWorker:
     """One place of a pool: a worker, or the next one in its place."""
 
-    def __init__(self, number: int, prefix_tokens: int, stuck_seconds: float) -> None:
+    def __init__(self, number: int, prefix_tokens: int, stuck_seconds: float, kind: str = "") -> None:
         """Make a place without a worker yet.
 
         Args:
             number: of the place, from 0.
             prefix_tokens: see `PrefixIndex`.
             stuck_seconds: a worker that has work and does none for so long is stuck.
+            kind: of the workers at this place, in a pool of several kinds; "": all workers are alike.
         """
+        self.kind = kind
         self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
         self.engine: Engine | None = None
         self.process: int | None = None
@@ -77,7 +79,7 @@ class InferenceWorker:
     @property
     def name(self) -> str:
         """Return the worker's name in logs and messages."""
-        return f"inference worker {self.number}"
+        return f"inference worker {self.number}" + (f" ({self.kind})" if self.kind else "")
 
     @property
     def serves(self) -> bool:

@@ -28,7 +28,7 @@ def test_a_server_is_started_or_found():
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"kind": "vllm"}, "give python, an interpreter that has vLLM, or url"),
+        ({"kind": "vllm", "key_variable": "KEY"}, "key_variable is of a server that runs already"),
         (STARTED | FOUND, "one of the two"),
         (STARTED | {"key_variable": "KEY"}, "key_variable is of a server that runs already"),
         (STARTED | {"weights_dir": "/mnt"}, "weights_dir is of a server that runs already"),
@@ -49,7 +49,7 @@ def test_a_server_is_started_or_found():
         (FOUND | {"replicas": 2}, "replicas is 2, and url names 1; give a list of as many addresses"),
         (SGLANG | {"url": ["http://a:1", "http://b:2"], "replicas": 3}, "replicas is 3, and url names 2"),
         (STARTED | {"replicas": 65}, "engine.replicas"),
-        ({"kind": "tgi"}, "known kinds: 'embedded', 'vllm', 'sglang', 'fake'"),
+        ({"kind": "tgi"}, "known kinds: 'embedded', 'vllm', 'sglang', 'mixed', 'fake'"),
     ],
 )
 def test_what_names_no_server_is_refused(engine, said):
@@ -81,18 +81,18 @@ def test_past_versions_of_an_adapter_can_play_on_its_server():
     role = {"policy": "p", "versions": "pool", "pool": {"every_steps": 1}}
     adapter = {"policies": {"p": {"adapter": {"rank": 4}}}}
     job = parse_config({"engine": STARTED, "roles": {"x": role}, "steps": 3} | adapter)
-    assert job.engine.workers == 1
+    assert job.engine.worker_count == 1
 
 
 def test_several_servers_are_workers(tmp_path):
     urls = ["http://a:1", "http://b:2"]
     for engine in (FOUND | {"url": urls}, SGLANG | {"url": urls, "replicas": 2}):
         config = parse_config({"engine": engine})
-        assert config.engine.workers == 2
+        assert config.engine.worker_count == 2
         path = tmp_path / "config.toml"
         path.write_text(dump_config(config))
         assert load_config(path) == config
-    assert parse_config({"engine": STARTED | {"replicas": 3}}).engine.workers == 3
+    assert parse_config({"engine": STARTED | {"replicas": 3}}).engine.worker_count == 3
     assert parse_config({"engine": FOUND}).model_dump(mode="json")["engine"]["url"] == FOUND["url"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +21,7 @@ from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
 from palestra.engine.vllm.api import VllmApi
+from palestra.models.causal_lm import load_tokenizer
 from palestra.types.calls import PolicyVersion
 
 VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"
@@ -109,6 +111,14 @@ class ScriptedServer:
         finally:
             self.open -= 1
         return response
+
+
+def of_tiny_random(server: ScriptedServer) -> ScriptedServer:
+    """Let a server tokenize as tiny-random does, and score as any model of small random weights."""
+    tokenizer = load_tokenizer("tiny-random")
+    server.tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    server.score = lambda token: -math.log(VOCABULARY)
+    return server
 
 
 class ScriptedVllm(ScriptedServer):

@@ -15,6 +15,7 @@ from palestra.engine.external.connection import Address
 from palestra.engine.external.process import SUPERVISOR, ServerProcess
 from palestra.engine.vllm.command import OnCards, OnCores, deal_cores, installed_vllm, vllm_command, vllm_variables
 from palestra.errors import ConfigError, EngineFailure, ModelError
+from palestra.models.device import allowed_cores
 
 SERVER = """
 import socket, subprocess, sys
@@ -238,7 +239,8 @@ def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights(
         (12, 2, 1, "0,1,2,3,4,6,7,9"),
     ],
 )
-def test_each_server_has_cores_of_its_own(threads, servers, number, cores):
+def test_each_server_has_cores_of_its_own(monkeypatch, threads, servers, number, cores):
+    monkeypatch.delenv("PALESTRA_CORES", raising=False)
     assert deal_cores([0, 1, 2, 3, 4, 6, 7, 9], threads, servers, number) == OnCores(cores=cores)
 
 
@@ -250,6 +252,19 @@ def test_the_environment_of_a_server_names_its_cores_or_its_cards(monkeypatch, t
     assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in found
     assert vllm_variables(config, address, tmp_path, CORES)["VLLM_CPU_OMP_THREADS_BIND"] == "auto"
+
+
+@pytest.mark.parametrize(("threads", "servers", "expected"), [(None, 1, "3"), (2, 1, "2"), (None, 3, "1")])
+def test_a_server_of_a_job_that_has_a_number_of_cores_is_bound_to_none(
+    monkeypatch, tmp_path, threads, servers, expected
+):
+    """Else the servers of all jobs of a machine would run on its first cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setenv("PALESTRA_CORES", "3")
+    config, address = VllmEngineConfig(python=Path("/venv/bin/python")), Address(url="http://engine", key="k")
+    place = deal_cores(allowed_cores(), threads, servers, servers - 1)
+    found = vllm_variables(config, address, tmp_path, place)
+    assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("nobind", expected)
 
 
 def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):

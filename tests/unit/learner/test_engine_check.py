@@ -17,7 +17,7 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.renderers import select_renderer
 from palestra.runtime.local import local_job
 from palestra.session import PolicyRuntime
-from unit.engine.engine_servers import KEY, ScriptedVllm, listening
+from unit.engine.engine_servers import KEY, ScriptedVllm, listening, of_tiny_random
 
 
 class Trainer:
@@ -101,11 +101,7 @@ async def job_on(server: ScriptedVllm, folder, **more):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("SERVERS_KEY", KEY)
-    made = ScriptedVllm()
-    made.score = lambda token: -float(np.log(259))  # as a model of small random weights
-    tokenizer = load_tokenizer("tiny-random")
-    made.tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    return made
+    return of_tiny_random(ScriptedVllm())
 
 
 async def test_a_job_ends_before_its_first_episode_where_the_server_has_another_model(server, tmp_path):

@@ -65,7 +65,7 @@ async def pool_of(folder: Path, engine, **options):
         first_adapter=None,
     )
     workers = ServerWorkers(config, config.engine, [model])
-    given = PoolOptions(replicas=config.engine.workers, most=workers.most, **options)
+    given = PoolOptions(replicas=config.engine.worker_count, most=workers.most, **options)
     pool = InferenceManager(workers.start, ["policy"], keep, given)
     await asyncio.wait_for(pool.open(), 60)
     try:
