@@ -81,7 +81,7 @@ async def _served_parts(
     from palestra.runtime.served_pool import ServerWorkers
 
     models = await in_thread(lambda: read_served_models(config, weights, pictures))
-    workers = ServerWorkers(config, settings, models)
+    workers = await in_thread(lambda: ServerWorkers(config, settings, models))
     engine = await _opened(config, settings, workers.start, _keep_in(settings, places.folder), workers.most)
     try:
         runtimes = await in_thread(lambda: served_runtimes(config, models, engine))

@@ -9,7 +9,7 @@ from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure, PalestraError
-from palestra.runtime.engine_servers import EngineServers
+from palestra.runtime.engine_servers import EngineServers, weight_rounds
 from palestra.runtime.served_models import ServedModel
 from palestra.threads import in_thread
 
@@ -29,8 +29,12 @@ class ServerWorkers:
             config: the job.
             settings: of its engine.
             models: of its policies.
+
+        Raises:
+            ConfigError: this process can't broadcast weights, although it should.
         """
         self._config, self._settings, self._models = config, settings, models
+        self._rounds = weight_rounds(settings)
         self.most = MOST_STARTED if settings.url is None else len(settings.url)
         self._free: asyncio.PriorityQueue[int] = asyncio.PriorityQueue()
         for place in range(self.most):
@@ -63,7 +67,9 @@ class ServerWorkers:
 
     async def _started(self, place: int) -> StartedWorker:
         others = 0 if self._served else self._settings.workers - 1  # at first all are started together
-        servers = await in_thread(lambda: EngineServers(self._config, self._settings, self._models, place, others))
+        servers = await in_thread(
+            lambda: EngineServers(self._config, self._settings, self._models, place, others, self._rounds)
+        )
         try:
             engine = await in_thread(servers.engine, "palestra-engine-worker")
             await self._reach(engine, place)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import httpx2
 
 from palestra.engine.external.bounded import read_body, read_lines
-from palestra.errors import EngineFailure, InvalidRequest
+from palestra.errors import EngineFailure, EngineServerError, InvalidRequest
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
@@ -59,6 +59,11 @@ class EngineConnection:
             headers={"authorization": f"Bearer {address.key}"} if address.key else {},
             transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits),
         )
+
+    @property
+    def address(self) -> str:
+        """Return where the server listens, for messages."""
+        return str(self._address)
 
     async def get(self, path: str, seconds: float) -> Any:
         """Return the JSON of the answer to a GET request; None: the answer is empty.
@@ -176,7 +181,7 @@ class EngineConnection:
             raise InvalidRequest(f"the engine refuses this request: {said}")
         if answer.status_code in _OTHER_KEY:
             said += "; engine.key_variable has to name the variable with the key that the engine's server was given"
-        raise EngineFailure(f"{self._address}{path} answered {answer.status_code}: {said}")
+        raise EngineServerError(f"{self._address}{path} answered {answer.status_code}: {said}")
 
     def _event(self, path: str, data: bytes) -> Any:
         try:

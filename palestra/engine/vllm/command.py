@@ -10,7 +10,7 @@ from pathlib import Path
 
 from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
-from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank, version_of
+from palestra.engine.vllm.api import FILE_BACKEND, GROUP_BACKEND, OLDEST, lora_rank, version_of
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
 from palestra.models.device import allowed_cores
@@ -97,7 +97,8 @@ def vllm_command(
     command += ["--max-logprobs", str(MOST_TOP_LOGPROBS + 1)]
     command += ["--structured-outputs-config", json.dumps({"backend": "guidance"})]
     if adapter is None:
-        command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+        backend = FILE_BACKEND if config.weight_transfer == "file" else GROUP_BACKEND
+        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
         command += ["--worker-extension-cls", "palestra_vllm_worker.WorkerExtension"]
     else:
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank(adapter.rank))]
@@ -149,12 +150,18 @@ def vllm_variables(
 
 
 def _cores(config: VllmEngineConfig, place: int, allowed: Sequence[int]) -> str:
-    """Return the numbers of a worker's cores, of those that this process may use; or `auto`."""
-    if config.threads is None and config.workers == 1:
+    """Return the numbers of a worker's cores, of those that this process may use; or `auto`.
+
+    The processes that share a model have cores of their own, as far as there are enough, divided by `|`.
+    """
+    if config.threads is None and config.workers == config.tensor_parallel == 1:
         return "auto"
     threads = min(config.threads or max(len(allowed) // config.workers, 1), len(allowed))
     first = min(place * threads % len(allowed), len(allowed) - threads)
-    return ",".join(map(str, allowed[first : first + threads]))
+    cores, parts = allowed[first : first + threads], config.tensor_parallel
+    share = max(threads // parts, 1)
+    starts = [min(part * share, threads - share) for part in range(parts)]
+    return "|".join(",".join(map(str, cores[start : start + share])) for start in starts)
 
 
 def _cards(config: VllmEngineConfig, place: int, visible: str | None) -> str:
