@@ -16,6 +16,7 @@ from palestra.config.section import Positive, Seconds
 if TYPE_CHECKING:
     from palestra.config.policy import PolicyConfig
 
+MOST_PORT = 65_535
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
@@ -140,6 +141,8 @@ class VllmEngineConfig(PooledEngineConfig):
             raise ValueError("weights_address is of weight_transfer = 'gloo' or 'nccl'; leave it out")
         if self.weights_dir is not None and broadcasts:
             raise ValueError("weights_dir is of weight_transfer = 'file'; leave it out")
+        if self.weights_address is not None and int(self.weights_address.partition(":")[2] or 0) > MOST_PORT:
+            raise ValueError(f"weights_address has a port over {MOST_PORT}")
         far = [url for url in self.url or () if not _is_local(url)]
         if broadcasts and far and self.weights_address is None:
             raise ValueError(

@@ -224,7 +224,7 @@ class VllmApi:
         """
         assert self._rendezvous is not None
         told = {"host": self._rendezvous.host, "port": self._rendezvous.port, "seconds": self._rendezvous.seconds}
-        await self._http.post("/init_weight_transfer_engine", {"init_info": told | dict(group)}, seconds)
+        await self._http.post("/init_weight_transfer_engine", {"init_info": told | dict(group)}, seconds, alone=True)
 
     async def receive(self, layout: WeightLayout) -> None:
         """Let the paused server's workers receive all weights from rank 0 of their group; `finish_update` follows.
@@ -235,8 +235,8 @@ class VllmApi:
         Raises:
             EngineServerError: they have not got all of them, and can be given them again.
         """
-        await self._http.post("/start_weight_update", {}, _LOADING)
-        await self._http.post("/update_weights", {"update_info": asdict(layout)}, _DAY)
+        await self._http.post("/start_weight_update", {}, _LOADING, alone=True)
+        await self._http.post("/update_weights", {"update_info": asdict(layout)}, _DAY, alone=True)
 
     async def finish_update(self, version: PolicyVersion) -> None:
         """Let the server use weights of which it has all, and forget what the old ones have computed.

@@ -49,7 +49,7 @@ class Rendezvous:
             self.host, self.port = listening.getsockname()[:2]
             # A store that makes its own socket would listen at all addresses of the machine.
             self._store = open_store(self.host, self.port, seconds, listening.detach())
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise ConfigError(
                 f"nothing can listen at {address or LOOPBACK} for servers that get weights (engine.weights_address): "
                 f"{error}"

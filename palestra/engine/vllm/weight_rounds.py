@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from palestra.models.weights import WeightSource
 from palestra.threads import in_thread
 
 log = logging.getLogger("palestra.engine")
-MOST_TRIES = 2  # with the same servers, all of which answer
+MOST_TRIES = 2  # with one server alone, which answers
 Problems = dict["Receiver", PalestraError]
 
 
@@ -65,7 +66,8 @@ class WeightRounds:
     A round has the servers that take weights from the same source at the same time: all of a pool with
     `sync = "all"`, one with `"rolling"`, and one that has come later. It is led by the call of the server that came
     first. The servers of a round are a group together with this process, which stays for the next round of the same
-    servers. Where one is lost in the middle, the others get all weights again, over a group without it.
+    servers. Where one is lost in the middle, the others get all weights again, over a group without it; where all
+    answer that something has failed, each gets them over a group of its own.
 
     Attributes:
         rendezvous: where the servers meet this process; its time limit is that of every wait here.
@@ -157,16 +159,18 @@ class WeightRounds:
             dtype=str(dtype).removeprefix("torch."),
             bucket_bytes=self._bucket_bytes,
         )
-        left, tries = list(led.joined), 0
-        while left and tries < MOST_TRIES:
-            problems = await self._send(left, named, layout)
-            led.outcomes |= {one: problems.get(one) for one in left}
-            answering = [one for one in left if isinstance(problems.get(one), EngineServerError)]
-            # A server that is lost may have been the reason for the others' errors.
-            tries = tries + 1 if len(answering) == len(left) else 0
-            left = answering
+        batches, alone = [list(led.joined)], Counter[Receiver]()
+        while batches:
+            batch = batches.pop()
+            alone.update(batch if len(batch) == 1 else ())
+            problems = await self._send(batch, named, layout)
+            led.outcomes |= {one: problems.get(one) for one in batch}
             for problem in problems.values():
                 log.warning("a server did not get new weights: %s", problem)
+            answer = {one for one, problem in problems.items() if isinstance(problem, EngineServerError)}
+            again = [one for one in batch if one in answer and alone[one] < MOST_TRIES]
+            # A server that is lost was the reason for the others' errors; otherwise it shows which one is at fault.
+            batches += [again] if again and len(answer) < len(problems) else [[one] for one in again]
 
     async def _send(
         self, receivers: Sequence[Receiver], named: Sequence[tuple[str, Tensor]], layout: WeightLayout
@@ -231,17 +235,15 @@ class WeightRounds:
             while not sending.done() and before != moved[0]:
                 before = moved[0]
                 await asyncio.wait([sending], timeout=limit)
+            error = sending.exception() if sending.done() else TimeoutError("it stands still, and is left behind")
+            if not isinstance(error, RuntimeError | TimeoutError | None):
+                raise error
+            if error is not None:
+                log.warning("a broadcast of weights has failed: %s", _line(error))
+                self._leave(receivers)  # so that no server waits for the rest of it
             await asyncio.wait(answers, timeout=limit)
             problems = _problems(receivers, answers)
-            if not sending.done():
-                log.warning("a broadcast of weights stands still, and is left behind")
-            elif (error := sending.exception()) is not None:
-                if not isinstance(error, RuntimeError):
-                    raise error
-                log.warning("a broadcast of weights has failed: %s", _line(error))
-            elif not problems:
-                return True, {}
-            return False, problems
+            return error is None and not problems, problems
         finally:
             await _end(sending, *answers)
 

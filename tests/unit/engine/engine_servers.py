@@ -19,6 +19,9 @@ from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
 from palestra.engine.vllm.api import VllmApi
+from palestra.engine.vllm.served_broadcast import ServedBroadcast
+from palestra.engine.vllm.weight_rounds import WeightRounds
+from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from palestra.types.calls import PolicyVersion
 
 VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"
@@ -168,6 +171,66 @@ class ScriptedVllm(ScriptedServer):
         return await self.send(request, [event(number) for number in range(params["max_tokens"])])
 
 
+class ScriptedGroup(ScriptedVllm):
+    """vLLM's routes with Palestra's module for broadcasts, whose workers are threads.
+
+    Attributes:
+        workers: of the server.
+        groups: of each group that was joined: its name, and the number of ranks.
+        received: of each worker: names of the last update's tensors, with these.
+        hurt: called in a worker's thread before it takes a tensor, with the number of the tensor.
+    """
+
+    info: ClassVar[dict] = ScriptedVllm.info | {
+        "weight_transfer_config": {"backend": "palestra_group"},
+        "parallel_config": {"world_size": 1, "data_parallel_size": 1},
+    }
+    torch_version = torch.__version__
+
+    def __init__(self, workers: int = 1) -> None:
+        super().__init__()
+        self.workers, self.ranks = workers, dict[int, WeightGroup]()
+        self.groups: list[tuple[str, int]] = []
+        self.received: list[dict[str, torch.Tensor]] = []
+        self.hurt = lambda number: None
+
+    async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
+        if request.path == "/server_info":
+            parallel = {"world_size": self.workers, "data_parallel_size": 1}
+            said = {"vllm_config": self.info | {"parallel_config": parallel}}
+            return web.json_response(said | {"system_env": {"torch_version": self.torch_version}})
+        if request.path not in ("/init_weight_transfer_engine", "/update_weights"):
+            return await super().answer(request, body)
+        self.asked.append((request.path, body))
+        work = self.join if "init_info" in body else self.receive
+        try:
+            found = await asyncio.gather(
+                *(asyncio.to_thread(work, number, *body.values()) for number in range(self.workers))
+            )
+        except (RuntimeError, OSError) as error:
+            return web.json_response({"error": {"message": str(error), "code": 500}}, status=500)
+        if "update_info" in body:
+            self.received = found
+        return web.json_response({})
+
+    def join(self, number: int, told: dict) -> dict:
+        address = own_address(told["host"], told["port"], told["seconds"])
+        if told.get("group"):
+            store = reach_store(told["host"], told["port"], told["seconds"])
+            rank, size = told["first_rank"] + number, told["size"]
+            group = WeightGroup(store, told["group"], told["backend"], rank, size, address, told["seconds"])
+            self.ranks[number] = group
+            self.groups.append((told["group"], size))
+        return {}
+
+    def receive(self, number: int, told: dict) -> dict[str, torch.Tensor]:
+        found = {}
+        for place, (name, tensor) in enumerate(self.ranks[number].receive(WeightLayout(**told))):
+            self.hurt(place)
+            found[name] = tensor
+        return found
+
+
 class ScriptedSglang(ScriptedServer):
     """SGLang's routes as its documentation has them; an event repeats the tokens of those before."""
 
@@ -242,6 +305,7 @@ async def on_server(
     adapter=None,
     pictures=None,
     stuck_seconds: float = 60.0,
+    rendezvous=None,
 ):
     """An engine whose policy is sampled by a scripted server.
 
@@ -253,6 +317,7 @@ async def on_server(
         adapter: the policy's; None: its server gets whole weights.
         pictures: see `VllmApi`.
         stuck_seconds: see `ExternalEngine`.
+        rendezvous: see `VllmApi`.
     """
     model, files = write_files(folder / "model"), folder / "weights"
     files.mkdir()
@@ -266,6 +331,7 @@ async def on_server(
                 seeded=False,
                 rank=None if adapter is None else adapter.rank,
                 pictures=pictures,
+                rendezvous=rendezvous,
             )
             if isinstance(server, ScriptedVllm)
             else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model)
@@ -282,11 +348,12 @@ async def on_server(
             "most_calls": 4,
             "version": PolicyVersion(0, 0),
         }
-        policy = (
-            ServedPolicy(**known)
-            if adapter is None
-            else ServedAdapter(**known, adapter=adapter, base=str(model), first=None)
-        )
+        if rendezvous is not None:
+            policy = ServedBroadcast(**known, rounds=WeightRounds(rendezvous, bucket_bytes=64))
+        elif adapter is None:
+            policy = ServedPolicy(**known)
+        else:
+            policy = ServedAdapter(**known, adapter=adapter, base=str(model), first=None)
         engine = ExternalEngine({"policy": policy}, finish, stuck_seconds)
         try:
             yield engine

@@ -13,7 +13,7 @@ import pytest
 from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
 from palestra.engine.external.process import SUPERVISOR, ServerProcess
-from palestra.engine.vllm.command import installed_vllm, vllm_command, vllm_variables
+from palestra.engine.vllm.command import WORKER, installed_vllm, vllm_command, vllm_variables
 from palestra.errors import ConfigError, EngineFailure, ModelError
 
 SERVER = """
@@ -192,7 +192,9 @@ def test_what_the_command_of_vllm_says():
     assert "--enforce-eager" not in command_of(compile=True)
     assert "--tensor-parallel-size 4" in command_of(tensor_parallel=4)
     assert "--kv-cache-memory-bytes 2147483648" in command_of(is_cpu=False, cache_gib=2)
-    assert "--weight-transfer-config" in plain
+    assert '--weight-transfer-config {"backend": "palestra_file"}' in plain
+    for transfer in ("gloo", "nccl"):
+        assert '--weight-transfer-config {"backend": "palestra_group"}' in command_of(weight_transfer=transfer)
     assert "--enable-lora" not in plain
     # A seeded prompt that is split over passes ends vLLM's engine on CPUs, so that each pass has room for the longest.
     seeded = command_of(seeds=True, prefill_tokens=128)
@@ -220,6 +222,10 @@ def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights(
         ({"replicas": 3, "threads": 3}, 2, "6,7,9"),  # 9 threads on 8 cores: two workers share some
         ({"replicas": 2, "threads": 8}, 1, "0,1,2,3,4,6,7,9"),
         ({"replicas": 2, "threads": 12}, 1, "0,1,2,3,4,6,7,9"),
+        ({"tensor_parallel": 2}, 0, "0,1,2,3|4,6,7,9"),
+        ({"replicas": 2, "tensor_parallel": 2}, 1, "4,6|7,9"),
+        ({"tensor_parallel": 2, "threads": 1}, 0, "0|0"),
+        ({"tensor_parallel": 3, "threads": 8}, 0, "0,1|2,3|4,6"),
     ],
 )
 def test_each_worker_has_cores_of_its_own(monkeypatch, tmp_path, settings, place, cores):
@@ -259,4 +265,11 @@ def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert found["VLLM_USE_AOT_COMPILE"] == "0"  # a second start would compile again
-    assert list(Path(found["PYTHONPATH"]).glob("*.py")) == [Path(found["PYTHONPATH"]) / "palestra_vllm_worker.py"]
+    folder = Path(found["PYTHONPATH"])
+    assert sorted(path.name for path in folder.glob("*.py")) == ["palestra_vllm_worker.py", "palestra_weight_group.py"]
+
+
+def test_vllm_has_no_need_of_palestra_to_import_the_module_that_it_shares_with_the_trainer():
+    code = "import sys, palestra_weight_group; print('palestra' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env={"PYTHONPATH": str(WORKER)}, text=True).strip() == "False"
