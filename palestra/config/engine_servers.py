@@ -110,7 +110,9 @@ class VllmEngineConfig(PooledEngineConfig):
     )
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
-    tensor_parallel: Positive = Field(1, description="GPUs that share each server's model.")
+    tensor_parallel: Positive = Field(
+        1, description="GPUs that share each server's model; with vLLM's build for CPUs, processes."
+    )
     compile: bool = Field(
         False, description="Whether vLLM compiles the model when it starts, which takes minutes and decodes faster."
     )

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 class Rendezvous:
     """A store of this process, which listens at one address, and tells the ranks of every group how to find the others.
 
-    The store asks nobody for a key. Whoever reaches it can join a group whose name is known, and names are random.
+    The store asks for no key. A program that reaches it can join a group whose name it knows, and names are random.
 
     Attributes:
         host: address at which the store listens.
@@ -56,7 +56,7 @@ class Rendezvous:
             ) from error
 
     def new_name(self) -> str:
-        """Return a name that no group has, and that nobody can guess."""
+        """Return a name that no group has, and that can't be guessed."""
         return secrets.token_urlsafe(24)
 
     def meet(self, name: str, size: int) -> WeightGroup:
@@ -69,6 +69,6 @@ class Rendezvous:
         Raises:
             RuntimeError: they do not come in time.
         """
-        # A connection of its own: on one that groups share, a meeting that nobody comes to would hold up the next one.
+        # A connection of its own: on one that groups share, a meeting to which no rank comes would delay the next.
         store = reach_store(self.host, self.port, self.seconds)
         return WeightGroup(store, name, self.backend, 0, size, self.host, self.seconds)

@@ -34,7 +34,7 @@ class Receiver:
 
     Attributes:
         api: of the server.
-        moved: is told the bytes of each bucket that was sent to the server.
+        moved: called with the bytes of each bucket that was sent to the server.
     """
 
     api: VllmApi
@@ -142,7 +142,13 @@ class WeightRounds:
         self._leave([receiver])
 
     async def _lead(self, led: _Round, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        """Wait for the servers that are expected, and send the weights until each has got them or is given up."""
+        """Wait for the servers that are expected, and send the weights until each has got them or is given up.
+
+        Args:
+            led: the round.
+            named: all weights, [n, d] or [d], with their names.
+            dtype: precision in which they are sent.
+        """
         key, limit = id(led.source), self.rendezvous.seconds
         try:
             with contextlib.suppress(TimeoutError):  # those that are late get a round of their own
@@ -175,7 +181,7 @@ class WeightRounds:
     async def _send(
         self, receivers: Sequence[Receiver], named: Sequence[tuple[str, Tensor]], layout: WeightLayout
     ) -> Problems:
-        """Send the weights once, and return why servers did not get them, by server.
+        """Send the weights, [n, d] or [d], once, and return why servers did not get them, by server.
 
         A server whose problem is an EngineServerError has answered, so it can be sent them again.
         """
@@ -220,7 +226,14 @@ class WeightRounds:
         named: Sequence[tuple[str, Tensor]],
         layout: WeightLayout,
     ) -> tuple[bool, Problems]:
-        """Send the weights over a group, and return whether it can be used again, and which servers did not get all."""
+        """Send the weights over a group, and return whether it can be used again, and which servers did not get all.
+
+        Args:
+            group: of this process and the servers' workers.
+            receivers: the servers.
+            named: all weights, [n, d] or [d], with their names.
+            layout: of the weights.
+        """
         loop, limit, moved = asyncio.get_running_loop(), 2 * self.rendezvous.seconds, [0]
 
         def sent(size: int) -> None:

@@ -43,7 +43,7 @@ class _Transfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         """Load all weights; where they do not all come, leave a model that can be loaded again.
 
         Args:
-            weights: with the names of the model's own files.
+            weights: [n, d] or [d], with the names of the model's own files.
         """
         try:
             self.model.load_weights(weights)
@@ -111,7 +111,7 @@ class FileTransfer(_Transfer):
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file, with their names."""
+    """Yield the tensors, [n, d] or [d], of a safetensors file, with their names."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - an object of Rust, over which one can't iterate
             yield name, file.get_tensor(name)

@@ -149,9 +149,9 @@ class WeightGroup:
         """Send weights to all other ranks. While a bucket is on its way, the next one is filled.
 
         Args:
-            weights: with their names, in the layout's order, of its shapes; each is rounded to its precision.
+            weights: [n, d] or [d], with their names, in the layout's order; each is rounded to its precision.
             layout: of the weights.
-            sent: is told the bytes of each bucket that has been sent.
+            sent: called with the bytes of each bucket that has been sent.
 
         Raises:
             RuntimeError: a rank is gone, or did not receive a bucket in time.
@@ -168,7 +168,7 @@ class WeightGroup:
             sent(self._wait(before))
 
     def receive(self, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that rank 0 sends. While those of a bucket are used, the next one is received.
+        """Yield the weights, [n, d] or [d], that rank 0 sends. While a bucket is used, the next one is received.
 
         A tensor stays as it is: no later bucket is written into its memory.
 
@@ -204,7 +204,7 @@ class WeightGroup:
         return buffer, self._group.broadcast([buffer.view(torch.uint8)], options)
 
     def _wait(self, begun: tuple[Tensor, Any]) -> int:
-        """Return the bytes of a bucket once it is there."""
+        """Return the bytes of a bucket, [numbers], once it is there."""
         buffer, work = begun
         work.wait()
         return buffer.nbytes
