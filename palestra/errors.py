@@ -331,7 +331,7 @@ class ReplyLost(EngineFailure):
 
 
 class EngineServerError(EngineFailure):
-    """A server from which an engine samples has answered with an error. It is there, and may be asked again."""
+    """A server from which an engine samples has answered that it has failed. It is there, and may be asked again."""
 
 
 class BaseServerLost(EngineFailure):

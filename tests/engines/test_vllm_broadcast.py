@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from engines.models import started, vllm_python, write_model
 from engines.test_vllm_pool import changed, expected, reply, weights_of
+from palestra.engine.vllm.api import VllmApi
 from palestra.engine.vllm.command import WORKER
 from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup
+from palestra.errors import EngineFailure
 from palestra.models.weight_file import write_weights
 from palestra.types.calls import PolicyVersion
 
@@ -50,6 +52,16 @@ def in_the_middle(monkeypatch):
 
     monkeypatch.setattr(WeightGroup, "send", watched)
     return todo
+
+
+def breaks() -> None:
+    """Let a broadcast fail; a test calls it in the middle of one."""
+    raise RuntimeError("the network is gone")
+
+
+async def killed(api, version) -> None:
+    """Stand for a job that ends after the broadcast, before vLLM is asked to finish the update."""
+    raise EngineFailure("killed")
 
 
 def small_buckets(engine) -> None:
@@ -87,9 +99,6 @@ async def test_a_server_gets_all_weights_while_replies_wait_and_again_where_a_br
         await check(engine, reference, VERSIONS[2])
         assert list(engine._policies["policy"].rounds._groups.values()) == groups
         assert engine.load().moved_bytes == 2 * sum(one.numel() * 4 for _, one in weights_of(reference).named)
-
-        def breaks() -> None:
-            raise RuntimeError("the network is gone")
 
         changed(reference)
         in_the_middle.append(breaks)
@@ -141,14 +150,16 @@ def serve(model, port: int, log) -> subprocess.Popen:
     command += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "21", "--generation-config", "vllm"]
     command += ["--structured-outputs-config", '{"backend": "guidance"}', "--dtype", "float32", "--enforce-eager"]
-    command += ["--weight-transfer-config", '{"backend": "palestra_group"}', "--tensor-parallel-size", "2"]
+    command += ["--weight-transfer-config", '{"backend": "palestra_file"}', "--tensor-parallel-size", "2"]
     command += ["--worker-extension-cls", "palestra_vllm_worker.WorkerExtension"]
     own = {"PYTHONPATH": str(WORKER), "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     own |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, start_new_session=True)
 
 
-async def test_the_workers_that_share_a_model_of_a_server_that_runs_already_get_weights_too(model, reference, tmp_path):
+async def test_the_workers_that_share_a_model_of_a_server_that_runs_already_get_weights_too(
+    model, reference, tmp_path, in_the_middle, monkeypatch
+):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with (tmp_path / "server.log").open("wb") as log:
@@ -162,11 +173,26 @@ async def test_the_workers_that_share_a_model_of_a_server_that_runs_already_get_
                 await asyncio.sleep(0.5)
         url = {"python": None, "threads": None, "url": f"http://127.0.0.1:{port}", "weight_transfer": "gloo"}
         async with started(model, tmp_path / "run", **url) as engine:
+            small_buckets(engine)
             for version in VERSIONS[1:3]:
                 changed(reference)
                 await engine.sync_weights("policy", version, weights_of(reference))
                 await check(engine, reference, version)
             assert engine._policies["policy"].api.ranks == 2
+            in_the_middle += [breaks, breaks]
+            with pytest.raises(EngineFailure, match=r"while it got version 0\.3"):
+                await engine.sync_weights("policy", VERSIONS[3], weights_of(reference))
+        # As a job that is killed leaves it, too: paused, with the weights of two versions.
+        async with started(model, tmp_path / "again", **url) as engine:
+            await engine.sync_weights("policy", VERSIONS[4], weights_of(reference))
+            await check(engine, reference, VERSIONS[4])
+            monkeypatch.setattr(VllmApi, "finish_update", killed)
+            with pytest.raises(EngineFailure, match="killed"):
+                await engine.sync_weights("policy", VERSIONS[5], weights_of(reference))
+            monkeypatch.undo()
+        async with started(model, tmp_path / "once more", **url) as engine:
+            await engine.sync_weights("policy", VERSIONS[1], weights_of(reference))
+            await check(engine, reference, VERSIONS[1])
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()

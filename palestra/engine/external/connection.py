@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import httpx2
 
 from palestra.engine.external.bounded import read_body, read_lines
-from palestra.errors import EngineFailure, EngineServerError, InvalidRequest
+from palestra.errors import EngineFailure, InvalidRequest
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
@@ -81,9 +81,7 @@ class EngineConnection:
         """Return the answer to a GET request as it is; see `get`."""
         return (await self._sent("GET", path, None, seconds)).decode(errors="replace")
 
-    async def post(
-        self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None, alone: bool = False
-    ) -> Any:
+    async def post(self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None) -> Any:
         """Return the JSON of the answer to a POST request; None: the answer is empty.
 
         Args:
@@ -91,14 +89,12 @@ class EngineConnection:
             body: sent as JSON.
             seconds: how long the server may take, and the sending.
             query: parameters behind the path.
-            alone: whether the connection is closed after the request. A server may close one on which a request has
-                failed, a moment after the answer, and the next request on it would be lost.
 
         Raises:
             InvalidRequest: the server refuses the request.
             EngineFailure: there is no answer in time, or another error.
         """
-        return self._json(path, await self._sent("POST", path, body, seconds, query, alone))
+        return self._json(path, await self._sent("POST", path, body, seconds, query))
 
     async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
         """Send a POST request, and return when the server has answered that it succeeded. The answer's text is ignored.
@@ -148,23 +144,14 @@ class EngineConnection:
         await self._http.aclose()
 
     async def _sent(
-        self,
-        method: str,
-        path: str,
-        body: Body | None,
-        seconds: float,
-        query: Mapping[str, str] | None = None,
-        alone: bool = False,
+        self, method: str, path: str, body: Body | None, seconds: float, query: Mapping[str, str] | None = None
     ) -> bytes:
         """Return the body of a good answer, all of which has to be there in time."""
-        sent = _sent(body)
-        if alone:
-            sent["headers"] = sent.get("headers", {}) | {"connection": "close"}
         timeout = httpx2.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         try:
             async with (
                 asyncio.timeout(seconds),
-                self._http.stream(method, path, **sent, params=query, timeout=timeout) as answer,
+                self._http.stream(method, path, **_sent(body), params=query, timeout=timeout) as answer,
             ):
                 found = await read_body(answer, f"{self._address}{path}")
         except TimeoutError as error:
@@ -194,7 +181,7 @@ class EngineConnection:
             raise InvalidRequest(f"the engine refuses this request: {said}")
         if answer.status_code in _OTHER_KEY:
             said += "; engine.key_variable has to name the variable with the key that the engine's server was given"
-        raise EngineServerError(f"{self._address}{path} answered {answer.status_code}: {said}")
+        raise EngineFailure(f"{self._address}{path} answered {answer.status_code}: {said}")
 
     def _event(self, path: str, data: bytes) -> Any:
         try:

@@ -128,7 +128,6 @@ class ServedPolicy:
             EngineFailure: it does not answer.
         """
         await self.api.check()
-        await self.api.resume()  # a job that was killed may have left a server paused
         await self.api.set_version(self.version)
 
     def version_of(self, name: str) -> PolicyVersion:

@@ -43,6 +43,7 @@ class SglangApi:
         found = await self._http.get("/get_model_info", _QUICK)
         if not isinstance(found, dict) or not found.get("is_generation", True):
             raise ConfigError("the engine's server has a model that does not generate")
+        await self.resume()
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply; each event repeats what came before it, unless the server was told otherwise."""

@@ -27,7 +27,7 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 
 GENERATE = "/inference/v1/generate"
-FILE_BACKEND, GROUP_BACKEND = "palestra_file", "palestra_group"  # see worker/palestra_vllm_worker.py
+BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
 OLDEST = (0, 32)
 _QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
 _DAY = 86_400.0  # for broadcasts, whose caller looks at their progress, and gives up earlier
@@ -103,12 +103,17 @@ class VllmApi:
             self._check_settings(settings["vllm_config"])
             if self._rendezvous is not None:
                 self._check_torch(str(settings["system_env"]["torch_version"]))
-                parallel = settings["vllm_config"]["parallel_config"]
-                self.ranks = int(parallel["world_size"]) * int(parallel["data_parallel_size"])
+                self._check_replicas(settings["vllm_config"]["parallel_config"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"the engine's server describes itself in a way that can't be read: {type(error).__name__}: {error}"
             ) from error
+        if self._rendezvous is not None:
+            try:
+                await self._greet({}, _QUICK)
+            except EngineServerError as error:
+                raise ConfigError(f"the engine's server can't be sent weights: {error}") from error
+        await self.resume()  # a server that is paused would not answer what is asked next
         await self._check_vocabulary()
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
@@ -122,10 +127,10 @@ class VllmApi:
                     f"the engine's server needs --enable-lora --max-lora-rank {lora_rank(self._rank)} and "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, because the policy is an adapter"
                 )
-        elif (settings.get("weight_transfer_config") or {}).get("backend") != self._backend:
+        elif (settings.get("weight_transfer_config") or {}).get("backend") != BACKEND:
             raise ConfigError(
-                f'the engine\'s server needs --weight-transfer-config \'{{"backend": "{self._backend}"}}\' and '
-                "Palestra's --worker-extension-cls; docs/engines.md has the command"
+                f"the engine's server needs --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}' and Palestra's "
+                "--worker-extension-cls; docs/engines.md has the command"
             )
         if model["max_model_len"] < self._bounds.max_context:
             raise ConfigError(
@@ -133,10 +138,14 @@ class VllmApi:
                 f"{model['max_model_len']}"
             )
 
-    @property
-    def _backend(self) -> str:
-        """Return how the server's workers have to get new weights."""
-        return FILE_BACKEND if self._rendezvous is None else GROUP_BACKEND
+    def _check_replicas(self, parallel: Mapping[str, Any]) -> None:
+        """Note the number of workers, and refuse replicas in one server, of which vLLM reports the first one alone."""
+        if parallel["data_parallel_size"] != 1:
+            raise ConfigError(
+                "the engine's server has --data-parallel-size, with which weights can't be broadcast; start a server "
+                "for each replica, or set engine.weight_transfer = 'file'"
+            )
+        self.ranks = int(parallel["world_size"])
 
     def _check_torch(self, said: str) -> None:
         """Compare the server's torch with this process's, because ranks of a group have to speak the same protocol."""
@@ -211,20 +220,21 @@ class VllmApi:
         Raises:
             EngineServerError: they can't reach the others, or these do not come in time.
         """
-        group = {"group": name, "first_rank": first_rank, "size": size}
         assert self._rendezvous is not None
-        await self._greet(group | {"backend": self._rendezvous.backend}, 2 * self._rendezvous.seconds)
+        group = {"name": name, "first_rank": first_rank, "size": size, "backend": self._rendezvous.backend}
+        await self._greet(group, 2 * self._rendezvous.seconds)
 
     async def _greet(self, group: Mapping[str, Any], seconds: float) -> None:
         """Tell the server's workers where the trainer is, and which group they join there.
 
         Args:
-            group: fields of the group; none: the workers only try to reach the trainer.
+            group: fields of the group; none: the workers only try to reach the trainer, and abandon what another one
+                has left unfinished.
             seconds: how long that may take.
         """
         assert self._rendezvous is not None
         told = {"host": self._rendezvous.host, "port": self._rendezvous.port, "seconds": self._rendezvous.seconds}
-        await self._http.post("/init_weight_transfer_engine", {"init_info": told | dict(group)}, seconds, alone=True)
+        await self._ask_workers("palestra_join", told | dict(group), seconds)
 
     async def receive(self, layout: WeightLayout) -> None:
         """Let the paused server's workers receive all weights from rank 0 of their group; `finish_update` follows.
@@ -235,8 +245,24 @@ class VllmApi:
         Raises:
             EngineServerError: they have not got all of them, and can be given them again.
         """
-        await self._http.post("/start_weight_update", {}, _LOADING, alone=True)
-        await self._http.post("/update_weights", {"update_info": asdict(layout)}, _DAY, alone=True)
+        await self._ask_workers("palestra_receive", asdict(layout), _DAY)
+
+    async def _ask_workers(self, method: str, argument: Mapping[str, Any], seconds: float) -> None:
+        """Call a method of Palestra's module in all workers of the server.
+
+        Args:
+            method: its name.
+            argument: of the method.
+            seconds: how long it may take.
+
+        Raises:
+            EngineServerError: a worker answers that something went wrong.
+            EngineFailure: the server does not answer, or has no such method.
+        """
+        body = {"method": method, "args": [orjson.dumps(argument).decode()]}
+        problems = list_of(await self._http.post("/collective_rpc", body, seconds), "results")
+        if wrong := [str(problem) for problem in problems if problem]:
+            raise EngineServerError(f"{self.address}: {wrong[0]}")
 
     async def finish_update(self, version: PolicyVersion) -> None:
         """Let the server use weights of which it has all, and forget what the old ones have computed.
@@ -258,13 +284,7 @@ class VllmApi:
 
     async def set_version(self, version: PolicyVersion) -> None:
         """Name the version of the weights that the server has; see `EngineApi`."""
-        if self._rendezvous is None:
-            await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
-        else:
-            try:
-                await self._greet({}, _QUICK)
-            except EngineServerError as error:
-                raise ConfigError(f"the engine's server can't be sent weights: {error}") from error
+        await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
         await self._http.post("/update_weight_version", {"new_version": str(version)}, _QUICK)
         self._weights = str(version)
 

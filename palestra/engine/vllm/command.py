@@ -10,7 +10,7 @@ from pathlib import Path
 
 from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
-from palestra.engine.vllm.api import FILE_BACKEND, GROUP_BACKEND, OLDEST, lora_rank, version_of
+from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank, version_of
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
 from palestra.models.device import allowed_cores
@@ -97,8 +97,7 @@ def vllm_command(
     command += ["--max-logprobs", str(MOST_TOP_LOGPROBS + 1)]
     command += ["--structured-outputs-config", json.dumps({"backend": "guidance"})]
     if adapter is None:
-        backend = FILE_BACKEND if config.weight_transfer == "file" else GROUP_BACKEND
-        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+        command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         command += ["--worker-extension-cls", "palestra_vllm_worker.WorkerExtension"]
     else:
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank(adapter.rank))]

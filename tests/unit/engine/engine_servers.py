@@ -147,6 +147,8 @@ class ScriptedVllm(ScriptedServer):
             return web.json_response(said, status=400)
         assert body.get("model") in (None, *self.adapters)
         if not body.get("stream"):
+            while self.paused:
+                await asyncio.sleep(0.01)
             scores = [None, *({str(token): {"logprob": -token / 100}} for token in prompt[1:])]
             return web.json_response({"prompt_logprobs": scores, "choices": []})
         self.bodies.append(body)
@@ -172,63 +174,57 @@ class ScriptedVllm(ScriptedServer):
 
 
 class ScriptedGroup(ScriptedVllm):
-    """vLLM's routes with Palestra's module for broadcasts, whose workers are threads.
+    """vLLM's routes with workers that take part in broadcasts, which are threads.
 
     Attributes:
-        workers: of the server.
-        groups: of each group that was joined: its name, and the number of ranks.
-        received: of each worker: names of the last update's tensors, with these.
+        workers: number of them.
+        groups: of each group that a worker has joined: its name, and the number of ranks.
+        received: of each worker the tensors of the last broadcast, by name.
         hurt: called in a worker's thread before it takes a tensor, with the number of the tensor.
     """
 
-    info: ClassVar[dict] = ScriptedVllm.info | {
-        "weight_transfer_config": {"backend": "palestra_group"},
-        "parallel_config": {"world_size": 1, "data_parallel_size": 1},
-    }
-    torch_version = torch.__version__
+    torch_version, replicas = torch.__version__, 1
 
     def __init__(self, workers: int = 1) -> None:
         super().__init__()
         self.workers, self.ranks = workers, dict[int, WeightGroup]()
         self.groups: list[tuple[str, int]] = []
-        self.received: list[dict[str, torch.Tensor]] = []
+        self.received: dict[int, dict[str, torch.Tensor]] = {}
         self.hurt = lambda number: None
 
     async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
         if request.path == "/server_info":
-            parallel = {"world_size": self.workers, "data_parallel_size": 1}
-            said = {"vllm_config": self.info | {"parallel_config": parallel}}
-            return web.json_response(said | {"system_env": {"torch_version": self.torch_version}})
-        if request.path not in ("/init_weight_transfer_engine", "/update_weights"):
+            parallel = {"parallel_config": {"world_size": self.workers, "data_parallel_size": self.replicas}}
+            said = {"vllm_config": self.info | parallel, "system_env": {"torch_version": self.torch_version}}
+            return web.json_response(said)
+        if request.path != "/collective_rpc":
             return await super().answer(request, body)
-        self.asked.append((request.path, body))
-        work = self.join if "init_info" in body else self.receive
-        try:
-            found = await asyncio.gather(
-                *(asyncio.to_thread(work, number, *body.values()) for number in range(self.workers))
-            )
-        except (RuntimeError, OSError) as error:
-            return web.json_response({"error": {"message": str(error), "code": 500}}, status=500)
-        if "update_info" in body:
-            self.received = found
-        return web.json_response({})
+        self.asked.append((body["method"], json.loads(body["args"][0])))
+        work = {"palestra_join": self.join, "palestra_receive": self.receive}[body["method"]]
 
-    def join(self, number: int, told: dict) -> dict:
-        address = own_address(told["host"], told["port"], told["seconds"])
-        if told.get("group"):
-            store = reach_store(told["host"], told["port"], told["seconds"])
-            rank, size = told["first_rank"] + number, told["size"]
-            group = WeightGroup(store, told["group"], told["backend"], rank, size, address, told["seconds"])
-            self.ranks[number] = group
-            self.groups.append((told["group"], size))
-        return {}
+        def problem(number: int) -> str:
+            try:
+                work(number, **json.loads(body["args"][0]))
+            except (RuntimeError, OSError) as error:
+                return str(error)
+            return ""
 
-    def receive(self, number: int, told: dict) -> dict[str, torch.Tensor]:
-        found = {}
-        for place, (name, tensor) in enumerate(self.ranks[number].receive(WeightLayout(**told))):
+        found = await asyncio.gather(*(asyncio.to_thread(problem, number) for number in range(self.workers)))
+        return web.json_response({"results": found})
+
+    def join(self, number: int, host: str, port: int, seconds: float, name: str = "", **group) -> None:
+        address = own_address(host, port, seconds)
+        if name:
+            store, rank = reach_store(host, port, seconds), group["first_rank"] + number
+            size = group["size"]
+            self.ranks[number] = WeightGroup(store, name, group["backend"], rank, size, address, seconds)
+            self.groups.append((name, size))
+
+    def receive(self, number: int, **layout) -> None:
+        self.received[number] = {}
+        for place, (name, tensor) in enumerate(self.ranks[number].receive(WeightLayout(**layout))):
             self.hurt(place)
-            found[name] = tensor
-        return found
+            self.received[number][name] = tensor
 
 
 class ScriptedSglang(ScriptedServer):

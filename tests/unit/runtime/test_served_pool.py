@@ -234,7 +234,7 @@ async def test_one_server_after_another_gets_a_broadcast_and_the_others_go_on(tm
             answer = server.answer
 
             async def watched(request, body, number=number, answer=answer):
-                if request.path == "/update_weights":
+                if body.get("method") == "palestra_receive":
                     order.append((number, {version for _, version in await reply_of(pool)}))
                 return await answer(request, body)
 
@@ -256,7 +256,7 @@ async def test_a_server_that_dies_in_a_broadcast_gets_the_weights_when_it_is_bac
 
         def dies(number: int) -> None:
             dead(hurt)
-            hurt.answers |= dict.fromkeys(("/init_weight_transfer_engine", "/start_weight_update"), (500, "dead"))
+            hurt.answers["/collective_rpc"] = (500, "dead")
             hurt.ranks[0].close()
             raise RuntimeError("dead")
 

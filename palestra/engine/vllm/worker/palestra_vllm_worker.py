@@ -1,14 +1,16 @@
 """Let vLLM's workers get new weights from a trainer: the only module of Palestra that knows vLLM from inside.
 
 vLLM's interpreter imports this file by itself, from a folder with nothing else in it than what it shares with the
-trainer (`palestra_weight_group`), so it imports no other module of Palestra. There are two ways: a file, whose path
-alone the HTTP request carries, and broadcasts of a process group in which the trainer is rank 0. vLLM's own ways of
-updating weights need CUDA.
+trainer (`palestra_weight_group`), so it imports no other module of Palestra. There are two ways: a file in the format
+of safetensors, whose path alone the HTTP request carries, and broadcasts of a process group in which the trainer is
+rank 0. vLLM's own ways of updating weights need CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from palestra_weight_group import (  # type: ignore[import-not-found]
     reach_store,
 )
 from safetensors import safe_open
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,16 +34,44 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+BACKEND = "palestra_file"
+log = logging.getLogger("vllm.palestra")
 
-class _Transfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Replaces the weights of a paused engine."""
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing: a file needs no connection."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the new weights are.
+
+    Attributes:
+        path: of a safetensors file with all weights, under the names of the model's own files.
+    """
+
+    path: str
+
+
+class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Replaces the weights of a paused engine by those of a file, or by others between the start and the end."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again; until `finish_weight_update` no forward pass may run."""
         initialize_layerwise_reload(self.model)
 
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load all weights of a file, mapped into memory."""
+        self.load(_tensors(update_info.path))
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load all weights; where they do not all come, leave a model that can be loaded again.
+        """Load all weights; where they do not all come, leave a model that can compute and be loaded again.
 
         Args:
             weights: [n, d] or [d], with the names of the model's own files.
@@ -48,13 +79,16 @@ class _Transfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         try:
             self.model.load_weights(weights)
         except BaseException:
-            # A layer that has a part of its weights would take the next update's first ones for the rest of them.
-            for layer in self.model.modules():
-                info = get_layerwise_info(layer)
-                if info.can_load():
-                    info.load_numel, info.loaded_weights = 0, []
-            finalize_layerwise_reload(self.model, self.model_config)  # layers without weights get their old ones back
+            self.abandon()
             raise
+
+    def abandon(self) -> None:
+        """End an update of which not all weights have come: each layer has its new weights, or its old ones."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # it has a part of its weights, which the next update would take for its own
+                info.load_numel, info.loaded_weights = 0, []
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
         """Process the new weights as those of a model that is loaded for the first time."""
@@ -77,35 +111,6 @@ class _Transfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             head.weight = embedding.weight
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
-
-@dataclass
-class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: a file needs no connection."""
-
-
-@dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the new weights are.
-
-    Attributes:
-        path: of a safetensors file with all weights, under the names of the model's own files.
-    """
-
-    path: str
-
-
-class FileTransfer(_Transfer):
-    """Reads new weights from a file in shared memory, or in a folder that both sides see."""
-
-    init_info_cls, update_info_cls = FileInitInfo, FileUpdateInfo
-
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Do nothing: there is no connection."""
-
-    def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load all weights of a file, mapped into memory."""
-        self.load(_tensors(update_info.path))
-
     def shutdown(self) -> None:
         """Do nothing: there is no connection."""
 
@@ -117,104 +122,76 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-@dataclass
-class GroupInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer's process listens, and which group the workers of this server join there.
-
-    Attributes:
-        host: address of the store by which the ranks of groups find one another.
-        port: of the store.
-        seconds: how long the meeting, or one broadcast, may take.
-        group: name of the group; "": none is joined yet, and the workers say whether they reach the store.
-        backend: `gloo` or `nccl`.
-        first_rank: of this server's workers.
-        size: number of ranks.
-    """
-
-    host: str
-    port: int
-    seconds: float
-    group: str = ""
-    backend: str = "gloo"
-    first_rank: int = 1
-    size: int = 0
-
-
-@dataclass
-class GroupUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which weights are going to come, see `WeightLayout`.
-
-    Attributes:
-        names: of the weights, which are those of the model's own files.
-        shapes: of each weight.
-        dtype: name of their precision.
-        bucket_bytes: most bytes of a bucket.
-    """
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype: str
-    bucket_bytes: int
-
-
-class GroupTransfer(_Transfer):
-    """Receives new weights as broadcasts of a process group."""
-
-    init_info_cls, update_info_cls = GroupInitInfo, GroupUpdateInfo
-    group: WeightGroup | None = None
-
-    def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
-        """Join a group, in the place of the one before.
-
-        Raises:
-            ConnectionError: the trainer can't be reached.
-            RuntimeError: the other ranks do not come in time.
-        """
-        address = own_address(init_info.host, init_info.port, init_info.seconds)
-        if not init_info.group:
-            return
-        self.shutdown()
-        parallel = self.parallel_config
-        self.group = WeightGroup(
-            reach_store(init_info.host, init_info.port, init_info.seconds),
-            init_info.group,
-            init_info.backend,
-            init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            init_info.size,
-            address,
-            init_info.seconds,
-        )
-
-    def receive_weights(self, update_info: GroupUpdateInfo) -> None:
-        """Load all weights that the trainer broadcasts, while further ones come.
-
-        Raises:
-            RuntimeError: the trainer is gone, or a bucket did not come in time.
-        """
-        if self.group is None:
-            raise RuntimeError("this worker is in no group over which weights could come")
-        layout = WeightLayout(
-            names=update_info.names,
-            shapes=update_info.shapes,
-            dtype=update_info.dtype,
-            bucket_bytes=update_info.bucket_bytes,
-        )
-        try:
-            self.load(self.group.receive(layout))
-        except BaseException:
-            self.shutdown()  # after a broadcast that has failed the ranks do not agree any more
-            raise
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        if self.group is not None:
-            self.group.close()
-            self.group = None
-
-
-WeightTransferEngineFactory.register_engine("palestra_file", FileTransfer)
-WeightTransferEngineFactory.register_engine("palestra_group", GroupTransfer)
+WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
 
 
 class WorkerExtension:
-    """Adds nothing: naming this class in `--worker-extension-cls` makes every worker import the module."""
+    """Methods that `--worker-extension-cls` adds to each of vLLM's workers, by which it takes part in broadcasts.
+
+    Each takes JSON, because vLLM's route passes on strings alone, and returns what went wrong, in words; "": nothing.
+    None raises: vLLM reads the answers of several workers up to the first error, and would take the others for answers
+    to its next call.
+    """
+
+    palestra_group: WeightGroup | None = None
+
+    def palestra_join(self: Any, place: str) -> str:
+        """Join a group in the place of the one before, or only try to reach the trainer.
+
+        Args:
+            place: `host` and `port` of the trainer's store, `seconds` that the meeting, or one broadcast, may take; and
+                of the group, if there is one, `name`, `backend`, `first_rank` of this server's workers, and `size`.
+        """
+
+        def join(host: str, port: int, seconds: float, name: str = "", **group: Any) -> None:
+            if self._weight_update_active:  # of a trainer that was killed before it had vLLM finish
+                with set_current_vllm_config(self.vllm_config):
+                    self.weight_transfer_engine.abandon()
+                self._weight_update_active = False
+            address = own_address(host, port, seconds)
+            if name:
+                self.palestra_leave()
+                store = reach_store(host, port, seconds)
+                rank = group["first_rank"] + self.parallel_config.rank
+                backend, size = group["backend"], group["size"]
+                self.palestra_group = WeightGroup(store, name, backend, rank, size, address, seconds)
+
+        return _problem(lambda: join(**json.loads(place)))
+
+    def palestra_receive(self: Any, layout: str) -> str:
+        """Load all weights that the trainer broadcasts, while further ones come; vLLM has to finish the update then.
+
+        Args:
+            layout: which weights are going to come, see `WeightLayout`.
+        """
+
+        def receive() -> None:
+            if self.palestra_group is None:
+                raise RuntimeError("this worker is in no group over which weights could come")
+            self.start_weight_update()
+            try:
+                with set_current_vllm_config(self.vllm_config):
+                    self.weight_transfer_engine.load(self.palestra_group.receive(WeightLayout(**json.loads(layout))))
+                    torch.accelerator.synchronize()
+            except BaseException:
+                self._weight_update_active = False
+                self.palestra_leave()  # after a broadcast that has failed the ranks do not agree any more
+                raise
+
+        return _problem(receive)
+
+    def palestra_leave(self) -> None:
+        """Leave the group."""
+        if self.palestra_group is not None:
+            self.palestra_group.close()
+            self.palestra_group = None
+
+
+def _problem(work: Callable[[], None]) -> str:
+    """Return what goes wrong in a function, in one line, after all of it was written into vLLM's log; "": nothing."""
+    try:
+        work()
+    except Exception as error:
+        log.exception("a call of Palestra's trainer has failed")
+        return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    return ""
