@@ -113,6 +113,10 @@ class VllmApi:
                 await self._greet({}, _QUICK)
             except EngineServerError as error:
                 raise ConfigError(f"the engine's server can't be sent weights: {error}") from error
+            except EngineFailure as error:
+                raise ConfigError(
+                    f"the engine's server needs the --worker-extension-cls of this version of Palestra: {error}"
+                ) from error
         await self.resume()  # a server that is paused would not answer what is asked next
         await self._check_vocabulary()
 

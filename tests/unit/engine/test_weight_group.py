@@ -120,6 +120,27 @@ def test_what_can_not_be_listened_to_or_reached_is_one_line():
         own_address("127.0.0.1", port, 5.0)
 
 
+def test_a_broadcast_of_nccl_that_takes_too_long_raises_and_does_not_end_the_process(monkeypatch):
+    """Without the variable, a thread of torch ends the process; other groups of the process are not to have it."""
+    made = []
+
+    class Recorded:
+        class Options:
+            _timeout = None
+
+        def __init__(self, store, rank, size, options):
+            made.append((os.environ.get("TORCH_NCCL_BLOCKING_WAIT"), rank, size, options._timeout.total_seconds()))
+
+    monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", Recorded, raising=False)
+    place = Rendezvous(None, "gloo", 5.0)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+        WeightGroup(reach_store(place.host, place.port, 5.0), "name", "nccl", 1, 3, "127.0.0.1", 7.0)
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    assert made == [("1", 1, 3, 7.0)] * 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_refused_before_anything_listens():
     with pytest.raises(ConfigError, match="'nccl' needs a GPU in the job's process, and there is none; take 'gloo'"):

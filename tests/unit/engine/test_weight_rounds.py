@@ -96,6 +96,14 @@ async def test_a_server_that_can_not_take_part_is_refused_before_anything_is_sam
         assert not found.bodies
 
 
+async def test_a_server_with_an_older_module_is_refused(tmp_path, place):
+    server = ScriptedGroup()
+    server.answers["/collective_rpc"] = (500, {"error": {"message": "no attribute 'palestra_join'"}})
+    async with on_server(server, tmp_path, rendezvous=place) as engine:
+        with pytest.raises(ConfigError, match=r"needs the --worker-extension-cls of this version.*'palestra_join'"):
+            await engine.check_servers()
+
+
 async def test_a_server_that_does_not_reach_the_trainer_is_refused(tmp_path, place):
     place.port = 9  # where nothing listens
     async with on_server(ScriptedGroup(), tmp_path, rendezvous=place) as engine:

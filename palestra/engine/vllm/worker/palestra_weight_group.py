@@ -110,7 +110,7 @@ class WeightGroup:
     """One rank of the group."""
 
     def __init__(self, store: Any, name: str, backend: str, rank: int, size: int, address: str, seconds: float) -> None:
-        """Meet the other ranks; blocks until all are there.
+        """Meet the other ranks; with gloo it blocks until all are there, and NCCL's meet at the first broadcast.
 
         Args:
             store: by which the ranks find one another; see `reach_store`.
