@@ -316,6 +316,7 @@ class JobConfig(Section):
             left_out["environment"].add("protocol")
         # A server may move, and a reply is the same from every worker.
         places = {"python", "url", "key_variable", "weights_dir", "startup_seconds", *PooledEngineConfig.model_fields}
+        places |= {"weight_transfer", "weights_address"}  # the weights are the same, however they come
         left_out["engine"] = dict.fromkeys(places, True) | {"workers": {"__all__": places}}
         left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.

@@ -41,6 +41,6 @@ def start_servers(
     places = ServerPlaces(config, settings, settings.python, models, trainer_is_here=False)
     places.check_memory([0])
     try:
-        return EngineServers(config, settings, models, place, places.of_worker(0)).engine(), models
+        return EngineServers(config, settings, models, place, places.of_worker(0), None).engine(), models
     except EngineFailure as error:
         raise ServerFailed(str(error)) from error  # what takes too long would take as long five times

@@ -9,7 +9,7 @@ from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure, PalestraError, ServerFailed
-from palestra.runtime.engine_servers import EngineServers
+from palestra.runtime.engine_servers import EngineServers, weight_rounds
 from palestra.runtime.served_models import ServedModel
 from palestra.runtime.server_places import ServerPlaces
 from palestra.threads import in_thread
@@ -37,9 +37,11 @@ class ServerWorkers:
             trainer_is_here: whether the trainer shares the cards of this process; see `trainer_cards`.
 
         Raises:
-            ConfigError: the servers can't be started: there is no vLLM, say, or too little memory.
+            ConfigError: the servers can't be started: there is no vLLM, say, or too little memory; or this
+                process can't broadcast weights, although it should.
         """
         self._config, self._settings, self._models = config, settings, models
+        self._rounds = weight_rounds(settings)
         self._places: ServerPlaces | None = None
         if isinstance(settings, VllmEngineConfig) and settings.python is not None:
             self._places = ServerPlaces(config, settings, settings.python, models, trainer_is_here=trainer_is_here)
@@ -97,7 +99,7 @@ class ServerWorkers:
         if self._places is not None and (place in self._served or place >= self._settings.worker_count):
             self._places.check_memory([place])
         on = None if self._places is None else self._places.of_worker(place)
-        return EngineServers(self._config, self._settings, self._models, place, on)
+        return EngineServers(self._config, self._settings, self._models, place, on, self._rounds)
 
     async def _reach(self, engine: ExternalEngine, place: int) -> None:
         """Return when the servers of a worker fit their policies, and can be given weights.

@@ -98,7 +98,7 @@ class ServerPlaces:
         number = worker * policies + policy
         if self.is_cpu:
             servers = self._settings.worker_count * policies
-            return deal_cores(self._allowed, self._settings.threads, servers, number)
+            return deal_cores(self._allowed, self._settings.threads, servers, number, self._settings.tensor_parallel)
         return self._on_cards[number]
 
     def of_worker(self, worker: int) -> list[OnCores | OnCards]:

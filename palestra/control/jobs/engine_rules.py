@@ -20,6 +20,7 @@ _OPERATORS = {
     "python": "a program",
     "key_variable": "a variable of the server's environment",
     "weights_dir": "a folder of the server",
+    "weights_address": "an address of the service's machines",
 }
 _OF_SERVER = ("kind", "url", "key_variable", "weights_dir")
 
@@ -54,6 +55,12 @@ class EngineRules:
                         f"{key}.{name} names {what}, which only the operator of this service does; leave it out",
                         f"{key}.{name}",
                     )
+            if table.url is not None and isinstance(table, VllmEngineConfig) and table.weight_transfer != "file":
+                raise InvalidRequest(
+                    f"{key}.weight_transfer is {table.weight_transfer!r}, and new weights come to a server that runs "
+                    "already as files, in the folder that the operator of this service names; leave it out",
+                    f"{key}.weight_transfer",
+                )
             try:
                 self._place_of(table)
             except ConfigError as error:

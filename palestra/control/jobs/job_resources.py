@@ -122,7 +122,8 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
 
     Raises:
         InvalidRequest: a bundle is of a role that the job has no process of, stands twice, has another number, or
-            fewer cores than its processes use; or servers beside the job's own process would have too few GPUs.
+            fewer cores than its processes use; servers beside the job's own process would have too few GPUs; or
+            weights would be broadcast to servers in bundles.
     """
     processes = processes_of(config)
     for number, body in enumerate(asked.bundles):
@@ -131,6 +132,8 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
             raise InvalidRequest(f"{where} is for role {body.role!r}, and {_why_none(body.role, config)}", where)
     bundles = tuple(_bundle(number, body, processes[body.role]) for number, body in enumerate(asked.bundles))
     roles = Counter(bundle.role for bundle in bundles)
+    if "engine" in roles:
+        _check_transfer(config)
     if twice := [role for role, count in roles.items() if count > 1]:
         raise InvalidRequest(
             f"resources.bundles has a role twice ({twice[0]!r}); all processes of a role hold alike", "resources"
@@ -196,6 +199,21 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
         if why := _unfit_gpus(body.role, body.gpus, kind):
             raise InvalidRequest(f"{where}.gpus is {body.gpus:g}, and {why}", f"{where}.gpus")
     return found
+
+
+def _check_transfer(config: JobConfig) -> None:
+    """Refuse broadcasts of weights to vLLM in bundles: it is on other machines, where it reads them from a folder.
+
+    Raises:
+        InvalidRequest: they are configured.
+    """
+    for table in config.engine.tables:
+        if isinstance(table, VllmEngineConfig) and table.started_count and table.weight_transfer != "file":
+            raise InvalidRequest(
+                f"engine.weight_transfer is {table.weight_transfer!r}, and vLLM in a bundle reads new weights from a "
+                "folder of the service; leave it out, or leave the bundle for role 'engine' out",
+                "config.engine.weight_transfer",
+            )
 
 
 def _check_cards(gpus: float, engine: Processes) -> None:

@@ -127,7 +127,7 @@ class InferenceWorker:
         """Return when the worker has had work for `stuck_seconds` and has done none of it, and say so.
 
         A worker that is stopped, or waits for itself, keeps its socket open, so only progress counts: forward passes,
-        tokens, and answers to calls.
+        tokens, new weights that come bit by bit, and answers to calls.
 
         Args:
             is_paused: returns whether the pool is paused; a paused worker has to answer calls, and no requests.
@@ -145,7 +145,7 @@ class InferenceWorker:
     def _progress(self) -> tuple[int, ...]:
         assert self.engine is not None
         load = self.engine.load()
-        return load.passes, load.prefilled_tokens, load.sampled_tokens, self._answered
+        return load.passes, load.prefilled_tokens, load.sampled_tokens, load.moved_bytes, self._answered
 
     def drain(self) -> None:
         """Take no more requests, and leave when those that there are have ended."""
@@ -291,4 +291,5 @@ def added_loads(now: EngineLoad, before: EngineLoad) -> EngineLoad:
         passes=now.passes + before.passes,
         prefilled_tokens=now.prefilled_tokens + before.prefilled_tokens,
         sampled_tokens=now.sampled_tokens + before.sampled_tokens,
+        moved_bytes=now.moved_bytes + before.moved_bytes,
     )

@@ -177,7 +177,7 @@ def vllm_variables(
     }
 
 
-def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number: int) -> OnCores:
+def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number: int, parts: int = 1) -> OnCores:
     """Return the cores of one of several servers: its own, as long as there are enough.
 
     A job of a service was given a number of cores, which may be any of a machine that others use as well, so that its
@@ -188,14 +188,19 @@ def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number
         threads: of each server; None: an equal part of the cores.
         servers: that compute at the same time.
         number: of the server among them, from 0.
+        parts: processes that share each server's model. They have cores of their own, as far as there are enough,
+            divided by `|`; vLLM does not choose these itself.
     """
     if CORES_VARIABLE in os.environ:
-        return OnCores(cores="nobind", threads=threads or max(len(allowed) // servers, 1))
-    if threads is None and servers == 1:
+        share = max((threads or len(allowed) // servers) // parts, 1)
+        return OnCores(cores="nobind", threads=share)
+    if threads is None and servers == parts == 1:
         return OnCores(cores="auto")
     count = min(threads or max(len(allowed) // servers, 1), len(allowed))
     first = min(number * count % len(allowed), len(allowed) - count)
-    return OnCores(cores=",".join(map(str, allowed[first : first + count])))
+    own, share = allowed[first : first + count], max(count // parts, 1)
+    starts = [min(part * share, count - share) for part in range(parts)]
+    return OnCores(cores="|".join(",".join(map(str, own[start : start + share])) for start in starts))
 
 
 def cpu_cache_gib(config: VllmEngineConfig) -> int:

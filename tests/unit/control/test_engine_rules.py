@@ -128,6 +128,8 @@ async def test_each_table_of_a_mixed_pool_gets_its_own(http, plane, rules, tmp_p
         ({"kind": "vllm", "url": SEVEN, "key_variable": "HF_TOKEN"}, "key_variable", "names a variable of the"),
         ({"kind": "vllm", "url": SEVEN, "weights_dir": "/etc"}, "weights_dir", "names a folder of the server"),
         ({"kind": "sglang", "url": SGLANG, "weights_dir": "/etc"}, "weights_dir", "names a folder of the server"),
+        ({"kind": "vllm", "url": SEVEN, "weight_transfer": "gloo", "weights_address": "a"}, "weights_address", "names"),
+        ({"kind": "vllm", "url": HERE, "weight_transfer": "gloo"}, "weight_transfer", "is 'gloo', and new weights"),
         ({"kind": "vllm", "url": "http://169.254.169.254"}, "url", "url names http://169.254.169.254; the operator"),
         ({"kind": "vllm", "url": [SEVEN, "http://10.0.0.7:8001"]}, "url", "url names http://10.0.0.7:8001"),
         ({"kind": "vllm", "url": "http://10.0.0.7:8000.evil.org"}, "url", "the operator of this service allows http:"),

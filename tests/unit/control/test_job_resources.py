@@ -220,6 +220,18 @@ def test_each_vllm_server_of_a_bundle_has_its_gpus():
     assert held(MODEL | {"engine": VLLM}).gpus == 0
 
 
+@pytest.mark.parametrize("engine", [VLLM, {"workers": [{}, VLLM]}])
+def test_weights_are_not_broadcast_to_vllm_in_a_bundle(engine):
+    def sending(transfer: str) -> dict:
+        broadcast = VLLM | {"weight_transfer": transfer}
+        return MODEL | {"engine": broadcast if "workers" not in engine else {"workers": [{}, broadcast]}}
+
+    with pytest.raises(InvalidRequest, match="is 'gloo', and vLLM in a bundle reads new weights from a folder"):
+        held(sending("gloo"), bundles=[{"role": "engine"}])
+    assert held(sending("file"), bundles=[{"role": "engine"}]).bundles
+    assert held(sending("gloo")).cpus > 1  # beside the job's own process, which sends them
+
+
 def test_gpus_that_the_processes_of_a_bundle_can_use_are_held():
     assert held(MODEL, bundles=[{"role": "engine", "gpus": 0.5}]).bundles[0].gpus == 0.5
     assert held(MODEL | RANKS, bundles=[{"role": "trainer", "gpus": 1}]).bundles[0].gpus == 1
