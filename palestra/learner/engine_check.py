@@ -6,6 +6,7 @@ import numpy as np
 
 from palestra.engine.base import Engine
 from palestra.engine.external.sample_text import TEXT
+from palestra.engine.pool.manager import InferenceManager
 from palestra.errors import ConfigError
 from palestra.session import PolicyRuntime
 from palestra.trainer.base import Trainer
@@ -20,6 +21,8 @@ MOST_GAP = 0.25
 async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime) -> None:
     """Compare what an engine and the trainer say of a text, under weights that both of them have.
 
+    Each server of a pool is asked, because each may have another model.
+
     Args:
         engine: samples from the policy, and isn't paused.
         trainer: has the policy.
@@ -30,14 +33,17 @@ async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime)
         EngineFailure: the engine has no answer.
     """
     ids = runtime.renderer.vocabulary.encode(TEXT)[: runtime.config.max_context - 1]
-    said = np.array(await engine.score(runtime.name, TokenSequence(ids)), np.float32)
-    found = await trainer.forward(runtime.name, [_row(runtime.name, ids)], {"old_logprobs"})
-    gap = float(np.abs(said - found["old_logprobs"][0][1:]).mean())
-    if not gap <= MOST_GAP:
-        raise ConfigError(
-            f"the server of engine.url has another model than the job: the log-probabilities of a short text differ by "
-            f"{gap:.2f} nats a token; start it with the model of policies.{runtime.name}, {runtime.config.model}"
-        )
+    prompt, name = TokenSequence(ids), runtime.name
+    is_pool = isinstance(engine, InferenceManager)
+    said = await engine.scores(name, prompt) if is_pool else [await engine.score(name, prompt)]
+    found = await trainer.forward(name, [_row(name, ids)], {"old_logprobs"})
+    for one in said:
+        gap = float(np.abs(np.array(one, np.float32) - found["old_logprobs"][0][1:]).mean())
+        if not gap <= MOST_GAP:
+            raise ConfigError(
+                "the server of engine.url has another model than the job: the log-probabilities of a short text differ "
+                f"by {gap:.2f} nats a token; start it with the model of policies.{name}, {runtime.config.model}"
+            )
 
 
 def _row(policy: str, ids: Ids) -> TrainSample:

@@ -198,6 +198,29 @@ class InferenceManager:
                 losses += 1
         raise EngineFailure(f"{MOST_ATTEMPTS} inference workers died while they scored this prompt")
 
+    async def scores(self, policy: str, prompt: TokenSequence) -> list[list[float]]:
+        """Return the log-probabilities that each worker gives a prompt; see `score`.
+
+        Left out are workers that do not serve now, and those whose kind has no scores.
+
+        Raises:
+            EngineFailure: the pool was closed, or has failed; or a worker that goes on has no answer.
+        """
+        self._check_known(policy)
+        found = []
+        for worker in await self._serving({}):
+            if (engine := worker.engine) is None:  # lost while another one answered
+                continue
+            try:
+                with worker.answering():
+                    found.append(await engine.score(policy, prompt))
+            except InvalidRequest:
+                continue
+            except EngineFailure:
+                if self._closed or not await worker.has_failed(engine):
+                    raise
+        return found
+
     # Weights
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:

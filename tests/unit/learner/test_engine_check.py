@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -80,8 +80,11 @@ async def test_the_text_is_not_longer_than_the_context():
 
 
 @asynccontextmanager
-async def job_on(server: ScriptedVllm, folder, **more):
-    async with listening(server) as port:
+async def job_on(folder, *servers: ScriptedVllm, workers=None):
+    """A job on servers that run already, beside embedded workers if there are `workers` to begin the list with."""
+    async with AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(listening(server)) for server in servers]
+        engine = {"kind": "vllm", "url": [f"http://127.0.0.1:{port}" for port in ports], "key_variable": "SERVERS_KEY"}
         config = JobConfig.model_validate(
             {
                 "run_dir": str(folder / "run"),
@@ -89,10 +92,9 @@ async def job_on(server: ScriptedVllm, folder, **more):
                 "steps": 1,
                 "policies": {"policy": {"model": "tiny-random", "max_context": 64}},
                 "trainer": {"threads": 1, "dtype": "float32"},
-                "engine": {"kind": "vllm", "url": f"http://127.0.0.1:{port}", "key_variable": "SERVERS_KEY"},
+                "engine": engine if workers is None else {"workers": [*workers, engine]},
                 "rollout": {"group_size": 2, "groups_per_step": 1},
             }
-            | more
         )
         async with local_job(config, lambda kind, data: None) as job:
             yield job
@@ -106,7 +108,7 @@ def server(monkeypatch):
 
 async def test_a_job_ends_before_its_first_episode_where_the_server_has_another_model(server, tmp_path):
     server.score = lambda token: -1.0
-    async with job_on(server, tmp_path) as job, asyncio.timeout(60):
+    async with job_on(tmp_path, server) as job, asyncio.timeout(60):
         with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
             await job.run()
         assert job.progress.state == "failed"
@@ -116,10 +118,26 @@ async def test_a_job_ends_before_its_first_episode_where_the_server_has_another_
 async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(server, tmp_path):
     scored = []
     server.score = lambda token: scored.append(token) or -float(np.log(259))
-    async with job_on(server, tmp_path) as job, asyncio.timeout(60):
+    async with job_on(tmp_path, server) as job, asyncio.timeout(60):
         running = asyncio.create_task(job.run())
         while job.progress.phase != "waiting for tasks":
             await asyncio.sleep(0.01)
         assert len(scored) == len(TEXT.encode()[:63]) - 1
         job.stop()
         await running
+
+
+async def test_each_of_several_servers_is_looked_at(server, tmp_path):
+    other = of_tiny_random(ScriptedVllm())
+    other.score = lambda token: -1.0
+    async with job_on(tmp_path, server, other) as job, asyncio.timeout(60):
+        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+            await job.run()
+
+
+@pytest.mark.slow
+async def test_a_server_beside_embedded_workers_is_looked_at(server, tmp_path):
+    server.score = lambda token: -1.0
+    async with job_on(tmp_path, server, workers=[{"threads": 1}]) as job, asyncio.timeout(100):
+        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+            await job.run()

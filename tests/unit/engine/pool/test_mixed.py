@@ -81,6 +81,14 @@ async def test_a_score_comes_from_a_kind_that_has_scores():
         assert house.started[0].asked == 1
 
 
+async def test_each_worker_that_has_scores_is_asked_for_them():
+    house = house_of(1)
+    async with pool_of(house, replicas=3, kinds=("embedded", "vllm", "embedded")) as pool:
+        found = await pool.scores("policy", TokenSequence(PROMPT))
+        assert [len(one) for one in found] == [len(PROMPT) - 1] * 2
+        assert house.started[1].asked == 1
+
+
 async def test_workers_say_their_kind_and_their_number_stays():
     house = Glasshouse()
     async with pool_of(house, kinds=KINDS) as pool:
