@@ -71,7 +71,8 @@ class ServerPlaces:
         """Choose the cards of all servers that there may be, and their part of the memory of each card.
 
         Raises:
-            ConfigError: there are too few cards, or the servers' parts are more than a whole.
+            ConfigError: there are too few cards, or the servers' parts are more than a whole; or a server would compute on
+                the card from which this process broadcasts weights.
         """
         each, policies, settings = self._settings.tensor_parallel, len(self._models), self._settings
         self.most = max(settings.worker_count, max(len(cards) - trainer, 0) // each // policies)
@@ -86,6 +87,12 @@ class ServerPlaces:
                     f"share card {card.name}, so that they would take {taken:g} of its memory; lower it, leave it out, "
                     "or name more cards in CUDA_VISIBLE_DEVICES"
                 )
+
+        if settings.weight_transfer == "nccl" and any(cards[0].name in one.cards.split(",") for one in self._on_cards):
+            raise ConfigError(
+                f"engine.weight_transfer = 'nccl' needs a card that no server has, and card {cards[0].name}, which the "
+                "job's process uses, is a server's as well; name more cards in CUDA_VISIBLE_DEVICES, or take 'file'"
+            )
 
     def of(self, worker: int, policy: int) -> OnCores | OnCards:
         """Return what a server computes with.
