@@ -202,11 +202,12 @@ def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
 
     tune_process()  # before torch is loaded
     from palestra.models.loading import LoadedModels
-    from palestra.runtime.hosted_servers import start_servers
     from palestra.runtime.parts import load_engine
 
     pictures = None if order["pictures"] is None else StoredPictures(Blobs(Path(order["pictures"])))
     if isinstance(config.engine, VllmEngineConfig):
+        from palestra.runtime.hosted_servers import start_servers
+
         servers, served = start_servers(config, order["weights"], pictures, order["place"])
         return servers, {
             each.name: {"vocab_size": each.bounds.vocab_size, "max_context": each.bounds.max_context} for each in served

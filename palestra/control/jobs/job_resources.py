@@ -80,8 +80,7 @@ def processes_of(config: JobConfig) -> dict[Role, Processes]:
     if config.base is not None:  # its base server has the engine and the trainer
         return found
     kinds = tuple(_workers(table, len(config.policies)) for table in config.engine.tables if table.started_count)
-    in_job = config.engine.worker_count == 1 and not isinstance(config.engine, VllmEngineConfig)
-    found["engine"] = Processes(kinds, in_job)
+    found["engine"] = Processes(kinds, in_job=not config.engine.pooled)
     if training and config.trainer.devices > 1:
         trainer = config.trainer
         found["trainer"] = Processes((Alike(trainer.devices, trainer.threads or 1, trainer.device),))

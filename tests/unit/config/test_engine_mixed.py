@@ -31,6 +31,7 @@ def test_a_list_of_workers_is_one_pool():
     assert isinstance(engine, MixedEngineConfig)
     assert engine == parse_config(pool(HERE, FOUND, SGLANG, kind="mixed")).engine
     assert (engine.worker_count, engine.started_count) == (5, 2)
+    assert engine.pooled
     assert parse_config(pool(HERE, STARTED)).engine.started_count == 5
     assert isinstance(parse_config(pool({"threads": 2}, FOUND)).engine.tables[0], EmbeddedEngineConfig)
 

@@ -304,8 +304,8 @@ def test_a_server_in_a_bundle_has_all_of_its_cards_and_none_is_left_to_a_trainer
     seen = []
 
     class Servers:
-        def __init__(self, config, settings, models, worker, places):
-            seen.append((worker, [(place.cards, place.memory_share) for place in places]))
+        def __init__(self, config, settings, models, worker, places, rounds):
+            seen.append((worker, [(place.cards, place.memory_share) for place in places], rounds))
 
         def engine(self):
             return None
@@ -314,7 +314,7 @@ def test_a_server_in_a_bundle_has_all_of_its_cards_and_none_is_left_to_a_trainer
     monkeypatch.setattr(hosted_servers, "read_served_models", lambda *_: [model_of("policy")])
     config = job_of(tmp_path, {"kind": "vllm", "python": str(python), "tensor_parallel": 2})
     hosted_servers.start_servers(config, {}, None, 3)
-    assert seen == [(3, [("6,7", 0.9)])]
+    assert seen == [(3, [("6,7", 0.9)], None)]
 
 
 async def test_what_another_worker_has_loaded_is_tried_again(tmp_path, monkeypatch):
