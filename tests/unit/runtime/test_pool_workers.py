@@ -238,6 +238,7 @@ def test_embedded_workers_and_vllm_on_the_same_cards_are_refused(tmp_path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # it starts eight processes that load torch
 async def test_vllm_runs_beside_the_process_of_a_worker_and_is_replaced_with_it(tmp_path):
     exchange = tmp_path / "exchange"
     exchange.mkdir()
