@@ -65,14 +65,15 @@ class ServerPlaces:
         if not self.is_cpu:
             cards, trainer = look(), trainer_cards(config, trainer_is_here)
             self._trainer = frozenset(card.name for card in cards[:trainer])
-            self._deal(cards, trainer)
+            # NCCL refuses two ranks on one card, and this process broadcasts from the first one.
+            self._deal(cards, max(trainer, 1) if settings.weight_transfer == "nccl" else trainer)
 
     def _deal(self, cards: Sequence[Card], trainer: int) -> None:
         """Choose the cards of all servers that there may be, and their part of the memory of each card.
 
         Raises:
-            ConfigError: there are too few cards, or the servers' parts are more than a whole; or a server would compute on
-                the card from which this process broadcasts weights.
+            ConfigError: there are too few cards, or the servers' parts are more than a whole; or a server would compute
+                on the card from which this process broadcasts weights.
         """
         each, policies, settings = self._settings.tensor_parallel, len(self._models), self._settings
         self.most = max(settings.worker_count, max(len(cards) - trainer, 0) // each // policies)
@@ -87,7 +88,6 @@ class ServerPlaces:
                     f"share card {card.name}, so that they would take {taken:g} of its memory; lower it, leave it out, "
                     "or name more cards in CUDA_VISIBLE_DEVICES"
                 )
-
         if settings.weight_transfer == "nccl" and any(cards[0].name in one.cards.split(",") for one in self._on_cards):
             raise ConfigError(
                 f"engine.weight_transfer = 'nccl' needs a card that no server has, and card {cards[0].name}, which the "

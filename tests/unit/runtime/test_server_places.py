@@ -21,6 +21,7 @@ from unit.engine.scripted_vllm import write_interpreter
 GIB = 2**30
 ONE = {"policies": {"a": {}}}
 TWO = {"policies": {"a": {}, "b": {"frozen": True}}}
+ON_CPU = ONE | {"trainer": {"device": "cpu"}}
 FOUR = {"policies": {"a": {}} | {name: {"frozen": True} for name in "bcd"}}
 
 
@@ -110,13 +111,14 @@ def test_parts_of_a_card_that_are_more_than_the_card_are_refused(places):
 
 @pytest.mark.parametrize(
     ("job", "cards", "is_refused"),
-    [(ONE, 1, True), (ONE, 2, False), (ONE | {"trainer": {"device": "cpu"}}, 2, True)],
+    [(ONE, 1, True), (ONE, 2, False), (ON_CPU, 1, True), (ON_CPU, 2, False), (ON_CPU | TWO, 2, False)],
 )
 def test_a_card_from_which_weights_are_broadcast_is_no_servers(places, job, cards, is_refused):
     """NCCL refuses two ranks on one card."""
     places(job, cards)
     if not is_refused:
-        places(job, cards, weight_transfer="nccl")
+        found = places(job, cards, weight_transfer="nccl")
+        assert {name for name, _ in cards_of(found, found.most, len(job["policies"]))} == {"1"}
         return
     with pytest.raises(ConfigError, match=r"'nccl' needs a card that no server has, and card 0, .* take 'file'"):
         places(job, cards, weight_transfer="nccl")
