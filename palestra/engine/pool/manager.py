@@ -160,7 +160,7 @@ class InferenceManager:
         """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
         self._check_known(policy)
         for _ in range(MOST_ATTEMPTS):
-            worker = min(await self._serving(), key=lambda one: one.requests)
+            worker = min(await self._serving(), key=lambda one: one.calls)
             engine = worker.engine
             assert engine is not None
             try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
 
 from palestra.config import JobConfig, PolicyConfig
+from palestra.engine.base import EngineLoad
 from palestra.engine.external.sample_text import TEXT
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
@@ -37,6 +38,9 @@ class Engine:
 
     def __init__(self, logprobs):
         self.logprobs, self.asked = logprobs, None
+
+    def load(self):
+        return EngineLoad(waiting=0, running=0)
 
     async def score(self, policy, prompt):
         self.asked = prompt.ids
@@ -80,8 +84,10 @@ async def test_the_text_is_not_longer_than_the_context():
 
 
 @asynccontextmanager
-async def job_on(server: ScriptedVllm, folder, **more):
-    async with listening(server) as port:
+async def job_on(folder, *servers: ScriptedVllm):
+    async with AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(listening(server)) for server in servers]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
         config = JobConfig.model_validate(
             {
                 "run_dir": str(folder / "run"),
@@ -89,38 +95,44 @@ async def job_on(server: ScriptedVllm, folder, **more):
                 "steps": 1,
                 "policies": {"policy": {"model": "tiny-random", "max_context": 64}},
                 "trainer": {"threads": 1, "dtype": "float32"},
-                "engine": {"kind": "vllm", "url": f"http://127.0.0.1:{port}", "key_variable": "SERVERS_KEY"},
+                "engine": {"kind": "vllm", "url": urls, "key_variable": "SERVERS_KEY"},
                 "rollout": {"group_size": 2, "groups_per_step": 1},
             }
-            | more
         )
         async with local_job(config, lambda kind, data: None) as job:
             yield job
 
 
 @pytest.fixture
-def server(monkeypatch):
+def serving(monkeypatch):
+    """Makes a server of the job's model, which has small random weights."""
     monkeypatch.setenv("SERVERS_KEY", KEY)
-    made = ScriptedVllm()
-    made.score = lambda token: -float(np.log(259))  # as a model of small random weights
     tokenizer = load_tokenizer("tiny-random")
-    made.tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+    def made() -> ScriptedVllm:
+        server = ScriptedVllm()
+        server.score = lambda token: -float(np.log(259))
+        server.tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        return server
+
     return made
 
 
-async def test_a_job_ends_before_its_first_episode_where_the_server_has_another_model(server, tmp_path):
-    server.score = lambda token: -1.0
-    async with job_on(server, tmp_path) as job, asyncio.timeout(60):
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_job_ends_before_its_first_episode_where_a_server_has_another_model(serving, tmp_path, others):
+    wrong = serving()
+    wrong.score = lambda token: -1.0
+    async with job_on(tmp_path, *(serving() for _ in range(others)), wrong) as job, asyncio.timeout(60):
         with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
             await job.run()
         assert job.progress.state == "failed"
-        assert set(server.read), "its weights are the job's, so that only their use can differ"
+        assert set(wrong.read), "its weights are the job's, so that only their use can differ"
 
 
-async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(server, tmp_path):
-    scored = []
+async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(serving, tmp_path):
+    server, scored = serving(), []
     server.score = lambda token: scored.append(token) or -float(np.log(259))
-    async with job_on(server, tmp_path) as job, asyncio.timeout(60):
+    async with job_on(tmp_path, server) as job, asyncio.timeout(60):
         running = asyncio.create_task(job.run())
         while job.progress.phase != "waiting for tasks":
             await asyncio.sleep(0.01)
