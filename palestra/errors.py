@@ -26,6 +26,7 @@
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
     │   ├── ReplyLost                503  a reply was lost in part, and could not be repeated
+    │   ├── EngineServerError        503  a server of the engine has answered that it failed, so it may be asked again
     │   └── BaseServerLost           503  a base server has forgotten the job
     ├── TrainerLost                  503  a process of the trainer has died, and the others were ended
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
@@ -327,6 +328,10 @@ class ReplyLost(EngineFailure):
 
     A caller who has handed on none of them may begin anew; the whole reply then comes from one attempt.
     """
+
+
+class EngineServerError(EngineFailure):
+    """A server from which an engine samples has answered that it has failed. It is there, and may be asked again."""
 
 
 class BaseServerLost(EngineFailure):

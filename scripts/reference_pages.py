@@ -225,6 +225,9 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
         if len(kinds) > 1 and field.default is None:  # the tables stand where there is always one of them
             lines.append(f"| `{name}` | table | `none` | {field.description} |")
             continue
+        if kinds and get_origin(field.annotation) is tuple:  # their keys stand elsewhere on the page
+            lines.append(f"| `{name}` | list of tables | required | {field.description} |")
+            continue
         if len(kinds) > 1:
             unions.append((within, kinds[0].chosen_by))
         for nested in kinds:

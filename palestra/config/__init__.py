@@ -4,7 +4,14 @@ from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
-from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
+from palestra.config.engine import (
+    EmbeddedEngineConfig,
+    EngineConfig,
+    FakeEngineConfig,
+    MixedEngineConfig,
+    WorkersConfig,
+    require_place,
+)
 from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
@@ -93,6 +100,7 @@ __all__ = [
     "JobKind",
     "KLConfig",
     "LossAggMode",
+    "MixedEngineConfig",
     "OptimizerConfig",
     "OwnAlgorithmConfig",
     "PPOConfig",
@@ -121,6 +129,7 @@ __all__ = [
     "VisionTraining",
     "VllmEngineConfig",
     "WatchdogConfig",
+    "WorkersConfig",
     "dump_config",
     "find_mistakes",
     "in_present_names",
@@ -133,5 +142,6 @@ __all__ = [
     "past_name",
     "past_of",
     "reference_of",
+    "require_place",
     "with_model",
 ]

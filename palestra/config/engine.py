@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from palestra.config.engine_pool import InFlightUpdates, PooledEngineConfig
-from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
+from palestra.config.engine_pool import InFlightUpdates, PooledEngineConfig, StuckSeconds, Sync
+from palestra.config.engine_servers import NEEDS_PLACE, SglangEngineConfig, VllmEngineConfig
 from palestra.config.renames import new_value
 from palestra.config.section import Positive, Section
+from palestra.errors import ConfigError
 
 
 class EmbeddedEngineConfig(PooledEngineConfig):
@@ -52,28 +54,124 @@ class FakeEngineConfig(PooledEngineConfig):
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the kind of an engine, given as a table or as a section; a table without a kind is `embedded`."""
-    return value.get("kind", "embedded") if isinstance(value, dict) else getattr(value, "kind", None)
+    """Return the kind of an engine, given as a table or as a section; a table without a kind is `embedded`.
+
+    A table with a list of workers has as many kinds as the list.
+    """
+    if not isinstance(value, dict):
+        return getattr(value, "kind", None)
+    return value.get("kind", "mixed" if "workers" in value else "embedded")
 
 
-def _known_kind(value: Any) -> Any:
-    """Refuse an unknown kind of engine, because the error of pydantic's union would not name the key."""
-    kind = _kind_of(value)
-    if not isinstance(value, dict | Section):
-        raise ValueError(f"it is a table, such as {{kind = 'fake'}}, and not {value!r}")
-    if kind not in KINDS:
-        now = new_value("kind", kind)
-        hint = f"{kind!r} has a new name; write kind = {now!r}" if now else f"kind is {kind!r}"
-        raise ValueError(f"{hint} (known kinds: {', '.join(map(repr, KINDS))})")
-    return value
+def _one_of(kinds: Collection[str], example: str) -> Callable[[Any], Any]:
+    """Return a check for unknown kinds of engines, because the error of pydantic's union would not name the key."""
+
+    def known(value: Any) -> Any:
+        kind = _kind_of(value)
+        if not isinstance(value, dict | Section):
+            raise ValueError(f"it is a table, such as {{kind = {example!r}}}, and not {value!r}")
+        if kind not in kinds:
+            now = new_value("kind", kind)
+            hint = f"{kind!r} has a new name; write kind = {now!r}" if now else f"kind is {kind!r}"
+            raise ValueError(f"{hint} (known kinds: {', '.join(map(repr, kinds))})")
+        return value
+
+    return known
+
+
+WORKER_KINDS = ("embedded", "vllm", "sglang")
+WorkersConfig = EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig
+_WorkersTable = Annotated[
+    Annotated[EmbeddedEngineConfig, Tag("embedded")]
+    | Annotated[VllmEngineConfig, Tag("vllm")]
+    | Annotated[SglangEngineConfig, Tag("sglang")],
+    Discriminator(_kind_of),
+    BeforeValidator(_one_of(WORKER_KINDS, "vllm")),
+]
+
+
+class MixedEngineConfig(Section):
+    """`kind = "mixed"`, or a list of `workers`: one pool of inference workers of several kinds."""
+
+    kind: Literal["mixed"] = Field("mixed", description="The kind of engine; each has keys of its own.")
+    workers: tuple[_WorkersTable, ...] = Field(
+        max_length=8,
+        description="One table for each kind of workers, with the keys of `embedded`, `vllm` or `sglang`, except for "
+        "`sync` and `stuck_seconds`, which are of the whole pool. The kinds `embedded` and `vllm` with `python` may "
+        "stand there once each; all have the same `dtype`.",
+    )
+    sync: Sync = "rolling"
+    stuck_seconds: StuckSeconds = 60.0
+
+    @model_validator(mode="after")
+    def _is_one_pool(self) -> MixedEngineConfig:
+        if len(self.workers) < 2:
+            raise ValueError("workers has less than two tables; the keys of a single kind stand in [engine] itself")
+        for key in ("sync", "stuck_seconds"):
+            for number, table in enumerate(self.workers):
+                # By value: a configuration that was written with its defaults is read again.
+                if getattr(table, key) != PooledEngineConfig.model_fields[key].default:
+                    raise ValueError(f"workers.{number}.{key} is of the whole pool; write it beside workers")
+        for number, table in enumerate(self.workers):
+            if table.dtype != self.dtype:  # weights are kept for all workers in one precision
+                raise ValueError(
+                    f"workers.{number}.dtype is {table.dtype!r}, and workers.0.dtype is {self.dtype!r}; make them equal"
+                )
+        started = [table.kind for table in self.workers if table.started_count]
+        urls = [url for table in self.workers for url in getattr(table, "url", None) or ()]
+        if twice := [kind for kind in started if started.count(kind) > 1]:
+            raise ValueError(f"workers start {twice[0]!r} in two tables; write one, with more replicas")
+        if twice := [url for url in urls if urls.count(url) > 1]:
+            raise ValueError(f"workers name {twice[0]} twice")
+        return self
+
+    @property
+    def dtype(self) -> Literal["bfloat16", "float32"]:
+        """Return the precision of products and weights, which all workers have."""
+        return self.workers[0].dtype
+
+    @property
+    def pooled(self) -> bool:
+        """Return True: workers of several kinds are one pool."""
+        return True
+
+    @property
+    def worker_count(self) -> int:
+        """Return how many inference workers a job begins with."""
+        return sum(table.worker_count for table in self.workers)
+
+    @property
+    def started_count(self) -> int:
+        """Return how many of its inference workers a job starts; the others are servers that run already."""
+        return sum(table.started_count for table in self.workers)
+
+    @property
+    def tables(self) -> tuple[WorkersConfig, ...]:
+        """Return the tables of the workers, one for each kind of them, with what is of the whole pool."""
+        shared = {"sync": self.sync, "stuck_seconds": self.stuck_seconds}
+        return tuple(table.model_copy(update=shared) for table in self.workers)
+
+
+def require_place(engine: EngineConfig) -> None:
+    """Refuse a job that is about to start, and whose vLLM has neither an interpreter nor an address.
+
+    Args:
+        engine: of the job.
+
+    Raises:
+        ConfigError: only a service could start the job, whose operator has an interpreter.
+    """
+    for table in engine.tables:
+        if isinstance(table, VllmEngineConfig) and table.python is None and table.url is None:
+            raise ConfigError(f"engine.kind is 'vllm': {NEEDS_PLACE}; without them, submit the job to a service")
 
 
 EngineConfig = Annotated[
     Annotated[EmbeddedEngineConfig, Tag("embedded")]
     | Annotated[VllmEngineConfig, Tag("vllm")]
     | Annotated[SglangEngineConfig, Tag("sglang")]
+    | Annotated[MixedEngineConfig, Tag("mixed")]
     | Annotated[FakeEngineConfig, Tag("fake")],
     Discriminator(_kind_of),
-    BeforeValidator(_known_kind),
+    BeforeValidator(_one_of((*WORKER_KINDS, "mixed", "fake"), "fake")),
 ]
-KINDS = ("embedded", "vllm", "sglang", "fake")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -17,6 +17,23 @@ InFlightUpdates = Annotated[
 ]
 
 
+Sync = Annotated[
+    Literal["rolling", "all"],
+    Field(
+        description="How new weights reach several workers. `rolling`: one after another, while the others keep "
+        "sampling; `all`: all together."
+    ),
+]
+StuckSeconds = Annotated[
+    float,
+    Field(
+        gt=0,
+        description="With several workers, and with servers of vLLM or SGLang: seconds after which a worker that has "
+        "requests and makes no progress is replaced.",
+    ),
+]
+
+
 class PooledEngineConfig(Section):
     """Keys of engines that may be several inference workers, each a process of its own."""
 
@@ -25,24 +42,25 @@ class PooledEngineConfig(Section):
         description="Number of inference workers. Each is a process with a copy of the models, or a group of servers, "
         "one for each policy; 1: an embedded engine is in the job's own process.",
     )
-    sync: Literal["rolling", "all"] = Field(
-        "rolling",
-        description="How new weights reach several workers. `rolling`: one after another, while the others keep "
-        "sampling; `all`: all together.",
-    )
-    stuck_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="With several workers, and with servers of vLLM or SGLang: seconds after which a worker that has "
-        "requests and makes no progress is replaced.",
-    )
+    sync: Sync = "rolling"
+    stuck_seconds: StuckSeconds = 60.0
 
     @property
     def pooled(self) -> bool:
         """Return whether the engine is a pool of inference workers, and not in the job's own process."""
-        return self.workers > 1
+        return self.worker_count > 1
 
     @property
-    def workers(self) -> int:
+    def worker_count(self) -> int:
         """Return how many inference workers a job begins with."""
         return self.replicas
+
+    @property
+    def started_count(self) -> int:
+        """Return how many of its inference workers a job starts; the others are servers that run already."""
+        return self.worker_count
+
+    @property
+    def tables(self) -> tuple[Self, ...]:
+        """Return the tables of the workers, one for each kind of them."""
+        return (self,)

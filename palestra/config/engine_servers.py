@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -15,6 +16,7 @@ from palestra.config.section import Positive, Seconds
 if TYPE_CHECKING:
     from palestra.config.policy import PolicyConfig
 
+MOST_PORT = 65_535
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
@@ -53,6 +55,7 @@ Urls = Annotated[
     AfterValidator(_each_once),
     PlainSerializer(lambda urls: urls[0] if len(urls) == 1 else list(urls), str | list[str]),
 ]
+NEEDS_PLACE = "give python, an interpreter that has vLLM, or url, a server that runs already: one of the two"
 # Keys of a server that the job starts, which would have no effect on one that runs already.
 _OF_STARTED = (
     "cache_gib",
@@ -72,7 +75,7 @@ class VllmEngineConfig(PooledEngineConfig):
     python: Path | None = Field(
         None,
         description="Interpreter of an environment with vLLM 0.32 or newer, with which the job starts a server for "
-        "each policy, and for each of several workers. None: `url` names a server.",
+        "each policy, and for each of several workers. None: `url` names a server, or a service has the interpreter.",
     )
     url: Urls | None = Field(
         None,
@@ -90,6 +93,18 @@ class VllmEngineConfig(PooledEngineConfig):
         None,
         description="Folder that the job and the server of `url` both see, for new weights. None: shared memory, of "
         "the same machine.",
+    )
+    weight_transfer: Literal["file", "gloo", "nccl"] = Field(
+        "file",
+        description="How whole weights reach the servers. `file`: by a file in shared memory, or in `weights_dir`; "
+        "`gloo` and `nccl`: the job's process broadcasts them, through the memory of CPUs, or from GPU to GPU.",
+    )
+    weights_address: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?$",
+        description="With `gloo` and `nccl`: address of the job's machine, by which the servers reach it, such as "
+        "`10.0.0.5`, or `10.0.0.5:29600` with a port. Only a private network may reach it. None: all servers are on "
+        "this machine, and nothing else is listened to.",
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Precision of the engine's products, weights, keys and values."
@@ -111,7 +126,9 @@ class VllmEngineConfig(PooledEngineConfig):
     )
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
-    tensor_parallel: Positive = Field(1, description="GPUs that share each server's model.")
+    tensor_parallel: Positive = Field(
+        1, description="GPUs that share each server's model; with vLLM's build for CPUs, processes."
+    )
     compile: bool | None = Field(
         None,
         description="Whether vLLM compiles the model when it starts, which takes minutes and decodes faster, on GPUs "
@@ -127,13 +144,31 @@ class VllmEngineConfig(PooledEngineConfig):
 
     @model_validator(mode="after")
     def _is_one_server(self) -> VllmEngineConfig:
-        _check_place(self.python, self.url, {"key_variable": self.key_variable, "weights_dir": self.weights_dir})
+        of_url = ("key_variable", "weights_dir", "weights_address")
+        _check_place(self.python, self.url, {key: getattr(self, key) for key in of_url})
         # By value: a configuration that was written with its defaults is read again.
         changed = [key for key in _OF_STARTED if getattr(self, key) != VllmEngineConfig.model_fields[key].default]
         if self.url is not None and changed:
             raise ValueError(f"{changed[0]} is of a server that the job starts; leave it out, or leave out url")
         _check_replicas(self.replicas, self.url)
+        self._check_transfer()
         return self
+
+    def _check_transfer(self) -> None:
+        """Refuse keys that have no effect on the way of new weights, and servers that could not find the trainer."""
+        broadcasts = self.weight_transfer != "file"
+        if self.weights_address is not None and not broadcasts:
+            raise ValueError("weights_address is of weight_transfer = 'gloo' or 'nccl'; leave it out")
+        if self.weights_dir is not None and broadcasts:
+            raise ValueError("weights_dir is of weight_transfer = 'file'; leave it out")
+        if self.weights_address is not None and int(self.weights_address.partition(":")[2] or 0) > MOST_PORT:
+            raise ValueError(f"weights_address has a port over {MOST_PORT}")
+        far = [url for url in self.url or () if not _is_local(url)]
+        if broadcasts and far and self.weights_address is None:
+            raise ValueError(
+                f"weight_transfer = {self.weight_transfer!r} needs weights_address, by which {far[0]} reaches this "
+                "machine over a private network"
+            )
 
     @property
     def pooled(self) -> bool:
@@ -141,9 +176,14 @@ class VllmEngineConfig(PooledEngineConfig):
         return True
 
     @property
-    def workers(self) -> int:
+    def worker_count(self) -> int:
         """Return how many inference workers a job begins with: servers to start, or addresses."""
         return self.replicas if self.url is None else len(self.url)
+
+    @property
+    def started_count(self) -> int:
+        """Return how many of its inference workers a job starts."""
+        return self.replicas if self.url is None else 0
 
 
 class SglangEngineConfig(PooledEngineConfig):
@@ -181,9 +221,20 @@ class SglangEngineConfig(PooledEngineConfig):
         return True
 
     @property
-    def workers(self) -> int:
+    def worker_count(self) -> int:
         """Return how many inference workers a job begins with: one for each address."""
         return len(self.url)
+
+    @property
+    def started_count(self) -> int:
+        """Return 0, because a job starts no SGLang."""
+        return 0
+
+
+def _is_local(url: str) -> bool:
+    """Return whether an address is one of this machine alone."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _check_replicas(replicas: int, urls: tuple[str, ...] | None) -> None:
@@ -193,13 +244,14 @@ def _check_replicas(replicas: int, urls: tuple[str, ...] | None) -> None:
 
 
 def _check_place(python: Path | None, url: tuple[str, ...] | None, of_url: dict[str, Any]) -> None:
-    """Refuse a configuration that names no server, or two, or has keys for one that it does not name."""
-    if (python is None) == (url is None):
-        raise ValueError(
-            "give python, an interpreter that has vLLM, or url, a server that runs already: one of the two"
-        )
-    if python is not None and (unused := [key for key, value in of_url.items() if value is not None]):
-        raise ValueError(f"{unused[0]} is of a server that runs already; leave it out, or give url instead of python")
+    """Refuse a configuration that names two servers, or has keys for one that it does not name.
+
+    One that names none is for a service, whose operator has the interpreter; see `require_place`.
+    """
+    if python is not None and url is not None:
+        raise ValueError(NEEDS_PLACE)
+    if url is None and (unused := [key for key, value in of_url.items() if value is not None]):
+        raise ValueError(f"{unused[0]} is of a server that runs already; leave it out, or give url, and no python")
 
 
 def check_served(
@@ -217,8 +269,8 @@ def check_served(
         pools: policies whose past versions play.
 
     Raises:
-        ValueError: past versions of whole weights play, several policies are on one server, or the job has to be
-            deterministic.
+        ValueError: past versions of whole weights play, several policies are on one server, the job has to be
+            deterministic, or adapters alone would be broadcast.
     """
     whose = f"engine.kind = {engine.kind!r}"
     if deterministic:
@@ -229,6 +281,11 @@ def check_served(
         raise ValueError(
             f"roles with a pool of past versions need policies.{whole[0]}.adapter with {whose}, whose server has the "
             "whole weights of one version; or take engine.kind = 'embedded'"
+        )
+    transfer = engine.weight_transfer if isinstance(engine, VllmEngineConfig) else "file"
+    if transfer != "file" and all(policy.adapter is not None for policy in policies.values()):
+        raise ValueError(
+            f"engine.weight_transfer = {transfer!r} is of whole weights, and adapters are sent as folders; leave it out"
         )
     if engine.url is not None and len(policies) > 1:
         raise ValueError(f"a server of engine.url samples from one policy, and there are {len(policies)}")

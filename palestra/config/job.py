@@ -160,10 +160,11 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_engine(self) -> JobConfig:
-        if isinstance(self.engine, VllmEngineConfig | SglangEngineConfig):
-            players = self.players
-            pools = [players.named[agent] for agent in players.pools]
-            check_served(self.engine, self.policies, self.deterministic, pools)
+        for table in self.engine.tables:
+            if isinstance(table, VllmEngineConfig | SglangEngineConfig):
+                players = self.players
+                pools = [players.named[agent] for agent in players.pools]
+                check_served(table, self.policies, self.deterministic, pools)
         return self
 
     @model_validator(mode="after")
@@ -314,8 +315,9 @@ class JobConfig(Section):
         if self.environment.protocol == "palestra" and not with_unused:
             left_out["environment"].add("protocol")
         # A server may move, and a reply is the same from every worker.
-        left_out["engine"] = {"python", "url", "key_variable", "weights_dir", "startup_seconds"}
-        left_out["engine"] |= set(PooledEngineConfig.model_fields)
+        places = {"python", "url", "key_variable", "weights_dir", "startup_seconds", *PooledEngineConfig.model_fields}
+        places |= {"weight_transfer", "weights_address"}  # the weights are the same, however they come
+        left_out["engine"] = dict.fromkeys(places, True) | {"workers": {"__all__": places}}
         left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
         left_out["trainer"] |= {

@@ -160,9 +160,9 @@ def _walk(root: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, .
         if not inner or not rest:
             return (*place, *rest), section
         assert field is not None
-        if get_origin(field.annotation) is dict:
+        if get_origin(field.annotation) in (dict, tuple):  # the step is a name, or the place in a list
             place.append(rest.pop(0))
-        elif len(inner) > 1:
+        if len(inner) > 1 and rest:
             kind = rest.pop(0)
             inner = [one for one in inner if kind_of(one) == kind]
         section = inner[0]
@@ -173,8 +173,8 @@ def _alternatives(root: type[Section], path: Sequence[str]) -> list[type[Section
     """Return the kinds of section that a path may hold; one or none if there is no choice."""
     annotation: Any = root
     for step in path:
-        if get_origin(annotation) is dict:  # the step is a name that the user has chosen
-            annotation = get_args(annotation)[1]
+        if get_origin(annotation) in (dict, tuple):  # the step is a name that the user has chosen, or a place
+            annotation = get_args(annotation)[1 if get_origin(annotation) is dict else 0]
             continue
         fields = [section.model_fields[step] for section in sections_of(annotation) if step in section.model_fields]
         if not fields:

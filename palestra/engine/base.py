@@ -43,6 +43,7 @@ class EngineLoad:
     passes: int = 0  # forward passes so far
     prefilled_tokens: int = 0  # prompt tokens that were computed so far
     sampled_tokens: int = 0  # tokens that were sampled so far
+    moved_bytes: int = 0  # of new weights that were broadcast to it so far
     workers: tuple[WorkerLoad, ...] = ()  # of a pool
 
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from palestra.engine.base import Engine
 from palestra.engine.external.sample_text import TEXT
+from palestra.engine.pool.manager import InferenceManager
 from palestra.errors import ConfigError
 from palestra.session import PolicyRuntime
 from palestra.trainer.base import Trainer
 from palestra.types.calls import Floats, Ids, TokenSequence
 from palestra.types.records import TrainSample
-from palestra.waiting import together
 
 # Mean difference of a token's log-probability, in nats. With SmolLM2-135M and this text, rounding to bfloat16 makes
 # 0.08, weights of 8 bits make 0.07 and of 4 bits 1.3, and noise of 2 % on all weights makes 0.27.
@@ -20,6 +20,8 @@ MOST_GAP = 0.25
 
 async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime) -> None:
     """Compare what an engine and the trainer say of a text, under weights that both of them have.
+
+    Each server of a pool is asked, because each may have another model.
 
     Args:
         engine: samples from the policy, and isn't paused.
@@ -31,17 +33,17 @@ async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime)
         EngineFailure: the engine has no answer.
     """
     ids = runtime.renderer.vocabulary.encode(TEXT)[: runtime.config.max_context - 1]
-    # As many questions together as there are workers, of which a pool gives each to the one that has the fewest.
-    servers = max(len(engine.load().workers), 1)
-    said = await together(*(engine.score(runtime.name, TokenSequence(ids)) for _ in range(servers)))
-    found = await trainer.forward(runtime.name, [_row(runtime.name, ids)], {"old_logprobs"})
-    own = found["old_logprobs"][0][1:]
-    gaps = [float(np.abs(np.array(each, np.float32) - own).mean()) for each in said]
-    if wrong := [gap for gap in gaps if not gap <= MOST_GAP]:
-        raise ConfigError(
-            f"the server of engine.url has another model than the job: the log-probabilities of a short text differ by "
-            f"{wrong[0]:.2f} nats a token; start it with the model of policies.{runtime.name}, {runtime.config.model}"
-        )
+    prompt, name = TokenSequence(ids), runtime.name
+    is_pool = isinstance(engine, InferenceManager)
+    said = await engine.scores(name, prompt) if is_pool else [await engine.score(name, prompt)]
+    found = await trainer.forward(name, [_row(name, ids)], {"old_logprobs"})
+    for one in said:
+        gap = float(np.abs(np.array(one, np.float32) - found["old_logprobs"][0][1:]).mean())
+        if not gap <= MOST_GAP:
+            raise ConfigError(
+                "the server of engine.url has another model than the job: the log-probabilities of a short text differ "
+                f"by {gap:.2f} nats a token; start it with the model of policies.{name}, {runtime.config.model}"
+            )
 
 
 def _row(policy: str, ids: Ids) -> TrainSample:

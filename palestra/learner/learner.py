@@ -103,7 +103,8 @@ class Learner:
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
         # Of a server that runs already; it may have any model.
-        self._unchecked = policies.trained if getattr(config.engine, "url", None) is not None else ()
+        runs_already = any(getattr(table, "url", None) is not None for table in config.engine.tables)
+        self._unchecked = policies.trained if runs_already else ()
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
 

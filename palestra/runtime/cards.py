@@ -76,13 +76,15 @@ def visible_cards(reader: GpuReader | None = None) -> list[Card]:
     ]
 
 
-def trainer_cards(config: JobConfig) -> int:
-    """Return on how many cards the job's trainer computes, always the first ones; 0: it has none.
+def trainer_cards(config: JobConfig, is_here: bool) -> int:
+    """Return on how many cards of this process the job's trainer computes, always the first ones; 0: on none.
 
     Args:
         config: the job.
+        is_here: whether the trainer shares the cards of this process; otherwise it has bundles of its own, or the
+            engine has.
     """
-    if config.kind != "training" or config.trainer.device == "cpu":
+    if not is_here or config.kind != "training" or config.trainer.device == "cpu":
         return 0
     import torch
 

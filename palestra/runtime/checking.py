@@ -17,7 +17,15 @@ from typing import Any
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
+from palestra.config import (
+    DEFAULT_CONTEXT,
+    EmbeddedEngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    VllmEngineConfig,
+    require_place,
+)
+from palestra.config.engine_pool import PooledEngineConfig
 from palestra.engine.vllm.command import installed_vllm
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
@@ -148,7 +156,11 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
     import torch
 
     there = torch.cuda.is_available()
-    parts = {"engine.device": config.engine.device} if isinstance(config.engine, EmbeddedEngineConfig) else {}
+    parts: dict[str, str] = {
+        f"{key}.device": table.device
+        for key, table in _engine_tables(config).items()
+        if isinstance(table, EmbeddedEngineConfig)
+    }
     parts |= {"trainer.device": config.trainer.device} if config.kind == "training" else {}
     for key, device in parts.items():
         if device == "cuda" and not there:
@@ -163,17 +175,27 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
 
 def _engine_server(config: JobConfig) -> Iterator[Finding]:
     """Look for vLLM in the environment that the engine names, and for the key of a server that runs already."""
-    engine = config.engine
-    if isinstance(engine, VllmEngineConfig) and engine.python is not None:
-        try:
-            installed_vllm(engine.python)
-        except ConfigError as error:
-            yield Finding(key="engine.python", text=str(error))
-    variable = getattr(engine, "key_variable", None)
-    if variable is not None and not os.environ.get(variable):
-        yield Finding(
-            key="engine.key_variable", text=f"engine.key_variable is {variable!r}, and that variable is not set here"
-        )
+    try:
+        require_place(config.engine)
+    except ConfigError as error:
+        yield Finding(key="engine.python", text=str(error))
+    for key, table in _engine_tables(config).items():
+        if isinstance(table, VllmEngineConfig) and table.python is not None:
+            try:
+                installed_vllm(table.python)
+            except ConfigError as error:
+                yield Finding(key=f"{key}.python", text=str(error))
+        variable = getattr(table, "key_variable", None)
+        if variable is not None and not os.environ.get(variable):
+            yield Finding(
+                key=f"{key}.key_variable", text=f"{key}.key_variable is {variable!r}, and that variable is not set here"
+            )
+
+
+def _engine_tables(config: JobConfig) -> dict[str, PooledEngineConfig]:
+    """Return the tables of the engine's workers, by their keys."""
+    tables = config.engine.tables
+    return {"engine" if len(tables) == 1 else f"engine.workers.{n}": table for n, table in enumerate(tables)}
 
 
 def _tasks(config: JobConfig) -> Iterator[Finding]:
@@ -388,8 +410,9 @@ def _room(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
     if sizes.memory > free:
         workers = copies_of(config)
         several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
+        of_workers = "engine.workers" if config.engine.kind == "mixed" else "engine.replicas"
         yield Finding(
-            key="engine.replicas" if workers > 1 else "model",
+            key=of_workers if workers > 1 else "model",
             text=f"weights, gradients and moments{several} take {sizes.memory / GIB:.1f} GiB, and {free / GIB:.1f} GiB "
             f"of {whose} are free, so that {(sizes.memory - free) / GIB:.1f} GiB are missing; choose a smaller model"
             + (", or fewer workers" if workers > 1 else ""),

@@ -1,4 +1,4 @@
-"""Builds the parts of a job whose engine is a pool of workers: processes here or on other nodes, or servers."""
+"""Builds the parts of a job whose engine is a pool of workers: processes on any node, servers, or both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, SglangEngineConfig, VllmEngineConfig
-from palestra.config.engine_pool import PooledEngineConfig
+from palestra.config import (
+    EmbeddedEngineConfig,
+    EngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    MixedEngineConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+    WorkersConfig,
+    require_place,
+)
 from palestra.engine.pool.manager import START_SECONDS, InferenceManager, PoolOptions, StartWorker
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
@@ -19,14 +28,13 @@ from palestra.models.weights import WeightSource
 from palestra.pictures.stored import StoredPictures
 from palestra.processes import start_process
 from palestra.renderers import select_renderer
-from palestra.runtime.cards import CardTurns
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
 from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
 from palestra.runtime.places import HERE, JobPlaces
-from palestra.runtime.worker_shares import worker_cards, worker_settings
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 
+PREFIX_TOKENS = 32768  # of each policy whose place is remembered, where the engine does not say what it keeps
 _AFTER_START_SECONDS = 60.0  # beside `engine.startup_seconds`, to look whether a server fits
 
 Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
@@ -34,7 +42,7 @@ Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
 
 async def pooled_parts(
     config: JobConfig,
-    settings: PooledEngineConfig,
+    settings: EngineConfig,
     weights: Mapping[str, str],
     pictures: StoredPictures | None = None,
     places: JobPlaces = HERE,
@@ -49,26 +57,22 @@ async def pooled_parts(
         places: where its processes run.
 
     Raises:
-        PalestraError: a worker can't be started; see `build_parts`.
+        PalestraError: a worker can't be started; see `build_parts`, and `require_place`.
     """
+    require_place(settings)
     if isinstance(settings, FakeEngineConfig):
         processes = EngineProcesses(config, weights, None, places.engine or start_process)
         engine = await _opened(config, settings, processes.start, _keep_nothing)
         fake = await in_thread(lambda: build_parts(config))
         runtimes = {name: replace(one, engine=engine) for name, one in fake.policies.runtimes.items()}
         return replace(fake, engine=engine, policies=PolicySet.of(config, runtimes))
-    if isinstance(settings, VllmEngineConfig | SglangEngineConfig):
+    if not isinstance(settings, EmbeddedEngineConfig):
         return await _served_parts(config, settings, weights, pictures, places)
-    assert isinstance(settings, EmbeddedEngineConfig)
-    # A worker that has room of its own looks itself how many cores and cards, and how much memory, that is.
-    apart = places.engine is not None
-    cards = [] if apart else await in_thread(lambda: worker_cards(config, settings))
-    shared = settings if apart else await in_thread(lambda: worker_settings(settings, cards))
-    ordered, shown = config.model_copy(update={"engine": shared}), None if pictures is None else pictures.folder
-    processes = EngineProcesses(ordered, weights, shown, places.engine or start_process, CardTurns(cards))
-    # Workers that share a card divide its memory when the job starts, so that none can be added beside them.
-    keep, most = _keep_in(shared, places.folder), len(cards) or None
-    engine = await _opened(config, shared, processes.start, keep, most)
+    from palestra.runtime.pool_workers import processes_of
+
+    shown = None if pictures is None else pictures.folder
+    processes, most = await in_thread(lambda: processes_of(config, settings, weights, shown, places))
+    engine = await _opened(config, settings, processes.start, _keep_in(settings, places.folder), most)
     try:
         return await in_thread(lambda: _parts(config, weights, engine, processes.models, pictures, places))
     except BaseException:
@@ -78,18 +82,19 @@ async def pooled_parts(
 
 async def _served_parts(
     config: JobConfig,
-    settings: VllmEngineConfig | SglangEngineConfig,
+    settings: VllmEngineConfig | SglangEngineConfig | MixedEngineConfig,
     weights: Mapping[str, str],
     pictures: StoredPictures | None,
     places: JobPlaces,
 ) -> Parts:
-    """Build a job whose workers are servers of another project, beside a trainer in this process."""
+    """Build a job some of whose workers are servers of another project, beside a trainer in this process."""
     from palestra.models.loading import LoadedModels
+    from palestra.runtime.pool_workers import workers_of
     from palestra.runtime.served_models import read_served_models, served_runtimes
-    from palestra.runtime.served_pool import ServerWorkers
 
     models = await in_thread(lambda: read_served_models(config, weights, pictures))
-    workers = await in_thread(lambda: ServerWorkers(config, settings, models))
+    shown = None if pictures is None else pictures.folder
+    workers = await in_thread(lambda: workers_of(config, settings.tables, models, weights, shown, places))
     engine = await _opened(config, settings, workers.start, _keep_in(settings, places.folder), workers.most)
     try:
         runtimes = await in_thread(lambda: served_runtimes(config, models, engine))
@@ -104,23 +109,27 @@ async def _served_parts(
 
 
 async def _opened(
-    config: JobConfig, settings: PooledEngineConfig, start: StartWorker, keep: Keep, most: int | None = None
+    config: JobConfig, settings: EngineConfig, start: StartWorker, keep: Keep, most: int | None = None
 ) -> InferenceManager:
     """Return a pool whose workers serve."""
+    tables = settings.tables
     options = PoolOptions(
-        replicas=settings.workers,
+        replicas=settings.worker_count,
         most=most,
         sync=settings.sync,
         stuck_seconds=settings.stuck_seconds,
-        prefix_tokens=settings.prefix_cache_tokens if isinstance(settings, EmbeddedEngineConfig) else 32768,
-        start_seconds=max(START_SECONDS, getattr(settings, "startup_seconds", 0.0) + _AFTER_START_SECONDS),
+        prefix_tokens=max(getattr(table, "prefix_cache_tokens", PREFIX_TOKENS) for table in tables),
+        start_seconds=max(
+            START_SECONDS, *(getattr(table, "startup_seconds", 0.0) + _AFTER_START_SECONDS for table in tables)
+        ),
+        kinds=tuple(table.kind for table in tables for _ in range(table.worker_count)) if len(tables) > 1 else (),
     )
     pool = InferenceManager(start, list(config.policies), keep, options)
     await pool.open()
     return pool
 
 
-def _keep_in(settings: EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig, folder: Path | None) -> Keep:
+def _keep_in(settings: WorkersConfig | MixedEngineConfig, folder: Path | None) -> Keep:
     """Return a function that keeps weights in the precision in which the workers have them.
 
     Args:

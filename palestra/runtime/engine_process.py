@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import uvloop
 
@@ -24,7 +24,7 @@ from palestra.backend.channel import Channel
 from palestra.backend.engine_worker import EngineWorker
 from palestra.backend.errors import error_fields, error_of
 from palestra.backend.worker_engine import WorkerEngine
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
 from palestra.engine.base import Engine
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure, PalestraError, ServerFailed
@@ -38,6 +38,15 @@ from palestra.waiting import cancelled, race
 
 REAP_SECONDS = 2.0  # between the end of a worker's socket and that of its process
 PROGRAM = "palestra.runtime.engine_process"
+
+
+@runtime_checkable
+class ChecksServers(Protocol):
+    """An engine on servers that are looked at before the worker serves; named so that this module loads no torch."""
+
+    async def check_servers(self) -> None:
+        """Ask each server whether it fits its policy."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,25 +89,26 @@ class EngineProcesses:
             "pictures": None if pictures is None else str(pictures.absolute()),
         }
         self.models: dict[str, SampledModel] = {}  # by policy; those of the newest worker, of which all have the same
+        self._has_started = False
 
     async def start(self, number: int) -> StartedWorker:
         """Start a worker, and return when it has loaded its models.
 
         Args:
-            number: of the worker's place, without effect: each gets the cards that the fewest others have.
+            number: of the worker's place, for the names of logs: each gets the cards that the fewest others have.
 
         Raises:
-            EngineFailure: the process has died.
+            EngineFailure: the process has died, or it can't load now what another one has loaded.
             PalestraError: the models can't be loaded.
         """
         visible = self._cards.take()
         try:
-            return await self._started(visible)
+            return await self._started(number, visible)
         except BaseException:
             self._cards.give_back(visible)
             raise
 
-    async def _started(self, visible: str | None) -> StartedWorker:
+    async def _started(self, number: int, visible: str | None) -> StartedWorker:
         """Start a worker on some cards, and return when it has loaded its models; see `start`."""
         try:
             process = await self._start(PROGRAM, {} if visible is None else {VISIBLE: visible})
@@ -113,16 +123,21 @@ class EngineProcesses:
             return "has closed its connection"
 
         try:
-            channel.send({"order": self._order})
+            channel.send({"order": self._order | {"place": number}})
             answer = await _first(channel)
             if answer is None:
                 raise EngineFailure(f"the process {await cause()}")
             if "error" in answer:
-                raise error_of(answer["error"])
+                refused = error_of(answer["error"])
+                if self._has_started and not isinstance(refused, EngineFailure):
+                    # What was there for another worker may be there again in a moment: memory, say.
+                    raise EngineFailure(str(refused)) from refused
+                raise refused
         except BaseException:
             process.kill()
             channel.close()
             raise
+        self._has_started = True
         self.models = {name: SampledModel(**found) for name, found in answer["models"].items()}
         engine = WorkerEngine(channel, cause)
 
@@ -163,6 +178,8 @@ async def _serve(number: int) -> None:
         if (await race(asyncio.shield(loading), asyncio.shield(gone))).index == 1:
             return
         engine, models = loading.result()
+        if isinstance(engine, ChecksServers):
+            await engine.check_servers()
     except PalestraError as error:
         channel.send({"error": error_fields(error)})
         await channel.drain()
@@ -187,8 +204,15 @@ def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
     from palestra.models.loading import LoadedModels
     from palestra.runtime.parts import load_engine
 
-    assert isinstance(config.engine, EmbeddedEngineConfig)
     pictures = None if order["pictures"] is None else StoredPictures(Blobs(Path(order["pictures"])))
+    if isinstance(config.engine, VllmEngineConfig):
+        from palestra.runtime.hosted_servers import start_servers
+
+        servers, served = start_servers(config, order["weights"], pictures, order["place"])
+        return servers, {
+            each.name: {"vocab_size": each.bounds.vocab_size, "max_context": each.bounds.max_context} for each in served
+        }
+    assert isinstance(config.engine, EmbeddedEngineConfig)
     engine, loaded = load_engine(config, config.engine, order["weights"], LoadedModels(pictures=pictures))
     models = {
         name: {"vocab_size": one.model.model.vocab_size, "max_context": one.max_context} for name, one in loaded.items()

@@ -23,10 +23,12 @@ from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
 from palestra.engine.vllm.api import VllmApi
 from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, vllm_command, vllm_variables
+from palestra.engine.vllm.rendezvous import Rendezvous
+from palestra.engine.vllm.served_broadcast import ServedBroadcast
+from palestra.engine.vllm.weight_rounds import WeightRounds
 from palestra.errors import ConfigError
 from palestra.models.weight_file import weight_folder
 from palestra.runtime.served_models import ServedModel
-from palestra.runtime.server_places import ServerPlaces
 from palestra.types.calls import PolicyVersion
 
 
@@ -58,7 +60,8 @@ class EngineServers:
         settings: VllmEngineConfig | SglangEngineConfig,
         models: Sequence[ServedModel],
         worker: int,
-        places: ServerPlaces | None,
+        places: Sequence[OnCores | OnCards] | None,
+        rounds: WeightRounds | None,
     ) -> None:
         """Start the servers, or find them; `engine` waits until they are ready.
 
@@ -67,19 +70,20 @@ class EngineServers:
             settings: of its engine.
             models: of its policies.
             worker: number of the worker among those of the job, from 0.
-            places: where servers compute that are started; None: they run already.
+            places: what the servers of the policies compute with, which are started; None: they run already.
+            rounds: in which the servers of all workers receive whole weights; None: they read them from files.
 
         Raises:
             ConfigError: a server can't be found or started: its key is not there, say.
             EngineFailure: its process can't be started.
         """
-        self._settings = settings
+        self._settings, self._rounds = settings, rounds
         self._places: list[_Place] = []
         try:
             if places is not None:
                 assert isinstance(settings, VllmEngineConfig)
-                for number, each in enumerate(models):
-                    self._places.append(_started(config, settings, each, worker, places.of(worker, number)))
+                for each, place in zip(models, places, strict=True):
+                    self._places.append(_started(config, settings, each, worker, place))
             else:
                 self._places = [_found(settings, each, worker) for each in models]
         except BaseException:
@@ -102,7 +106,7 @@ class EngineServers:
             self.stop()
             raise
         finish = isinstance(self._settings, SglangEngineConfig) or self._settings.in_flight_updates == "finish"
-        served = {each.model.name: _served(self._settings, each) for each in self._places}
+        served = {each.model.name: _served(self._settings, each, self._rounds) for each in self._places}
         return ExternalEngine(served, finish, self._settings.stuck_seconds)
 
     @property
@@ -154,7 +158,25 @@ def _found(settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel, 
     return _Place(model=model, address=address, folder=_weights_folder(settings.weights_dir), process=None, kv_bytes=0)
 
 
-def _served(settings: VllmEngineConfig | SglangEngineConfig, place: _Place) -> ServedPolicy:
+def weight_rounds(settings: VllmEngineConfig | SglangEngineConfig) -> WeightRounds | None:
+    """Return in which rounds weights are broadcast to the servers of an engine; None: they are sent as files.
+
+    Args:
+        settings: of the engine.
+
+    Raises:
+        ConfigError: this process can't broadcast: nothing can listen at `weights_address`, say.
+    """
+    if isinstance(settings, SglangEngineConfig) or settings.weight_transfer == "file":
+        return None
+    # A few such waits in a row must not make the pool think that a worker is stuck, which waits for another one.
+    seconds = settings.stuck_seconds / 5
+    return WeightRounds(Rendezvous(settings.weights_address, settings.weight_transfer, seconds))
+
+
+def _served(
+    settings: VllmEngineConfig | SglangEngineConfig, place: _Place, rounds: WeightRounds | None
+) -> ServedPolicy:
     """Return a policy and the server that samples from it; see `ServedPolicy`."""
     model, connection = place.model, EngineConnection(place.address)
     stop_ids, adapter = model.bounds.stop_ids, model.adapter
@@ -168,6 +190,7 @@ def _served(settings: VllmEngineConfig | SglangEngineConfig, place: _Place) -> S
             sample=sample,
             rank=None if adapter is None else adapter.rank,
             pictures=model.pictures,
+            rendezvous=None if rounds is None or adapter is not None else rounds.rendezvous,
         )
         if isinstance(settings, VllmEngineConfig)
         else SglangApi(connection, model.bounds, stop_ids, model.files.folder, sample)
@@ -184,6 +207,8 @@ def _served(settings: VllmEngineConfig | SglangEngineConfig, place: _Place) -> S
         "most_calls": 2 * settings.max_batch,  # so that the server has the next request when one is over
         "version": PolicyVersion(0, 0),
     }
+    if adapter is None and rounds is not None:
+        return ServedBroadcast(**known, rounds=rounds)
     if adapter is None:
         return ServedPolicy(**known)
     return ServedAdapter(**known, adapter=adapter, base=str(model.files.folder), first=model.first_adapter)

@@ -194,15 +194,15 @@ def gpus_of_job(config: JobConfig) -> Callable[[], GpuReading]:
 
 def _uses_cards(config: JobConfig) -> bool:
     """Return whether a part of a job computes on cards of this machine."""
-    engine = config.engine
-    if config.base is not None or isinstance(engine, FakeEngineConfig):
+    if config.base is not None or isinstance(config.engine, FakeEngineConfig):
         return False
-    if isinstance(engine, VllmEngineConfig) and engine.python is not None:
+    tables = config.engine.tables
+    for python in [one.python for one in tables if isinstance(one, VllmEngineConfig) and one.python is not None]:
         from palestra.engine.vllm.command import installed_vllm  # loads numpy, which the watch of a node does without
 
-        if installed_vllm(engine.python) == "vllm":
+        if installed_vllm(python) == "vllm":
             return True
-    devices = {engine.device} if isinstance(engine, EmbeddedEngineConfig) else set()
+    devices = {table.device for table in tables if isinstance(table, EmbeddedEngineConfig)}
     devices |= {config.trainer.device} if config.kind == "training" else set()
     if not devices - {"cpu"}:
         return False

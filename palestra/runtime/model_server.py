@@ -73,7 +73,7 @@ class ModelServer:
                     named = {name: named[name] for name in job_config.policies}
                 weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
             # The service has looked at the configuration; a tenant's key must not lift what it has allowed.
-            most = job_config.engine.workers
+            most = job_config.engine.worker_count
             self._thread = JobThread(job_config, console, weights=weights, places=self._places, most_replicas=most)
             job = await self._thread.start()
         self._url = job.url

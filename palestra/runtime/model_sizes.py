@@ -76,7 +76,7 @@ def copies_of(config: JobConfig) -> int:
 
     What such servers take is no longer free, or is the memory of another machine.
     """
-    return 0 if getattr(config.engine, "url", None) is not None else config.engine.workers
+    return config.engine.started_count
 
 
 def add_reference(sizes: Sizes, config: JobConfig, model: str, parameters: int) -> None:

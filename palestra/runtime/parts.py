@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig, MixedEngineConfig
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
@@ -52,10 +52,15 @@ def build_parts(
 
     Raises:
         ModelError: weights are missing, or the architecture is not supported.
-        ConfigError: a `max_context` is more than its model has.
+        ConfigError: a `max_context` is more than its model has, or the engine is a pool of several kinds.
     """
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)
+    if isinstance(config.engine, MixedEngineConfig):
+        raise ConfigError(
+            "engine.workers are of several kinds, and one engine is needed here: take one kind, such as engine.kind = "
+            "'embedded', and leave engine.workers out"
+        )
     assert isinstance(config.engine, EmbeddedEngineConfig)
     return _embedded(config, config.engine, weights or {}, pictures, places)
 

@@ -77,7 +77,7 @@ def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | N
     base = model if saved is None else saved.base
     found = model_folder(base)
     files = read_model_files(found if isinstance(found, Path) else exact_model(base))
-    if files.sees and config.engine.kind == "sglang":
+    if files.sees and any(table.kind == "sglang" for table in config.engine.tables):
         raise ConfigError(
             f"{model} sees pictures, and engine.kind = 'sglang' is for models that read text only; take "
             "engine.kind = 'vllm' or 'embedded'"

@@ -9,7 +9,7 @@ from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure, PalestraError, ServerFailed
-from palestra.runtime.engine_servers import EngineServers
+from palestra.runtime.engine_servers import EngineServers, weight_rounds
 from palestra.runtime.served_models import ServedModel
 from palestra.runtime.server_places import ServerPlaces
 from palestra.threads import in_thread
@@ -21,7 +21,12 @@ class ServerWorkers:
     """The workers of a pool, each with servers of its own, at a place of its own: cores, cards, or an address."""
 
     def __init__(
-        self, config: JobConfig, settings: VllmEngineConfig | SglangEngineConfig, models: Sequence[ServedModel]
+        self,
+        config: JobConfig,
+        settings: VllmEngineConfig | SglangEngineConfig,
+        models: Sequence[ServedModel],
+        *,
+        trainer_is_here: bool = True,
     ) -> None:
         """Look whether there is room for the servers, and start none yet. Blocks for a moment.
 
@@ -29,16 +34,19 @@ class ServerWorkers:
             config: the job.
             settings: of its engine.
             models: of its policies.
+            trainer_is_here: whether the trainer shares the cards of this process; see `trainer_cards`.
 
         Raises:
-            ConfigError: the servers can't be started: there is no vLLM, say, or too little memory.
+            ConfigError: the servers can't be started: there is no vLLM, say, or too little memory; or this
+                process can't broadcast weights, although it should.
         """
         self._config, self._settings, self._models = config, settings, models
+        self._rounds = weight_rounds(settings)
         self._places: ServerPlaces | None = None
         if isinstance(settings, VllmEngineConfig) and settings.python is not None:
-            self._places = ServerPlaces(config, settings, settings.python, models)
-            self._places.check_memory(range(settings.workers))  # at first all are started together
-        self.most = settings.workers if self._places is None else self._places.most
+            self._places = ServerPlaces(config, settings, settings.python, models, trainer_is_here=trainer_is_here)
+            self._places.check_memory(range(settings.worker_count))  # at first all are started together
+        self.most = settings.worker_count if self._places is None else self._places.most
         self._free: asyncio.PriorityQueue[int] = asyncio.PriorityQueue()
         for place in range(self.most):
             self._free.put_nowait(place)
@@ -61,7 +69,7 @@ class ServerWorkers:
             self._free.put_nowait(place)
             # The first workers have shown that the servers fit. So a later failure may pass: for a moment there is too
             # little memory, say, or a server of another model was started at one of our addresses.
-            is_first = place < self._settings.workers and place not in self._served
+            is_first = place < self._settings.worker_count and place not in self._served
             if isinstance(error, EngineFailure):
                 if is_first and self._places is not None:
                     raise ServerFailed(str(error)) from error  # what takes too long would take as long five times
@@ -88,9 +96,10 @@ class ServerWorkers:
         return StartedWorker(engine, kill, servers.process)
 
     def _begun(self, place: int) -> EngineServers:
-        if self._places is not None and (place in self._served or place >= self._settings.workers):
+        if self._places is not None and (place in self._served or place >= self._settings.worker_count):
             self._places.check_memory([place])
-        return EngineServers(self._config, self._settings, self._models, place, self._places)
+        on = None if self._places is None else self._places.of_worker(place)
+        return EngineServers(self._config, self._settings, self._models, place, on, self._rounds)
 
     async def _reach(self, engine: ExternalEngine, place: int) -> None:
         """Return when the servers of a worker fit their policies, and can be given weights.

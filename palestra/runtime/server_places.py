@@ -41,6 +41,8 @@ class ServerPlaces:
         python: Path,
         models: Sequence[ServedModel],
         look: Callable[[], list[Card]] = visible_cards,
+        *,
+        trainer_is_here: bool = True,
     ) -> None:
         """Look at vLLM and at the machine. Blocks for a moment.
 
@@ -50,6 +52,7 @@ class ServerPlaces:
             python: interpreter that has vLLM.
             models: of its policies.
             look: returns the cards that the job may use.
+            trainer_is_here: whether the trainer shares these cards; see `trainer_cards`.
 
         Raises:
             ConfigError: there is no vLLM, or too few cards, or they have no room for as many servers.
@@ -60,7 +63,7 @@ class ServerPlaces:
         self._allowed, self._trained_bytes = allowed_cores(), _trained_bytes(config, models)
         self._trainer: frozenset[str] = frozenset()  # names of its cards
         if not self.is_cpu:
-            cards, trainer = look(), trainer_cards(config)
+            cards, trainer = look(), trainer_cards(config, trainer_is_here)
             self._trainer = frozenset(card.name for card in cards[:trainer])
             self._deal(cards, trainer)
 
@@ -68,10 +71,11 @@ class ServerPlaces:
         """Choose the cards of all servers that there may be, and their part of the memory of each card.
 
         Raises:
-            ConfigError: there are too few cards, or the servers' parts are more than a whole.
+            ConfigError: there are too few cards, or the servers' parts are more than a whole; or a server would compute on
+                the card from which this process broadcasts weights.
         """
         each, policies, settings = self._settings.tensor_parallel, len(self._models), self._settings
-        self.most = max(settings.workers, max(len(cards) - trainer, 0) // each // policies)
+        self.most = max(settings.worker_count, max(len(cards) - trainer, 0) // each // policies)
         for share in deal_cards(cards, self.most * policies, each, trainer):
             wanted = settings.gpu_memory_utilization
             self._on_cards.append(OnCards(cards=share.visible, memory_share=wanted or _USED_SHARE / share.sharers))
@@ -84,6 +88,12 @@ class ServerPlaces:
                     "or name more cards in CUDA_VISIBLE_DEVICES"
                 )
 
+        if settings.weight_transfer == "nccl" and any(cards[0].name in one.cards.split(",") for one in self._on_cards):
+            raise ConfigError(
+                f"engine.weight_transfer = 'nccl' needs a card that no server has, and card {cards[0].name}, which the "
+                "job's process uses, is a server's as well; name more cards in CUDA_VISIBLE_DEVICES, or take 'file'"
+            )
+
     def of(self, worker: int, policy: int) -> OnCores | OnCards:
         """Return what a server computes with.
 
@@ -94,9 +104,17 @@ class ServerPlaces:
         policies = len(self._models)
         number = worker * policies + policy
         if self.is_cpu:
-            servers = self._settings.workers * policies
-            return deal_cores(self._allowed, self._settings.threads, servers, number)
+            servers = self._settings.worker_count * policies
+            return deal_cores(self._allowed, self._settings.threads, servers, number, self._settings.tensor_parallel)
         return self._on_cards[number]
+
+    def of_worker(self, worker: int) -> list[OnCores | OnCards]:
+        """Return what the servers of a worker compute with, in the order of the policies.
+
+        Args:
+            worker: its number, from 0, below `most`.
+        """
+        return [self.of(worker, policy) for policy in range(len(self._models))]
 
     def check_memory(self, workers: Iterable[int]) -> None:
         """Refuse to start servers for which there is too little memory: vLLM would find out after minutes.

@@ -47,8 +47,8 @@ class BundleBody(ProcessBody):
     """What each process of one role holds, in place of a part of what the job's own process holds."""
 
     role: Role = Field(
-        description="`engine`: inference workers (`engine.replicas`); `trainer`: ranks (`trainer.devices`); `runner`: "
-        "runners (`environment.runners`)."
+        description="`engine`: inference workers that the job starts (`engine.replicas`); `trainer`: ranks "
+        "(`trainer.devices`); `runner`: runners (`environment.runners`)."
     )
     count: int | None = Field(
         None,

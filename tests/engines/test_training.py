@@ -22,10 +22,11 @@ def reward(task, answer: str) -> float:
     return float(sum(letter in "aeiou" for letter in answer))
 
 
-def test_every_token_has_the_logprob_of_the_version_that_it_names(tmp_path):
+@pytest.mark.parametrize(("transfer", "devices"), [("file", 1), ("gloo", 2)])
+def test_every_token_has_the_logprob_of_the_version_that_it_names(tmp_path, transfer, devices):
     """Replies go on while weights are replaced, so that some are of two versions."""
     model = write_model(tmp_path / "model")
-    base = job_of(model, tmp_path / "run")
+    base = job_of(model, tmp_path / "run", weight_transfer=transfer)
     config = JobConfig.model_validate(
         base.model_dump(exclude={"policies"})
         | {
@@ -38,7 +39,7 @@ def test_every_token_has_the_logprob_of_the_version_that_it_names(tmp_path):
                     "optimizer": {"learning_rate": 5e-3},
                 }
             },
-            "trainer": {"threads": 1, "dtype": "float32"},
+            "trainer": {"threads": 1, "dtype": "float32", "devices": devices},
             "rollout": {"group_size": 4, "groups_per_step": 2, "max_staleness": 1},
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 1, "keep": 10},

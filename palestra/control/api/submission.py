@@ -207,7 +207,7 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
     check_shared(config, rules.bases)
     config = _with_environment_key(config, rules)
-    _check_engine(config)
+    rules.engines.check(config)
     _check_algorithm("algorithm", config.algorithm, rules)
     for name, policy in config.policies.items():
         if policy.algorithm is not None:
@@ -257,20 +257,6 @@ def _check_recorded_sources(given: dict[str, Any]) -> None:
                 "job, such as 'job-1f3a5c7e9b2d4f60'",
                 "config.algorithm.from_run",
             )
-
-
-def _check_engine(config: JobConfig) -> None:
-    """Refuse an engine that is a program of the tenant's choice, or a server inside of the operator's network.
-
-    Raises:
-        InvalidRequest: it is.
-    """
-    if config.engine.kind in ("vllm", "sglang"):
-        raise InvalidRequest(
-            f"config.engine.kind is {config.engine.kind!r}, which names a program or a server, and this one starts and "
-            "calls none for its users; take 'embedded'",
-            "config.engine.kind",
-        )
 
 
 def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from palestra.config import JobConfig
 from palestra.config.engine import EmbeddedEngineConfig
+from palestra.config.engine_pool import PooledEngineConfig
+from palestra.config.engine_servers import VllmEngineConfig
 from palestra.control.jobs.shared_jobs import LIGHT_CPUS
 from palestra.errors import InvalidRequest
 from palestra.types.control_wire import BundleBody, ProcessBody, ResourcesBody
@@ -18,38 +20,92 @@ _THREADS: dict[Role, str] = {"engine": "engine.threads", "trainer": "trainer.thr
 
 
 @dataclass(frozen=True, slots=True)
-class Processes:
-    """Processes of one role that a job's configuration asks for.
+class Alike:
+    """Processes of one role that are alike.
 
     Attributes:
-        count: how many there may be; 0: the role can have no process of its own.
+        count: how many there may be.
         cores: of each, where it has no bundle.
-        in_job: whether the only one runs in the job's own process, unless it has a bundle.
         device: where each computes, as the configuration has it; None: it computes with no model.
+        cards: GPUs that each takes whole, if it has any: those of vLLM's servers; None: it uses one, or a part of it.
+        needs_cards: whether it can't compute without them, because several share a model.
     """
 
     count: int
     cores: int = 1
-    in_job: bool = False
     device: Literal["auto", "cpu", "cuda"] | None = None
+    cards: int | None = None
+    needs_cards: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Processes of one role that a job's configuration asks for.
+
+    Attributes:
+        kinds: those that are alike, kind by kind; (): the role can have no process of its own.
+        in_job: whether the only one runs in the job's own process, unless it has a bundle.
+    """
+
+    kinds: tuple[Alike, ...] = ()
+    in_job: bool = False
+
+    @property
+    def count(self) -> int:
+        """Return how many there may be."""
+        return sum(kind.count for kind in self.kinds)
+
+    @property
+    def cores(self) -> int:
+        """Return the cores of the one that has most, where it has no bundle."""
+        return max((kind.cores for kind in self.kinds), default=1)
+
+    @property
+    def all_cores(self) -> int:
+        """Return the cores of all, where they have no bundle."""
+        return sum(kind.count * kind.cores for kind in self.kinds)
+
+    @property
+    def all_cards(self) -> int:
+        """Return the GPUs of all that take them whole."""
+        return sum(kind.count * (kind.cards or 0) for kind in self.kinds)
 
 
 def processes_of(config: JobConfig) -> dict[Role, Processes]:
     """Return the processes of a job beside its own, by role."""
     training = config.kind == "training"
-    found: dict[Role, Processes] = {"engine": Processes(0), "trainer": Processes(0), "runner": Processes(0)}
-    if training:
-        found["runner"] = Processes(config.environment.runners or 0)
+    found: dict[Role, Processes] = {"engine": Processes(), "trainer": Processes(), "runner": Processes()}
+    if training and config.environment.runners:
+        found["runner"] = Processes((Alike(config.environment.runners),))
     if config.base is not None:  # its base server has the engine and the trainer
         return found
-    # A service refuses the engines that are servers of other projects, so that all workers are processes of the job.
-    engine, workers = config.engine, config.engine.workers
-    threads, device = (engine.threads, engine.device) if isinstance(engine, EmbeddedEngineConfig) else (None, None)
-    found["engine"] = Processes(workers, threads or 1, in_job=workers == 1, device=device)
+    kinds = tuple(_workers(table, len(config.policies)) for table in config.engine.tables if table.started_count)
+    found["engine"] = Processes(kinds, in_job=not config.engine.pooled)
     if training and config.trainer.devices > 1:
         trainer = config.trainer
-        found["trainer"] = Processes(trainer.devices, trainer.threads or 1, device=trainer.device)
+        found["trainer"] = Processes((Alike(trainer.devices, trainer.threads or 1, trainer.device),))
     return found
+
+
+def _workers(table: PooledEngineConfig, policies: int) -> Alike:
+    """Return the inference workers of one kind.
+
+    Args:
+        table: of the workers, which the job starts.
+        policies: of the job, each of which has a vLLM server of its own in every worker.
+    """
+    if isinstance(table, VllmEngineConfig):
+        cards = table.tensor_parallel * policies
+        return Alike(
+            count=table.started_count,
+            cores=(table.threads or 1) * policies,
+            device="auto",
+            cards=cards,
+            needs_cards=table.tensor_parallel > 1,
+        )
+    if isinstance(table, EmbeddedEngineConfig):
+        return Alike(table.started_count, table.threads or 1, table.device)
+    return Alike(table.started_count)
 
 
 def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Resources:
@@ -65,7 +121,8 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
 
     Raises:
         InvalidRequest: a bundle is of a role that the job has no process of, stands twice, has another number, or
-            fewer cores than its processes use.
+            fewer cores than its processes use; servers beside the job's own process would have too few GPUs; or
+            weights would be broadcast to servers in bundles.
     """
     processes = processes_of(config)
     for number, body in enumerate(asked.bundles):
@@ -74,13 +131,17 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
             raise InvalidRequest(f"{where} is for role {body.role!r}, and {_why_none(body.role, config)}", where)
     bundles = tuple(_bundle(number, body, processes[body.role]) for number, body in enumerate(asked.bundles))
     roles = Counter(bundle.role for bundle in bundles)
+    if "engine" in roles:
+        _check_transfer(config)
     if twice := [role for role, count in roles.items() if count > 1]:
         raise InvalidRequest(
             f"resources.bundles has a role twice ({twice[0]!r}); all processes of a role hold alike", "resources"
         )
     light = adapters > 0 and "cpus" not in asked.model_fields_set and asked.gpus == 0
     own = LIGHT_CPUS if light else asked.cpus
-    here = sum(one.count * one.cores for role, one in processes.items() if role not in roles and not one.in_job)
+    here = sum(one.all_cores for role, one in processes.items() if role not in roles and not one.in_job)
+    if "engine" not in roles:
+        _check_cards(asked.gpus, processes["engine"])
     return Resources(
         cpus=own + here,
         gpus=asked.gpus,
@@ -96,6 +157,8 @@ def _why_none(role: Role, config: JobConfig) -> str:
     """Return why a job has no process of a role, and what to do about it."""
     if config.base is not None and role != "runner":
         return "the base server of the job samples and trains for it; leave the bundle out"
+    if role == "engine":
+        return "the servers of its engine run already; leave the bundle out"
     if config.kind == "inference":
         return "a job of kind 'inference' has no such process; leave the bundle out"
     least = " to 2 or more" if role == "trainer" else ""
@@ -131,13 +194,54 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
             f"{LIGHT_CPUS:g}",
             where,
         )
-    if processes.device is not None and (why := _unfit_gpus(body.role, body.gpus, processes.device)):
-        raise InvalidRequest(f"{where}.gpus is {body.gpus:g}, and {why}", f"{where}.gpus")
+    for kind in processes.kinds:
+        if why := _unfit_gpus(body.role, body.gpus, kind):
+            raise InvalidRequest(f"{where}.gpus is {body.gpus:g}, and {why}", f"{where}.gpus")
     return found
 
 
-def _unfit_gpus(role: Role, gpus: float, device: str) -> str | None:
-    """Return why processes with a model can't use so many GPUs each, and what to change; None: they can."""
+def _check_transfer(config: JobConfig) -> None:
+    """Refuse broadcasts of weights to vLLM in bundles: it is on other machines, where it reads them from a folder.
+
+    Raises:
+        InvalidRequest: they are configured.
+    """
+    for table in config.engine.tables:
+        if isinstance(table, VllmEngineConfig) and table.started_count and table.weight_transfer != "file":
+            raise InvalidRequest(
+                f"engine.weight_transfer is {table.weight_transfer!r}, and vLLM in a bundle reads new weights from a "
+                "folder of the service; leave it out, or leave the bundle for role 'engine' out",
+                "config.engine.weight_transfer",
+            )
+
+
+def _check_cards(gpus: float, engine: Processes) -> None:
+    """Refuse too few GPUs for the vLLM servers that run beside the job's own process.
+
+    Raises:
+        InvalidRequest: they take more. Without any GPU each of them computes on CPUs.
+    """
+    needed = engine.all_cards
+    if gpus < needed and (gpus > 0 or any(kind.needs_cards for kind in engine.kinds)):
+        raise InvalidRequest(
+            f"resources.gpus is {gpus:g}, and the vLLM servers of the job take {needed} whole ones (engine.replicas x "
+            f"policies x engine.tensor_parallel); give gpus={needed} or more, or a bundle for role 'engine'",
+            "resources.gpus",
+        )
+
+
+def _unfit_gpus(role: Role, gpus: float, kind: Alike) -> str | None:
+    """Return why processes that are alike can't use so many GPUs each, and what to change; None: they can."""
+    device = kind.device
+    if device is None:
+        return None
+    if kind.cards is not None:
+        if gpus == kind.cards or (gpus == 0 and not kind.needs_cards):
+            return None
+        return (
+            f"the vLLM servers of each worker take {kind.cards} whole ones (policies x engine.tensor_parallel); give "
+            f"gpus={kind.cards}"
+        )
     if device == "cpu" and gpus > 0:
         return f"{role}.device is 'cpu'; leave gpus out, or set the device to 'auto'"
     if device == "cuda" and gpus == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from palestra.config import parse_config
 from palestra.control.jobs.launcher import ENDED_FILE, RUN, BundleOrder, ServerOrder
@@ -48,6 +49,7 @@ async def order_of(
     await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
     own = job.from_job is not None
     weights = await asyncio.to_thread(lambda: rules.places(parse_config(config), started_from_job=own))
+    config = await asyncio.to_thread(_with_operators_settings, config, rules)
     return ServerOrder(
         job_id=job.job_id,
         config=config if base is None else at_base(config, base[0]),
@@ -59,6 +61,27 @@ async def order_of(
         base_key=None if base is None else base[1],
         bundles=tuple(_bundle_orders(job.resources, node_ids[1:], nodes)),
     )
+
+
+def _with_operators_settings(config: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    """Return a configuration with what only the operator names: interpreters, folders, and variables that hold keys.
+
+    The stored configuration has none of it, so that tenants are not shown it, and a change of the rules counts for jobs
+    that wait.
+
+    Args:
+        config: a JobConfig as JSON.
+        rules: the operator's.
+
+    Raises:
+        ConfigError: the operator does not allow a server of the job any more.
+    """
+    found = rules.engines.filled(config)
+    environment = found.get("environment") or {}
+    if (url := environment.get("url")) is not None:
+        # A variable that the tenant names could be any secret of the job's process.
+        found["environment"] = {**environment, "key_variable": rules.environment_variable(url)}
+    return found
 
 
 def _bundle_orders(resources: Resources, node_ids: Sequence[str], nodes: Mapping[str, Node]) -> Iterator[BundleOrder]:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.config import BUILT_IN, JobConfig
+from palestra.control.jobs.engine_rules import EngineRules, load_engine_rules
 from palestra.control.placement.bases import BaseLimits
 from palestra.envs.catalog import STARTS_PROGRAMS
 from palestra.errors import ConfigError, InvalidRequest
@@ -23,6 +24,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", 
 OPEN_EPISODES = "rollout.group_size x groups_per_step x (1 + max_staleness)"
 TIME_LIMIT = "time_limit_seconds"  # of a job, beside its configuration; no cap unless the operator sets one
 _SETTINGS = "environment.settings.*"
+_PICTURE_HOSTS = ("picture_hosts", "private_picture_hosts")
 _BASE_AMOUNTS, _BASE_COUNTS = ("cpus", "gpus", "memory_gib"), ("slots", "adapters", "waiting")  # of [bases]
 
 CAPS: Mapping[str, float] = {
@@ -56,6 +58,8 @@ CAPS: Mapping[str, float] = {
     "checkpoint.keep": 20,
     "engine.threads": 256,
     "engine.replicas": 16,
+    "engine.tensor_parallel": 64,
+    "engine.startup_seconds": 600,
     "engine.max_batch": 1_024,
     "engine.prefill_tokens": 65_536,
     "engine.prefill_chunk": 65_536,
@@ -93,9 +97,7 @@ EXEMPT: Mapping[str, str] = {
     "policies.*.optimizer.max_grad_norm": "costs nothing, and JobConfig bounds it",
     "policies.*.adapter.rank": "at most the width of the model's layers",
     "policies.*.adapter.alpha": "a number of a formula",
-    "engine.gpu_memory_utilization": "of a server, which no service starts; at most 1",
-    "engine.tensor_parallel": "of a server, which no service starts",
-    "engine.startup_seconds": "of a server, which no service starts",
+    "engine.gpu_memory_utilization": "at most 1, of cards that the job has alone",
     "trainer.adapter_slots": "fewer are more work, and a job has at most eight policies",
     "roles.*.pool.every_steps": "more is less work",
     "roles.*.pool.size": "JobConfig bounds it, and the job's memory is limited",
@@ -163,6 +165,7 @@ class Rules:
         private_picture_hosts: hosts that jobs may name in `pictures.private_hosts`, whose addresses are not looked at.
             No host of the internet belongs here: who has its name could lead it into the operator's network.
         bases: of the base servers that the service starts.
+        engines: which engines jobs may use beside the embedded one.
     """
 
     caps: Mapping[str, float] = field(default_factory=lambda: CAPS)
@@ -173,6 +176,7 @@ class Rules:
     picture_hosts: frozenset[str] = frozenset()
     private_picture_hosts: frozenset[str] = frozenset()
     bases: BaseLimits = field(default_factory=BaseLimits)
+    engines: EngineRules = field(default_factory=EngineRules)
 
     def check(self, config: JobConfig) -> None:
         """Refuse a configuration that asks for more than the operator allows.
@@ -190,7 +194,8 @@ class Rules:
             )
         rollout = config.rollout
         episodes = rollout.group_size * rollout.groups_per_step * (1 + rollout.max_staleness)
-        for path, value in (*_numbers(config.model_dump()), ((OPEN_EPISODES,), episodes)):
+        workers = (("engine", "replicas"), config.engine.worker_count)  # of all tables together
+        for path, value in (*_numbers(config.model_dump()), workers, ((OPEN_EPISODES,), episodes)):
             most = self.caps.get(_key(path))
             if most is not None and abs(value) > most:
                 raise ConfigError(
@@ -292,8 +297,8 @@ class Rules:
 def load_rules(path: Path) -> Rules:
     """Read the operator's TOML file.
 
-    Its keys are `hub_models`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`, `[environment]` and
-    `[bases]`; those that it leaves out keep their defaults.
+    Its keys are `hub_models`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`, `[environment]`,
+    `[bases]` and `[engines]`; those that it leaves out keep their defaults.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, or a value out of range.
@@ -304,7 +309,7 @@ def load_rules(path: Path) -> Rules:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    known = ("hub_models", "models", "caps", "environment", "bases", "picture_hosts", "private_picture_hosts")
+    known = ("hub_models", "models", "caps", "environment", "bases", "engines", *_PICTURE_HOSTS)
     for key in data:
         _require_known(path, key, known)
     hub = data.get("hub_models", True)
@@ -324,6 +329,7 @@ def load_rules(path: Path) -> Rules:
         picture_hosts=_picture_hosts(path, "picture_hosts", data),
         private_picture_hosts=_picture_hosts(path, "private_picture_hosts", data),
         bases=_bases(path, data.get("bases", {})),
+        engines=load_engine_rules(path, data.get("engines", {})),
     )
 
 
@@ -493,6 +499,8 @@ def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, (*path, name))
+        elif isinstance(value, list | tuple):
+            yield from _numbers({str(place): one for place, one in enumerate(value)}, (*path, name))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield (*path, name), value
 
@@ -511,6 +519,8 @@ def _key(path: tuple[str, ...]) -> str:
     if path[0] == "policies":
         own = path[2:]  # a policy's own algorithm has the caps of the job's
         return ".".join(own if own[0] == "algorithm" else ("policies", "*", *own))
+    if path[:2] == ("engine", "workers"):
+        return ".".join(("engine", *path[3:]))  # workers of one kind have the caps of an engine of that kind
     return _SETTINGS if path[:2] == ("environment", "settings") else ".".join(path)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from palestra.control.jobs.base_servers import BaseServers
 from palestra.control.jobs.deadlines import Deadlines
+from palestra.control.jobs.engine_servers import ServersInUse
 from palestra.control.jobs.launcher import (
     LOG_FILE,
     RUN,
@@ -108,7 +109,7 @@ class JobScheduler:
         self._notes: set[asyncio.Task[None]] = set()  # endings that are being recorded
         self._changed = Notifier()
         self.bases = BaseServers(store, launcher, folder, self._rules, self._changed, self._end)
-        self._kinds = KnownKinds()
+        self._kinds, self._servers = KnownKinds(), ServersInUse()
         self._closing = False
         self.ready = asyncio.Event()
 
@@ -211,6 +212,7 @@ class JobScheduler:
         # Queue and running jobs are read without an await between them: a job that has just ended must be in one of
         # them, or its room could be given away while it is queued again.
         queue = {job.job_id: job for job in queued if job.job_id not in self._lives}
+        in_use = self._servers.waiting(queue.values())
         running = list(self.running.values())
         now = self._store.clock.now()
         for job in queue.values():
@@ -218,7 +220,8 @@ class JobScheduler:
         # Read after the queue, so that a job submitted under a new quota is not started under the old one.
         self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
         await self.bases.refresh(self.policy.quotas)
-        own, shared = by_base(queue.values(), await self._kinds.of(queue.values()), self._rules.bases, now)
+        able = [job for job in queue.values() if job.job_id not in in_use]
+        own, shared = by_base(able, await self._kinds.of(queue.values()), self._rules.bases, now)
         for job_id, failure in self.bases.take_failures(shared).items():
             del shared[job_id]
             self._live(job_id, self._refuse(queue[job_id], failure))
@@ -232,7 +235,7 @@ class JobScheduler:
             self._rules.bases,
             now,
         )
-        self.waiting = {**decision.waiting, **decision.impossible}
+        self.waiting = {**decision.waiting, **decision.impossible, **in_use}
         self.places = {job_id: place for place, job_id in enumerate(decision.waiting, start=1)}
         for ended, reason in decision.ended.items():
             self.bases.end(ended, reason)
@@ -240,6 +243,9 @@ class JobScheduler:
             self.bases.start(kind, start)
         for start in decision.starts:
             job, base_id = queue[start.job_id], decision.bases.get(start.job_id)
+            if taken := self._servers.waiting([job]):  # by a job of this round, before it
+                self.waiting = {**self.waiting, **taken}
+                continue
             if base_id is not None:
                 self.bases.hold(job, base_id)
             self._hold(job, start, starting=True)
@@ -253,6 +259,7 @@ class JobScheduler:
     def _hold(self, job: JobRecord, start: JobStart, *, starting: bool) -> None:
         """Record what a job holds from now on."""
         now = self._store.clock.now()
+        self._servers.hold(job)
         self.running[job.job_id] = RunningJob(
             job_id=job.job_id,
             tenant=job.tenant,
@@ -277,6 +284,7 @@ class JobScheduler:
         """Forget a job whose coroutine has ended; the next round adopts the job if that failed."""
         self._lives.pop(job_id, None)
         self.running.pop(job_id, None)
+        self._servers.release(job_id)
         self.bases.release(job_id)
         self._cancelled.discard(job_id)
         if not done.cancelled() and (error := done.exception()) is not None:

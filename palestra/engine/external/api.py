@@ -60,7 +60,9 @@ class EngineApi(Protocol):
     sees: bool
 
     async def check(self) -> None:
-        """Ask the server whether it fits the policy and can be given weights.
+        """Ask the server whether it fits the policy and can be given weights, and let it go on if it is paused.
+
+        A job that was killed may have left it so.
 
         Raises:
             ConfigError: it does not; the message says what to change.

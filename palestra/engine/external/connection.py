@@ -60,6 +60,11 @@ class EngineConnection:
             transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits),
         )
 
+    @property
+    def address(self) -> str:
+        """Return where the server listens, for messages."""
+        return str(self._address)
+
     async def get(self, path: str, seconds: float) -> Any:
         """Return the JSON of the answer to a GET request; None: the answer is empty.
 

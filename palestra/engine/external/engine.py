@@ -111,7 +111,7 @@ class ExternalEngine:
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Write new weights into a file, pause the server and let it read them; see `Engine.sync_weights`.
+        """Pause the server, and let it read new weights from a file, or receive them; see `Engine.sync_weights`.
 
         A server that is not paused while its layers are replaced dies, so there is no update without a pause.
 
@@ -123,15 +123,15 @@ class ExternalEngine:
         served = self._policy(policy)
         self._check_open()
         await self.check_servers()
-        new = await in_thread(lambda: served.prepare(policy, source, version))
-        try:
-            # Not between the two halves of a pause or of its end.
-            async with self._failing(served, version), self._pausing:
-                finish = self._finish or not served.api.splits_versions
-                await served.take(policy, new, version, finish, not self._running.is_set())
-        finally:
-            if new.is_own:
-                new.path.unlink(missing_ok=True)
+        with served.expecting(source):
+            new = await in_thread(lambda: served.prepare(policy, source, version))
+            try:
+                # Not between the two halves of a pause or of its end.
+                async with self._failing(served, version), self._pausing:
+                    finish = self._finish or not served.api.splits_versions
+                    await served.take(policy, new, version, finish, not self._running.is_set())
+            finally:
+                new.discard()
 
     @contextlib.asynccontextmanager
     async def _failing(self, served: ServedPolicy, version: PolicyVersion) -> AsyncIterator[None]:
@@ -215,6 +215,7 @@ class ExternalEngine:
             passes=sum(policy.counters.passes for policy in served),
             prefilled_tokens=sum(policy.counters.prefilled_tokens for policy in served),
             sampled_tokens=sum(policy.sampled_tokens for policy in served),
+            moved_bytes=sum(policy.moved_bytes for policy in served),
         )
 
     async def failure(self) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from palestra.config import AdapterConfig
-from palestra.engine.external.served_policy import NewWeights, ServedPolicy, Turn
+from palestra.engine.external.served_policy import NewWeights, ServedPolicy, Turn, WrittenWeights
 from palestra.errors import EngineFailure, ModelError
 from palestra.models.adapter_files import write_matrices
 from palestra.models.weights import WeightSource
@@ -73,9 +73,8 @@ class ServedAdapter(ServedPolicy):
     async def begin(self) -> None:
         """Ask the server whether it fits, and load the adapter with which the policy begins; see `ServedPolicy`."""
         await self.api.check()
-        await self.api.resume()
         if self.first is not None:
-            await self.take(self.name, NewWeights(self.first, is_own=False), self.version, False, False)
+            await self.take(self.name, WrittenWeights(self.first, is_own=False), self.version, False, False)
 
     def version_of(self, name: str) -> PolicyVersion:
         """Return the version of the adapter that a request which begins now is sampled from; see `ServedPolicy`."""
@@ -109,7 +108,7 @@ class ServedAdapter(ServedPolicy):
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise ModelError(f"the adapter can't be written to {self.folder}: {error}") from error
-        return NewWeights(folder, is_own=False)  # it stays as long as the server may read it
+        return WrittenWeights(folder, is_own=False)  # it stays as long as the server may read it
 
     def _layers(self, matrices: Mapping[str, Tensor]) -> set[str]:
         """Return the layers of an adapter, of whose matrices, [r, d] and [n, r], these are the names.
@@ -140,6 +139,7 @@ class ServedAdapter(ServedPolicy):
             finish: without effect: replies always end under the version with which they began.
             paused: without effect: a server loads adapters while it is paused, too.
         """
+        assert isinstance(new, WrittenWeights)
         async with self._updating:
             loaded = LoadedAdapter(
                 name=next(self._names),

@@ -9,8 +9,10 @@ import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from palestra.engine.external.api import Counters, EngineApi
 from palestra.engine.external.process import ServerProcess
@@ -44,9 +46,17 @@ class Turn:
         return self.log[self.before :]
 
 
+class NewWeights(Protocol):
+    """New weights on their way to a server, as `ServedPolicy.prepare` has made them."""
+
+    def discard(self) -> None:
+        """Free what was made for this update alone."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class NewWeights:
-    """New weights on their way to a server.
+class WrittenWeights:
+    """New weights on the disk, or in shared memory.
 
     Attributes:
         path: of the file, or of the folder of an adapter.
@@ -55,6 +65,11 @@ class NewWeights:
 
     path: Path
     is_own: bool
+
+    def discard(self) -> None:
+        """Remove the file, if it was written for this update."""
+        if self.is_own:
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,6 +92,7 @@ class ServedPolicy:
         sampled_tokens: of all their replies so far.
         replacing: whether the server is paused, because it gets new weights.
         counters: what the server has said of itself at last.
+        moved_bytes: of new weights that were broadcast to the server so far.
     """
 
     name: str
@@ -94,6 +110,7 @@ class ServedPolicy:
     sampled_tokens: int = 0
     replacing: bool = False
     counters: Counters = field(default_factory=Counters)
+    moved_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.most_calls)
@@ -111,7 +128,6 @@ class ServedPolicy:
             EngineFailure: it does not answer.
         """
         await self.api.check()
-        await self.api.resume()  # a job that was killed may have left a server paused
         await self.api.set_version(self.version)
 
     def version_of(self, name: str) -> PolicyVersion:
@@ -149,6 +165,14 @@ class ServedPolicy:
         """Say what a request of a policy is sampled from."""
         yield Turn(self.version, None, self.sent, len(self.sent))
 
+    def expecting(self, source: WeightSource) -> contextlib.AbstractContextManager[None]:
+        """Say that this server is going to take weights, so that others which take them can wait for it.
+
+        Args:
+            source: the weights.
+        """
+        return contextlib.nullcontext()
+
     def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
         """Write new weights for the server. A file that a server of this machine can read is left as it is.
 
@@ -160,21 +184,33 @@ class ServedPolicy:
         Raises:
             ModelError: they do not fit the server's model, or there is no room for the file.
         """
-        named = list(source.tensors())
-        for weight, tensor in named:
-            if self.shapes.get(weight) != tuple(tensor.shape):
-                raise ModelError(f"the engine's model has no weight {weight} of shape {tuple(tensor.shape)}")
-        if missing := self.shapes.keys() - {weight for weight, _ in named}:
-            raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
+        named = self.fitting(source)
         if isinstance(source, FileWeights) and self.process is not None:
-            return NewWeights(source.path, is_own=False)
+            return WrittenWeights(source.path, is_own=False)
         path = self.folder / f"{version}.safetensors"
         try:
             write_weights(LocalWeights(named), path, self.dtype)
             os.chmod(path, 0o600)
         except OSError as error:
             raise ModelError(f"new weights can't be written to {self.folder}: {error}") from error
-        return NewWeights(path, is_own=True)
+        return WrittenWeights(path, is_own=True)
+
+    def fitting(self, source: WeightSource) -> list[tuple[str, Tensor]]:
+        """Return all weights with their names, [n, d] or [d], after they were compared with the server's model.
+
+        Args:
+            source: the weights.
+
+        Raises:
+            ModelError: one is missing, is not known, or has another shape.
+        """
+        named = list(source.tensors())
+        for weight, tensor in named:
+            if self.shapes.get(weight) != tuple(tensor.shape):
+                raise ModelError(f"the engine's model has no weight {weight} of shape {tuple(tensor.shape)}")
+        if missing := self.shapes.keys() - {weight for weight, _ in named}:
+            raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
+        return named
 
     async def take(self, name: str, new: NewWeights, version: PolicyVersion, finish: bool, paused: bool) -> None:
         """Let the server read new weights while it is paused.
@@ -198,13 +234,18 @@ class ServedPolicy:
                 self.replacing = True
                 if not paused:
                     await self.api.pause()
-                await self.api.load_weights(new.path, version)
+                await self._load(new, version)
                 self.version = version
                 if not paused:
                     await self.api.resume()
             finally:
                 self.replacing = False
                 self._open.set()
+
+    async def _load(self, new: NewWeights, version: PolicyVersion) -> None:
+        """Replace the weights of the paused server; see `take`."""
+        assert isinstance(new, WrittenWeights)
+        await self.api.load_weights(new.path, version)
 
     @property
     def progress(self) -> tuple[int, int, int]:

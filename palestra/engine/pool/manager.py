@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from palestra.engine.pool.prefixes import block_hashes
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
 from palestra.engine.pool.worker import FIRST_VERSION, InferenceWorker, StartedWorker, added_loads
 from palestra.engine.replay import Replay
-from palestra.errors import EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
+from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import cancelled, race, together
@@ -47,6 +47,8 @@ class PoolOptions:
         stuck_seconds: a worker that has work and does none for so long is replaced.
         prefix_tokens: tokens of each policy whose place is remembered, for each worker.
         start_seconds: how long the start of a worker may take.
+        kinds: of the workers, by their number, where a request that one kind refuses may be one for another. The number
+            of workers stays as it is then. (): all workers are alike.
     """
 
     replicas: int
@@ -55,6 +57,7 @@ class PoolOptions:
     stuck_seconds: float = 60.0
     prefix_tokens: int = 32768
     start_seconds: float = START_SECONDS
+    kinds: tuple[str, ...] = ()
 
 
 class InferenceManager:
@@ -98,7 +101,7 @@ class InferenceManager:
             PalestraError: one of them can't be started.
         """
         try:
-            await self.resize(self._options.replicas)
+            await self._resize(self._options.replicas)
         except BaseException:
             await self.close()
             raise
@@ -109,14 +112,17 @@ class InferenceManager:
         """Stream a reply from one of the workers; see `Engine.generate`.
 
         Raises:
+            InvalidRequest: no kind of worker can sample in this way.
             ReplyLost: the caller has tokens of a worker that was lost, and sampling them again gave others.
         """
         self._check_known(request.policy)
         replay, hashes = Replay(), block_hashes(request.prompt)
+        refusals: dict[str, InvalidRequest] = {}
+        losses = 0
         with self._calls.counted(replay):
-            for _ in range(MOST_ATTEMPTS):
-                worker = await self._placed(request, hashes)
-                engine = worker.engine
+            while losses < MOST_ATTEMPTS:
+                worker = await self._placed(request, hashes, refusals)
+                engine, begun = worker.engine, False
                 assert engine is not None
                 try:
                     with worker.serving():
@@ -124,34 +130,50 @@ class InferenceManager:
                         stream = engine.generate(request)
                         async with contextlib.aclosing(stream) as pieces:  # type: ignore[type-var]
                             async for piece in pieces:
+                                begun = True
                                 if (fresh := replay.take(piece)) is not None:
                                     yield fresh
                     replay.end()
                     worker.prefixes.add(request.policy, block_hashes(_whole(request.prompt, replay.tokens), hashes))
                     return
+                except InvalidRequest as error:
+                    if begun:  # a worker refuses a request before the first token, or has a defect
+                        raise
+                    refusals[worker.kind] = error
+                    continue
                 except ReplyLost:
                     raise
                 except EngineFailure:
                     if self._closed or not await worker.has_failed(engine):
                         raise
+                losses += 1
                 replay.begin_again()
         raise EngineFailure(f"{MOST_ATTEMPTS} inference workers died while they sampled this reply; see their output")
 
-    async def _placed(self, request: EngineRequest, hashes: list[int]) -> InferenceWorker:
-        """Return the worker that gets a request, once there is one that serves."""
-        serving = await self._serving()
+    async def _placed(
+        self, request: EngineRequest, hashes: list[int], refusals: Mapping[str, InvalidRequest]
+    ) -> InferenceWorker:
+        """Return the worker that gets a request, once there is one that serves and is of no kind that has refused."""
+        serving = await self._serving(refusals)
         found = [worker.candidate(request.policy, hashes) for worker in serving]
         return serving[place(len(request.prompt.ids), found)]
 
-    async def _serving(self) -> list[InferenceWorker]:
-        """Return the workers that take requests, at least one.
+    async def _serving(self, refusals: Mapping[str, InvalidRequest]) -> list[InferenceWorker]:
+        """Return the workers that take a request, at least one; those that start are waited for.
+
+        Args:
+            refusals: of the request, by the kind of worker.
 
         Raises:
+            InvalidRequest: all kinds have refused the request.
             EngineFailure: the pool was closed, or has failed.
         """
         while True:
             self._check_open()
-            if serving := [worker for worker in self._workers if worker.serves]:
+            able = [worker for worker in self._workers if worker.kind not in refusals]
+            if refusals and not able:
+                raise next(iter(refusals.values()))
+            if serving := [worker for worker in able if worker.serves]:
                 return serving
             async with self._changed:
                 await self._changed.wait()
@@ -159,17 +181,45 @@ class InferenceManager:
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
         """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
         self._check_known(policy)
-        for _ in range(MOST_ATTEMPTS):
-            worker = min(await self._serving(), key=lambda one: one.calls)
+        refusals: dict[str, InvalidRequest] = {}
+        losses = 0
+        while losses < MOST_ATTEMPTS:
+            worker = min(await self._serving(refusals), key=lambda one: one.calls)
             engine = worker.engine
             assert engine is not None
             try:
                 with worker.answering():
                     return await engine.score(policy, prompt)
+            except InvalidRequest as error:
+                refusals[worker.kind] = error
             except EngineFailure:
                 if self._closed or not await worker.has_failed(engine):
                     raise
+                losses += 1
         raise EngineFailure(f"{MOST_ATTEMPTS} inference workers died while they scored this prompt")
+
+    async def scores(self, policy: str, prompt: TokenSequence) -> list[list[float]]:
+        """Return the log-probabilities that each worker gives a prompt; see `score`.
+
+        Left out are workers that do not serve now, and those whose kind has no scores.
+
+        Raises:
+            EngineFailure: the pool was closed, or has failed; or a worker that goes on has no answer.
+        """
+        self._check_known(policy)
+        found = []
+        for worker in await self._serving({}):
+            if (engine := worker.engine) is None:  # lost while another one answered
+                continue
+            try:
+                with worker.answering():
+                    found.append(await engine.score(policy, prompt))
+            except InvalidRequest:
+                continue
+            except EngineFailure:
+                if self._closed or not await worker.has_failed(engine):
+                    raise
+        return found
 
     # Weights
 
@@ -235,8 +285,12 @@ class InferenceManager:
                     raise refusals[0] or ModelError("the weights do not fit")
                 accepted = True
                 for worker, refusal in zip(turn, refusals, strict=True):
-                    if refusal is not None:
-                        worker.lose(f"refused weights that another one has taken: {refusal}")
+                    if refusal is None:
+                        continue
+                    if worker.kind and worker.refused is not None and worker.refused.like is not None:
+                        # This kind has no room for one more policy. Those that have it drop it at the next update.
+                        raise refusal
+                    worker.lose(f"refused weights that another one has taken: {refusal}")
 
     async def _bring(self, worker: InferenceWorker) -> ModelError | None:
         """Bring one worker to what is wanted, and return why it refuses; one that fails is given up.
@@ -327,8 +381,18 @@ class InferenceManager:
             replicas: at least one.
 
         Raises:
+            Conflict: the pool has workers of several kinds.
             PalestraError: a worker can't be started, or the pool was closed.
         """
+        if self._options.kinds:  # it would not be said which kind becomes more, or fewer
+            raise Conflict(
+                "this job has inference workers of several kinds, whose number stays as it is; change engine.workers, "
+                "and start the job again"
+            )
+        await self._resize(replicas)
+
+    async def _resize(self, replicas: int) -> None:
+        """Change the number of workers; see `resize`."""
         if replicas < 1:
             raise InvalidRequest("a pool has at least one worker", "replicas")
         if self._options.most is not None and replicas > self._options.most:
@@ -354,7 +418,9 @@ class InferenceManager:
             )
 
     def _added_worker(self) -> InferenceWorker:
-        worker = InferenceWorker(self._numbers, self._options.prefix_tokens, self._options.stuck_seconds)
+        options = self._options
+        kind = options.kinds[self._numbers] if options.kinds else ""
+        worker = InferenceWorker(self._numbers, options.prefix_tokens, options.stuck_seconds, kind)
         self._numbers += 1
         self._workers.append(worker)
         self._tasks[worker] = asyncio.create_task(self._keep_running(worker))

@@ -48,14 +48,16 @@ class StartedWorker:
 class InferenceWorker:
     """One place of a pool: a worker, or the next one in its place."""
 
-    def __init__(self, number: int, prefix_tokens: int, stuck_seconds: float) -> None:
+    def __init__(self, number: int, prefix_tokens: int, stuck_seconds: float, kind: str = "") -> None:
         """Make a place without a worker yet.
 
         Args:
             number: of the place, from 0.
             prefix_tokens: see `PrefixIndex`.
             stuck_seconds: a worker that has work and does none for so long is stuck.
+            kind: of the workers at this place, in a pool of several kinds; "": all workers are alike.
         """
+        self.kind = kind
         self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
         self.engine: Engine | None = None
         self.process: int | None = None
@@ -77,7 +79,7 @@ class InferenceWorker:
     @property
     def name(self) -> str:
         """Return the worker's name in logs and messages."""
-        return f"inference worker {self.number}"
+        return f"inference worker {self.number}" + (f" ({self.kind})" if self.kind else "")
 
     @property
     def serves(self) -> bool:
@@ -125,7 +127,7 @@ class InferenceWorker:
         """Return when the worker has had work for `stuck_seconds` and has done none of it, and say so.
 
         A worker that is stopped, or waits for itself, keeps its socket open, so only progress counts: forward passes,
-        tokens, and answers to calls.
+        tokens, new weights that come bit by bit, and answers to calls.
 
         Args:
             is_paused: returns whether the pool is paused; a paused worker has to answer calls, and no requests.
@@ -143,7 +145,7 @@ class InferenceWorker:
     def _progress(self) -> tuple[int, ...]:
         assert self.engine is not None
         load = self.engine.load()
-        return load.passes, load.prefilled_tokens, load.sampled_tokens, self._answered
+        return load.passes, load.prefilled_tokens, load.sampled_tokens, load.moved_bytes, self._answered
 
     def drain(self) -> None:
         """Take no more requests, and leave when those that there are have ended."""
@@ -294,4 +296,5 @@ def added_loads(now: EngineLoad, before: EngineLoad) -> EngineLoad:
         passes=now.passes + before.passes,
         prefilled_tokens=now.prefilled_tokens + before.prefilled_tokens,
         sampled_tokens=now.sampled_tokens + before.sampled_tokens,
+        moved_bytes=now.moved_bytes + before.moved_bytes,
     )

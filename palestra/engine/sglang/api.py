@@ -67,6 +67,7 @@ class SglangApi:
                 f"the engine's server is SGLang {said or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
             )
         self._check_context(settings)
+        await self.resume()  # a server that is paused would not answer what is asked next
         await self._check_vocabulary()
         if self._sample is not None:
             await check_tokenizer(self._http, self._sample, _QUICK)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 
 from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk, Counters
@@ -17,16 +19,20 @@ from palestra.engine.external.connection import Body, EngineConnection
 from palestra.engine.external.reply import Bounds
 from palestra.engine.external.sample_text import SampleText, check_tokenizer
 from palestra.engine.external.versions import dotted, version_of
+from palestra.engine.vllm.answers import chunk_of, list_of
 from palestra.engine.vllm.pictures import VllmPictures
+from palestra.engine.vllm.rendezvous import Rendezvous
 from palestra.engine.vllm.sampling import vllm_sampling
-from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError
+from palestra.engine.vllm.worker.palestra_weight_group import WeightLayout
+from palestra.errors import ConfigError, EngineFailure, EngineServerError, InvalidRequest, PalestraError
 from palestra.threads import in_thread
-from palestra.types.calls import PolicyVersion, TokenSequence, VersionSpan
+from palestra.types.calls import PolicyVersion, TokenSequence
 
 GENERATE = "/inference/v1/generate"
 BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
 OLDEST = (0, 32)
 _QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
+_DAY = 86_400.0  # for broadcasts, whose caller looks at their progress, and gives up earlier
 _UPLOADS = 2  # requests with pictures that are prepared and sent at the same time, of hundreds of MB each
 _PIECE = 1 << 20  # bytes of a request with pictures that are sent at a time
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -38,7 +44,11 @@ _METRICS = {
 
 
 class VllmApi:
-    """Implements `EngineApi` with vLLM."""
+    """Implements `EngineApi` with vLLM.
+
+    Attributes:
+        ranks: number of the server's workers, each of which gets new weights; known after `check`.
+    """
 
     splits_versions = True
 
@@ -52,6 +62,7 @@ class VllmApi:
         sample: SampleText | None = None,
         rank: int | None = None,
         pictures: VllmPictures | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         """Prepare to ask a server.
 
@@ -63,11 +74,18 @@ class VllmApi:
             sample: by which another tokenizer is found; None: the server was started with the policy's model.
             rank: of the adapters that it gets; None: it gets whole weights.
             pictures: prepares those of prompts; None: the model reads text only.
+            rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
         """
         self._http, self._bounds = connection, bounds
         self._stop_ids, self._seeded, self._sample, self._rank = stop_ids, seeded, sample, rank
         self._pictures, self._weights, self.sees = pictures, "", pictures is not None
         self._uploads = asyncio.Semaphore(_UPLOADS)
+        self._rendezvous, self.ranks = rendezvous, 1
+
+    @property
+    def address(self) -> str:
+        """Return where the server listens, for messages."""
+        return self._http.address
 
     async def check(self) -> None:
         """Compare the server's version, settings, context, vocabulary and tokenizer with what the policy needs.
@@ -85,10 +103,23 @@ class VllmApi:
             raise ConfigError(f"the engine's server needs VLLM_SERVER_DEV_MODE=1: {error}") from error
         try:
             self._check_settings(settings["vllm_config"])
+            if self._rendezvous is not None:
+                self._check_torch(str(settings["system_env"]["torch_version"]))
+                self._check_replicas(settings["vllm_config"]["parallel_config"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"the engine's server describes itself in a way that can't be read: {type(error).__name__}: {error}"
             ) from error
+        if self._rendezvous is not None:
+            try:
+                await self._greet({}, _QUICK)
+            except EngineServerError as error:
+                raise ConfigError(f"the engine's server can't be sent weights: {error}") from error
+            except EngineFailure as error:
+                raise ConfigError(
+                    f"the engine's server needs the --worker-extension-cls of this version of Palestra: {error}"
+                ) from error
+        await self.resume()  # a server that is paused would not answer what is asked next
         await self._check_vocabulary()
         if self._sample is not None:
             await check_tokenizer(self._http, self._sample, _QUICK)
@@ -115,6 +146,23 @@ class VllmApi:
                 f"{model['max_model_len']}"
             )
 
+    def _check_replicas(self, parallel: Mapping[str, Any]) -> None:
+        """Note the number of workers, and refuse replicas in one server, of which vLLM reports the first one alone."""
+        if parallel["data_parallel_size"] != 1:
+            raise ConfigError(
+                "the engine's server has --data-parallel-size, with which weights can't be broadcast; start a server "
+                "for each replica, or set engine.weight_transfer = 'file'"
+            )
+        self.ranks = int(parallel["world_size"])
+
+    def _check_torch(self, said: str) -> None:
+        """Compare the server's torch with this process's, because ranks of a group have to speak the same protocol."""
+        if version_of(said) != version_of(torch.__version__):
+            raise ConfigError(
+                f"the engine's server has torch {said}, and this process {torch.__version__}: to broadcast weights "
+                "both need the same version; install it, or set engine.weight_transfer = 'file'"
+            )
+
     async def _check_vocabulary(self) -> None:
         """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
         size = self._bounds.vocab_size
@@ -138,9 +186,9 @@ class VllmApi:
             async with aclosing(self._http.stream(GENERATE, body)) as events:
                 async for event in events:
                     _check_echo(event, ids)
-                    for choice in _of_event(event, "choices"):
+                    for choice in list_of(event, "choices"):
                         # vLLM names the versions of its own weights, which adapters leave as they are.
-                        yield _chunk(choice, top, names_versions=self._rank is None)
+                        yield chunk_of(choice, top, names_versions=self._rank is None)
 
     async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
         """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
@@ -150,7 +198,7 @@ class VllmApi:
             body = await self._body(prompt, adapter, {"sampling_params": params}, upload)
             found = await self._http.post(GENERATE, body, _LOADING)
         _check_echo(found, ids)
-        said = _of_event(found, "prompt_logprobs")
+        said = list_of(found, "prompt_logprobs")
         if len(said) != len(ids):
             raise EngineFailure(f"the engine scored {len(said)} of {len(ids)} tokens")
         try:
@@ -170,6 +218,69 @@ class VllmApi:
         """Let Palestra's module in the server's workers read the file; see `EngineApi`."""
         await self._http.post("/start_weight_update", {}, _LOADING)
         await self._http.post("/update_weights", {"update_info": {"path": str(path)}}, _LOADING)
+        await self.finish_update(version)
+
+    async def join(self, name: str, first_rank: int, size: int) -> None:
+        """Let the server's workers join a group, and return when all of its ranks have met.
+
+        Args:
+            name: of the group.
+            first_rank: of this server's workers, whose number is `ranks`.
+            size: number of ranks.
+
+        Raises:
+            EngineServerError: they can't reach the others, or these do not come in time.
+        """
+        assert self._rendezvous is not None
+        group = {"name": name, "first_rank": first_rank, "size": size, "backend": self._rendezvous.backend}
+        await self._greet(group, 2 * self._rendezvous.seconds)
+
+    async def _greet(self, group: Mapping[str, Any], seconds: float) -> None:
+        """Tell the server's workers where the trainer is, and which group they join there.
+
+        Args:
+            group: fields of the group; none: the workers only try to reach the trainer, and abandon what another one
+                has left unfinished.
+            seconds: how long that may take.
+        """
+        assert self._rendezvous is not None
+        told = {"host": self._rendezvous.host, "port": self._rendezvous.port, "seconds": self._rendezvous.seconds}
+        await self._ask_workers("palestra_join", told | dict(group), seconds)
+
+    async def receive(self, layout: WeightLayout) -> None:
+        """Let the paused server's workers receive all weights from rank 0 of their group; `finish_update` follows.
+
+        Args:
+            layout: of the weights.
+
+        Raises:
+            EngineServerError: they have not got all of them, and can be given them again.
+        """
+        await self._ask_workers("palestra_receive", asdict(layout), _DAY)
+
+    async def _ask_workers(self, method: str, argument: Mapping[str, Any], seconds: float) -> None:
+        """Call a method of Palestra's module in all workers of the server.
+
+        Args:
+            method: its name.
+            argument: of the method.
+            seconds: how long it may take.
+
+        Raises:
+            EngineServerError: a worker answers that something went wrong.
+            EngineFailure: the server does not answer, or has no such method.
+        """
+        body = {"method": method, "args": [orjson.dumps(argument).decode()]}
+        problems = list_of(await self._http.post("/collective_rpc", body, seconds), "results")
+        if wrong := [str(problem) for problem in problems if problem]:
+            raise EngineServerError(f"{self.address}: {wrong[0]}")
+
+    async def finish_update(self, version: PolicyVersion) -> None:
+        """Let the server use weights of which it has all, and forget what the old ones have computed.
+
+        Args:
+            version: of the weights.
+        """
         await self._http.post("/finish_weight_update", {"weight_version": str(version)}, _LOADING)
         self._weights = str(version)
         await self._http.post("/reset_prefix_cache", {}, _QUICK)
@@ -274,56 +385,3 @@ def _check_echo(event: Any, ids: list[int]) -> None:
     said = event.get("prompt_token_ids") if isinstance(event, dict) else None
     if said is not None and said != ids:
         raise EngineFailure("the engine answers to another prompt than the one that it was sent")
-
-
-def _of_event(event: Any, key: str) -> list[Any]:
-    found = event.get(key) if isinstance(event, dict) else None
-    if not isinstance(found, list):
-        raise EngineFailure(f"the engine answered without {key}")
-    return found
-
-
-def _chunk(choice: Mapping[str, Any], top: int, names_versions: bool) -> Chunk:
-    """Return a choice of vLLM's answer as a chunk.
-
-    Args:
-        choice: as vLLM has sent it.
-        top: how many of the most probable tokens were asked for.
-        names_versions: whether the versions that vLLM names are those of the policy.
-
-    Raises:
-        EngineFailure: its logprobs are of other tokens than its ids, or it lacks a part.
-    """
-    try:
-        ids = choice["token_ids"] or []
-        content = (choice["logprobs"] or {}).get("content") or []
-        if [each["token_id"] for each in content] != ids:
-            raise EngineFailure("the engine sent logprobs of other tokens than those that it has sampled")
-        finish, spans = choice["finish_reason"], choice.get("weight_versions") if names_versions else None
-        return Chunk(
-            ids=tuple(ids),
-            logprobs=tuple(float(each["logprob"]) for each in content),
-            top=tuple(_most_probable(each["top_logprobs"], top) for each in content) if top else (),
-            finish=finish,
-            versions=None if spans is None or finish is None else _spans(spans),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error
-
-
-def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[int, float], ...]:
-    """Return the most probable tokens of a position, best first; the sampled one comes first in vLLM's list."""
-    pairs = sorted(((int(each["token_id"]), float(each["logprob"])) for each in said), key=lambda pair: -pair[1])
-    return tuple(pairs[:top])
-
-
-def _spans(said: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
-    """Return which versions have sampled a reply, from its first token to its last without a gap."""
-    spans, at = [], 0
-    for each in said:
-        incarnation, number = map(int, str(each["version"]).split("."))
-        if each["start"] != at or each["end"] < at:
-            raise EngineFailure("the engine names versions for parts of a reply that overlap or leave gaps")
-        at = int(each["end"])
-        spans.append(VersionSpan(PolicyVersion(incarnation, number), at - int(each["start"])))
-    return tuple(spans)

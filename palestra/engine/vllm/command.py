@@ -15,6 +15,7 @@ from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
+from palestra.models.device import CORES_VARIABLE
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
@@ -42,10 +43,12 @@ class OnCores:
     """What a server of vLLM's build for CPUs computes with.
 
     Attributes:
-        cores: numbers of the cores, such as `0,1`; `auto`: those that vLLM chooses.
+        cores: numbers of the cores, such as `0,1`; `auto`: those that vLLM chooses; `nobind`: any.
+        threads: number of threads of a server that is bound to no cores; None: one for each of its cores.
     """
 
     cores: str
+    threads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,26 +169,38 @@ def vllm_variables(
     }
     if isinstance(place, OnCards):
         return found | {_CARDS: place.cards}
+    if place.threads is not None:
+        found["OMP_NUM_THREADS"] = f"{place.threads}"
     return found | {
         "VLLM_CPU_KVCACHE_SPACE": f"{cpu_cache_gib(config)}",
         "VLLM_CPU_OMP_THREADS_BIND": place.cores,
     }
 
 
-def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number: int) -> OnCores:
+def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number: int, parts: int = 1) -> OnCores:
     """Return the cores of one of several servers: its own, as long as there are enough.
+
+    A job of a service was given a number of cores, which may be any of a machine that others use as well, so that its
+    servers are bound to none: on the first cores, the servers of all jobs would wait for one another.
 
     Args:
         allowed: numbers of the cores that this process may use.
         threads: of each server; None: an equal part of the cores.
         servers: that compute at the same time.
         number: of the server among them, from 0.
+        parts: processes that share each server's model. They have cores of their own, as far as there are enough,
+            divided by `|`; vLLM does not choose these itself.
     """
-    if threads is None and servers == 1:
+    if CORES_VARIABLE in os.environ:
+        share = max((threads or len(allowed) // servers) // parts, 1)
+        return OnCores(cores="nobind", threads=share)
+    if threads is None and servers == parts == 1:
         return OnCores(cores="auto")
     count = min(threads or max(len(allowed) // servers, 1), len(allowed))
     first = min(number * count % len(allowed), len(allowed) - count)
-    return OnCores(cores=",".join(map(str, allowed[first : first + count])))
+    own, share = allowed[first : first + count], max(count // parts, 1)
+    starts = [min(part * share, count - share) for part in range(parts)]
+    return OnCores(cores="|".join(",".join(map(str, own[start : start + share])) for start in starts))
 
 
 def cpu_cache_gib(config: VllmEngineConfig) -> int:

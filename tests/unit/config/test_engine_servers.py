@@ -16,6 +16,7 @@ from palestra.errors import ConfigError
 
 STARTED = {"kind": "vllm", "python": "/venv/bin/python"}
 FOUND = {"kind": "vllm", "url": "http://127.0.0.1:8000"}
+GLOO = {"weight_transfer": "gloo"}
 SGLANG = {"kind": "sglang", "url": "http://127.0.0.1:30000"}
 
 
@@ -28,10 +29,21 @@ def test_a_server_is_started_or_found():
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"kind": "vllm"}, "give python, an interpreter that has vLLM, or url"),
+        ({"kind": "vllm", "key_variable": "KEY"}, "key_variable is of a server that runs already"),
         (STARTED | FOUND, "one of the two"),
         (STARTED | {"key_variable": "KEY"}, "key_variable is of a server that runs already"),
         (STARTED | {"weights_dir": "/mnt"}, "weights_dir is of a server that runs already"),
+        (STARTED | GLOO | {"weights_address": "10.0.0.5"}, "weights_address is of a server that runs already"),
+        (STARTED | {"weight_transfer": "auto"}, "engine.weight_transfer"),
+        (FOUND | {"weights_address": "10.0.0.5"}, "weights_address is of weight_transfer = 'gloo' or 'nccl'"),
+        (FOUND | GLOO | {"weights_dir": "/mnt"}, "weights_dir is of weight_transfer = 'file'"),
+        (
+            FOUND | GLOO | {"url": ["http://localhost:1", "http://10.0.0.7:2"]},
+            "weight_transfer = 'gloo' needs weights_address, by which http://10.0.0.7:2 reaches this machine",
+        ),
+        (FOUND | GLOO | {"weights_address": "10.0.0.5:x"}, "engine.weights_address"),
+        (FOUND | GLOO | {"weights_address": "10.0.0.5:65536"}, "weights_address has a port over 65535"),
+        (SGLANG | GLOO, "engine.weight_transfer"),
         (FOUND | {"cache_gib": 1}, "cache_gib is of a server that the job starts"),
         (FOUND | {"compile": True}, "compile is of a server that the job starts"),
         ({"kind": "sglang"}, "engine.url"),
@@ -49,12 +61,19 @@ def test_a_server_is_started_or_found():
         (FOUND | {"replicas": 2}, "replicas is 2, and url names 1; give a list of as many addresses"),
         (SGLANG | {"url": ["http://a:1", "http://b:2"], "replicas": 3}, "replicas is 3, and url names 2"),
         (STARTED | {"replicas": 65}, "engine.replicas"),
-        ({"kind": "tgi"}, "known kinds: 'embedded', 'vllm', 'sglang', 'fake'"),
+        ({"kind": "tgi"}, "known kinds: 'embedded', 'vllm', 'sglang', 'mixed', 'fake'"),
     ],
 )
 def test_what_names_no_server_is_refused(engine, said):
     with pytest.raises(ConfigError, match=said):
         parse_config({"engine": engine})
+
+
+def test_servers_on_this_machine_need_no_address_of_the_trainer():
+    for url in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
+        assert parse_config({"engine": FOUND | GLOO | {"url": url}}).engine.weights_address is None
+    far = FOUND | {"url": "http://10.0.0.7:2", "weight_transfer": "nccl", "weights_address": "trainer.local:29600"}
+    assert parse_config({"engine": far}).engine.weights_address == "trainer.local:29600"
 
 
 TWO = {"policies": {"a": {}, "b": {"frozen": True}}}
@@ -66,6 +85,10 @@ TWO = {"policies": {"a": {}, "b": {"frozen": True}}}
         ({"engine": STARTED, "deterministic": True}, "deterministic = true needs engine.kind = 'embedded'"),
         ({"engine": FOUND} | TWO, "samples from one policy, and there are 2"),
         ({"engine": SGLANG} | TWO, "samples from one policy, and there are 2"),
+        (
+            {"engine": STARTED | GLOO, "policies": {"a": {"adapter": {"rank": 4}}}},
+            "engine.weight_transfer = 'gloo' is of whole weights, and adapters are sent as folders",
+        ),
         (
             {"engine": STARTED, "roles": {"x": {"policy": "policy", "versions": "pool", "pool": {"every_steps": 1}}}},
             "a pool of past versions need policies.policy.adapter with engine.kind = 'vllm'",
@@ -81,18 +104,18 @@ def test_past_versions_of_an_adapter_can_play_on_its_server():
     role = {"policy": "p", "versions": "pool", "pool": {"every_steps": 1}}
     adapter = {"policies": {"p": {"adapter": {"rank": 4}}}}
     job = parse_config({"engine": STARTED, "roles": {"x": role}, "steps": 3} | adapter)
-    assert job.engine.workers == 1
+    assert job.engine.worker_count == 1
 
 
 def test_several_servers_are_workers(tmp_path):
     urls = ["http://a:1", "http://b:2"]
     for engine in (FOUND | {"url": urls}, SGLANG | {"url": urls, "replicas": 2}):
         config = parse_config({"engine": engine})
-        assert config.engine.workers == 2
+        assert config.engine.worker_count == 2
         path = tmp_path / "config.toml"
         path.write_text(dump_config(config))
         assert load_config(path) == config
-    assert parse_config({"engine": STARTED | {"replicas": 3}}).engine.workers == 3
+    assert parse_config({"engine": STARTED | {"replicas": 3}}).engine.worker_count == 3
     assert parse_config({"engine": FOUND}).model_dump(mode="json")["engine"]["url"] == FOUND["url"]
 
 
@@ -102,6 +125,7 @@ def test_a_run_goes_on_where_its_server_has_moved():
 
     first = digest(url="http://a:1")
     assert digest(url="http://b:2", key_variable="KEY", weights_dir="/mnt") == first
+    assert digest(url="http://b:2", weight_transfer="nccl", weights_address="10.0.0.5:29600") == first
     assert digest(url=["http://b:2", "http://c:3"], sync="all", stuck_seconds=5) == first
     assert digest(python="/venv/bin/python", replicas=3) == first
     assert digest(python="/venv/bin/python", startup_seconds=5) == first

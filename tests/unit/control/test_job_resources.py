@@ -17,6 +17,8 @@ from palestra.types.control_wire import ResourcesBody, SubmitJob
 from palestra.types.jobs import Bundle, Resources
 
 MODEL = {"model": "tiny-random"}
+VLLM = {"kind": "vllm"}  # without an interpreter, which the operator has
+FOUND = {"kind": "vllm", "url": "http://a:1"}
 SHARED = {"policies": {"policy": {"model": "tiny-random", "base": "shared", "adapter": {"rank": 2}}}}
 
 
@@ -41,10 +43,17 @@ def held(config: dict, adapters: int = 0, **asked) -> Resources:
             86.0,
         ),
         ({"kind": "inference", "engine": {"replicas": 2}, "trainer": {"devices": 4}}, 3.0),
+        ({"engine": VLLM}, 2.0),
+        ({"engine": VLLM | {"replicas": 2, "threads": 3}}, 7.0),
+        ({"engine": VLLM | {"threads": 2}, "policies": {"a": {}, "b": {"frozen": True}}}, 5.0),
+        ({"engine": {"kind": "vllm", "url": ["http://a:1", "http://b:2"]}}, 1.0),
+        ({"engine": {"kind": "sglang", "url": "http://a:1"}}, 1.0),
+        ({"engine": {"workers": [{"replicas": 2}, VLLM | {"threads": 3}, FOUND]}}, 6.0),
     ],
 )
 def test_workers_ranks_and_runners_hold_cores_beside_those_that_were_asked_for(config, cpus):
-    assert total(held(MODEL | config)) == counted(Resources(cpus=cpus))
+    own = {} if "policies" in config else MODEL
+    assert total(held(own | config)) == counted(Resources(cpus=cpus))
 
 
 def test_a_light_job_holds_little_because_its_base_server_has_engine_and_trainer():
@@ -161,6 +170,66 @@ def test_gpus_that_the_processes_of_a_bundle_can_not_use_are_refused(config, bun
     with pytest.raises(InvalidRequest, match=said) as refused:
         held(MODEL | config, bundles=[bundle])
     assert refused.value.field == "resources.bundles.0.gpus"
+
+
+PARALLEL = VLLM | {"tensor_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "bundle", "said"),
+    [
+        ({"engine": PARALLEL}, {"gpus": 1}, "gpus is 1, and the vLLM servers of each worker take 2 whole ones"),
+        ({"engine": PARALLEL}, {"gpus": 4}, r"\(policies x engine.tensor_parallel\); give gpus=2"),
+        ({"engine": PARALLEL}, {}, "gpus is 0, and the vLLM servers of each worker take 2 whole ones"),
+        ({"engine": VLLM}, {"gpus": 0.5}, "take 1 whole ones"),
+        ({"engine": {"workers": [{}, PARALLEL]}}, {"gpus": 2}, "each process of role 'engine' computes on one GPU"),
+        ({"engine": VLLM | {"threads": 3}}, {"cpus": 2}, "cpus is 2, and engine.threads is 3"),
+        ({"engine": FOUND}, {}, "role 'engine', and the servers of its engine run already; leave the bundle out"),
+        ({"engine": {"workers": [{}, VLLM]}}, {"count": 3}, "count is 3, and engine.replicas is 2"),
+    ],
+)
+def test_a_bundle_that_vllm_can_not_use_is_refused(config, bundle, said):
+    with pytest.raises(InvalidRequest, match=said):
+        held(MODEL | config, bundles=[{"role": "engine"} | bundle])
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "needed"),
+    [
+        ({"engine": PARALLEL}, 0, 2),
+        ({"engine": PARALLEL | {"replicas": 2}}, 3, 4),
+        ({"engine": VLLM | {"replicas": 2}}, 1, 2),
+        ({"engine": VLLM}, 0.5, 1),
+        ({"engine": VLLM, "policies": {"a": {}, "b": {"frozen": True}}}, 1, 2),
+    ],
+)
+def test_servers_beside_the_job_that_have_too_few_gpus_are_refused(config, gpus, needed):
+    config = ({} if "policies" in config else MODEL) | config
+    with pytest.raises(InvalidRequest, match=f"gpus is {gpus}, and the vLLM servers of the job take {needed} whole"):
+        held(config, gpus=gpus)
+    assert held(config, gpus=needed).gpus == needed
+
+
+def test_each_vllm_server_of_a_bundle_has_its_gpus():
+    config = MODEL | {"engine": PARALLEL | {"replicas": 3}}
+    found = held(config, bundles=[{"role": "engine", "cpus": 4, "gpus": 2}])
+    assert [(part.cpus, part.gpus) for part in found.parts] == [(1, 0), (4, 2), (4, 2), (4, 2)]
+    mixed = MODEL | {"engine": {"workers": [{}, VLLM]}}
+    assert held(mixed, bundles=[{"role": "engine", "gpus": 1}]).bundles[0].count == 2
+    assert held(mixed, bundles=[{"role": "engine"}]).bundles[0].gpus == 0  # vLLM's build for CPUs
+    assert held(MODEL | {"engine": VLLM}).gpus == 0
+
+
+@pytest.mark.parametrize("engine", [VLLM, {"workers": [{}, VLLM]}])
+def test_weights_are_not_broadcast_to_vllm_in_a_bundle(engine):
+    def sending(transfer: str) -> dict:
+        broadcast = VLLM | {"weight_transfer": transfer}
+        return MODEL | {"engine": broadcast if "workers" not in engine else {"workers": [{}, broadcast]}}
+
+    with pytest.raises(InvalidRequest, match="is 'gloo', and vLLM in a bundle reads new weights from a folder"):
+        held(sending("gloo"), bundles=[{"role": "engine"}])
+    assert held(sending("file"), bundles=[{"role": "engine"}]).bundles
+    assert held(sending("gloo")).cpus > 1  # beside the job's own process, which sends them
 
 
 def test_gpus_that_the_processes_of_a_bundle_can_use_are_held():

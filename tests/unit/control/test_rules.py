@@ -6,14 +6,23 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import FakeEngineConfig, JobConfig, parse_config, reference_of
+from palestra.config import (
+    EmbeddedEngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    VllmEngineConfig,
+    parse_config,
+    reference_of,
+)
 from palestra.control.api.submission import _checked
+from palestra.control.jobs.engine_rules import EngineRules
 from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
 from palestra.control.jobs.shared_jobs import check_shared
 from palestra.control.placement.bases import BaseLimits
@@ -24,6 +33,8 @@ from palestra.types.states import JobState
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit
 from unit.waiting import until
+
+WITH_VLLM = Rules(engines=EngineRules(vllm_python=Path("/venv/bin/python")))
 
 
 def numeric_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
@@ -52,6 +63,7 @@ def _leaves(annotation: Any, key: str) -> Iterator[tuple[str, Any]]:
 def test_every_number_of_a_configuration_has_a_cap_or_a_reason_for_having_none():
     # A policy's own algorithm has the caps of the job's, as the tests of submissions see.
     keys = {key.removeprefix("policies.*.") if ".algorithm." in key else key for key in numeric_keys(JobConfig, "")}
+    keys = {key.replace("engine.workers.", "engine.") for key in keys}  # those of each kind of workers, too
     assert keys - CAPS.keys() - EXEMPT.keys() == set(), "a new number needs a cap, or a stated reason"
     assert CAPS.keys() - keys == {OPEN_EPISODES}
     assert EXEMPT.keys() <= keys
@@ -63,8 +75,9 @@ def set_to(key: str, value: float) -> dict:
     *sections, name = key.split(".")
     sections = ["a.b" if part == "*" else part for part in sections]
     found: dict = {("a.b" if name == "*" else name): value}
-    if sections[:1] == ["engine"] and name in FakeEngineConfig.model_fields:
-        found["kind"] = "fake"  # the keys of one kind are refused beside another
+    if sections[:1] == ["engine"]:  # the keys of one kind are refused beside another
+        kinds = (FakeEngineConfig, EmbeddedEngineConfig, VllmEngineConfig)
+        found["kind"] = next(one.model_fields["kind"].default for one in kinds if name in one.model_fields)
     for section in reversed(sections):
         found = {section: found}
     if key == "environment.runners":
@@ -78,7 +91,8 @@ def set_to(key: str, value: float) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in CAPS if key != OPEN_EPISODES])
-async def test_a_value_over_its_cap_is_refused_with_key_value_and_cap(http, key):
+async def test_a_value_over_its_cap_is_refused_with_key_value_and_cap(http, plane, key):
+    object.__setattr__(plane, "rules", WITH_VLLM)
     cap = CAPS[key]
     value = int(cap) + 1
     config = set_to(key, value)
@@ -92,11 +106,13 @@ async def test_a_value_over_its_cap_is_refused_with_key_value_and_cap(http, key)
     assert f"{cap:,}" in said
 
 
-async def test_values_at_their_caps_are_taken(http):
+async def test_values_at_their_caps_are_taken(http, plane):
+    object.__setattr__(plane, "rules", WITH_VLLM)
     for key, cap in CAPS.items():
         if key in (OPEN_EPISODES, "rollout.lease_seconds"):
             continue
-        answer = await http.post("/jobs", json={"config": set_to(key, cap)})
+        gpus = cap if key == "engine.tensor_parallel" else 0  # that many share a model
+        answer = await http.post("/jobs", json={"config": set_to(key, cap), "resources": {"gpus": gpus}})
         assert answer.status_code == 201, (key, answer.text)
 
 

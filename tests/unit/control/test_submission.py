@@ -314,19 +314,6 @@ async def test_a_service_calls_no_server_that_a_tenant_names(http):
     assert "config.algorithm.teacher_server names a server, and this one calls no other for its users" in told
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"kind": "vllm", "python": "/bin/sh"},
-        {"kind": "vllm", "url": "http://169.254.169.254", "key_variable": "PALESTRA_KEY"},
-        {"kind": "sglang", "url": "http://169.254.169.254"},
-    ],
-)
-async def test_a_service_starts_no_program_and_calls_no_engine_that_a_tenant_names(http, engine):
-    told = await refused(http, 422, config={"engine": engine})
-    assert f"config.engine.kind is '{engine['kind']}', which names a program or a server" in told
-
-
 TWO = {
     "policies": {"white": {"model": "tiny-random"}, "black": {"model": "tiny-random"}},
     "roles": {"opponent": "black"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +21,10 @@ from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
 from palestra.engine.vllm.api import VllmApi
+from palestra.engine.vllm.served_broadcast import ServedBroadcast
+from palestra.engine.vllm.weight_rounds import WeightRounds
+from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
+from palestra.models.causal_lm import load_tokenizer
 from palestra.types.calls import PolicyVersion
 
 VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"
@@ -111,6 +116,14 @@ class ScriptedServer:
         return response
 
 
+def of_tiny_random(server: ScriptedServer) -> ScriptedServer:
+    """Let a server tokenize as tiny-random does, and score as any model of small random weights."""
+    tokenizer = load_tokenizer("tiny-random")
+    server.tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    server.score = lambda token: -math.log(VOCABULARY)
+    return server
+
+
 class ScriptedVllm(ScriptedServer):
     """vLLM's routes. Like the real one, it can't go on after an update without a pause."""
 
@@ -154,6 +167,8 @@ class ScriptedVllm(ScriptedServer):
             return web.json_response(said, status=400)
         assert body.get("model") in (None, *self.adapters)
         if not body.get("stream"):
+            while self.paused:
+                await asyncio.sleep(0.01)
             scores = [None, *({str(token): {"logprob": self.score(token)}} for token in prompt[1:])]
             echo = {"prompt_token_ids": prompt} if body.get("return_token_ids") else {}
             return web.json_response({"prompt_logprobs": scores, "choices": []} | echo)
@@ -178,6 +193,60 @@ class ScriptedVllm(ScriptedServer):
             return made
 
         return await self.send(request, [event(number) for number in range(params["max_tokens"])])
+
+
+class ScriptedGroup(ScriptedVllm):
+    """vLLM's routes with workers that take part in broadcasts, which are threads.
+
+    Attributes:
+        workers: number of them.
+        groups: of each group that a worker has joined: its name, and the number of ranks.
+        received: of each worker the tensors of the last broadcast, by name.
+        hurt: called in a worker's thread before it takes a tensor, with the number of the tensor.
+    """
+
+    torch_version, replicas = torch.__version__, 1
+
+    def __init__(self, workers: int = 1) -> None:
+        super().__init__()
+        self.workers, self.ranks = workers, dict[int, WeightGroup]()
+        self.groups: list[tuple[str, int]] = []
+        self.received: dict[int, dict[str, torch.Tensor]] = {}
+        self.hurt = lambda number: None
+
+    async def answer(self, request: web.Request, body: dict) -> web.StreamResponse:
+        if request.path == "/server_info":
+            parallel = {"parallel_config": {"world_size": self.workers, "data_parallel_size": self.replicas}}
+            said = {"vllm_config": self.info | parallel, "system_env": {"torch_version": self.torch_version}}
+            return web.json_response(said)
+        if request.path != "/collective_rpc":
+            return await super().answer(request, body)
+        self.asked.append((body["method"], json.loads(body["args"][0])))
+        work = {"palestra_join": self.join, "palestra_receive": self.receive}[body["method"]]
+
+        def problem(number: int) -> str:
+            try:
+                work(number, **json.loads(body["args"][0]))
+            except (RuntimeError, OSError) as error:
+                return str(error)
+            return ""
+
+        found = await asyncio.gather(*(asyncio.to_thread(problem, number) for number in range(self.workers)))
+        return web.json_response({"results": found})
+
+    def join(self, number: int, host: str, port: int, seconds: float, name: str = "", **group) -> None:
+        address = own_address(host, port, seconds)
+        if name:
+            store, rank = reach_store(host, port, seconds), group["first_rank"] + number
+            size = group["size"]
+            self.ranks[number] = WeightGroup(store, name, group["backend"], rank, size, address, seconds)
+            self.groups.append((name, size))
+
+    def receive(self, number: int, **layout) -> None:
+        self.received[number] = {}
+        for place, (name, tensor) in enumerate(self.ranks[number].receive(WeightLayout(**layout))):
+            self.hurt(place)
+            self.received[number][name] = tensor
 
 
 class ScriptedSglang(ScriptedServer):
@@ -263,6 +332,7 @@ async def on_server(
     pictures=None,
     stuck_seconds: float = 60.0,
     sample: SampleText | None = None,
+    rendezvous=None,
 ):
     """An engine whose policy is sampled by a scripted server.
 
@@ -275,6 +345,7 @@ async def on_server(
         pictures: see `VllmApi`.
         stuck_seconds: see `ExternalEngine`.
         sample: see `VllmApi`.
+        rendezvous: see `VllmApi`.
     """
     model, files = write_files(folder / "model"), folder / "weights"
     files.mkdir()
@@ -289,6 +360,7 @@ async def on_server(
                 sample=sample,
                 rank=None if adapter is None else adapter.rank,
                 pictures=pictures,
+                rendezvous=rendezvous,
             )
             if isinstance(server, ScriptedVllm)
             else SglangApi(connection, BOUNDS, BOUNDS.stop_ids, model, sample)
@@ -305,11 +377,12 @@ async def on_server(
             "most_calls": 4,
             "version": PolicyVersion(0, 0),
         }
-        policy = (
-            ServedPolicy(**known)
-            if adapter is None
-            else ServedAdapter(**known, adapter=adapter, base=str(model), first=None)
-        )
+        if rendezvous is not None:
+            policy = ServedBroadcast(**known, rounds=WeightRounds(rendezvous, bucket_bytes=64))
+        elif adapter is None:
+            policy = ServedPolicy(**known)
+        else:
+            policy = ServedAdapter(**known, adapter=adapter, base=str(model), first=None)
         engine = ExternalEngine({"policy": policy}, finish, stuck_seconds)
         try:
             yield engine

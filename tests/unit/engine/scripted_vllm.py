@@ -25,6 +25,15 @@ def write_interpreter(folder: Path) -> Path:
     return made
 
 
+def with_long_context():
+    """Return a scripted server that takes the prompts of an environment."""
+    from unit.engine.engine_servers import ScriptedVllm
+
+    server = ScriptedVllm()
+    server.info = server.info | {"model_config": server.info["model_config"] | {"max_model_len": 4096}}
+    return server
+
+
 async def serve(socket: str) -> None:
     """Answer at a Unix socket until the process is killed."""
     from aiohttp import web
@@ -32,7 +41,7 @@ async def serve(socket: str) -> None:
     from unit.engine import engine_servers
 
     engine_servers.KEY = os.environ["VLLM_API_KEY"]
-    server = engine_servers.ScriptedVllm()
+    server = with_long_context()
     server.seconds = 0.02  # a token
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", server.route)

@@ -229,6 +229,13 @@ async def test_new_weights_may_wait_for_replies_and_then_keep_others_from_beginn
         assert {piece.version for piece in await late} == {SECOND}
 
 
+async def test_a_server_that_a_job_before_has_left_paused_is_checked_and_goes_on(vllm, tmp_path):
+    vllm.paused = True
+    async with on_server(vllm, tmp_path) as engine:
+        assert len(await asyncio.wait_for(pieces_of(engine), 10)) == 6
+    assert not vllm.paused
+
+
 async def test_an_update_of_a_paused_engine_leaves_it_paused(vllm, tmp_path):
     async with on_server(vllm, tmp_path) as engine:
         await engine.pause()

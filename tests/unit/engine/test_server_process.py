@@ -13,8 +13,17 @@ import pytest
 from palestra.config import AdapterConfig, VllmEngineConfig
 from palestra.engine.external.connection import Address
 from palestra.engine.external.process import SUPERVISOR, ServerProcess
-from palestra.engine.vllm.command import OnCards, OnCores, deal_cores, installed_vllm, vllm_command, vllm_variables
+from palestra.engine.vllm.command import (
+    WORKER,
+    OnCards,
+    OnCores,
+    deal_cores,
+    installed_vllm,
+    vllm_command,
+    vllm_variables,
+)
 from palestra.errors import ConfigError, EngineFailure, ModelError
+from palestra.models.device import allowed_cores
 
 SERVER = """
 import socket, subprocess, sys
@@ -193,7 +202,8 @@ def test_what_the_command_of_vllm_says():
         assert words in plain
     assert "--no-enable-chunked-prefill" not in plain
     assert "--tensor-parallel-size 4" in command_of(tensor_parallel=4)
-    assert "--weight-transfer-config" in plain
+    assert '--weight-transfer-config {"backend": "palestra_file"}' in plain
+    assert plain == command_of(max_batch=8, dtype="float32", weight_transfer="gloo")  # workers can take both ways
     assert "--enable-lora" not in plain
     # A seeded prompt that is split over passes ends vLLM's engine on CPUs, so that each pass has room for the longest.
     seeded = command_of(seeds=True, prefill_tokens=128)
@@ -225,21 +235,26 @@ def test_a_server_of_an_adapter_has_room_for_adapters_and_gets_no_whole_weights(
 
 
 @pytest.mark.parametrize(
-    ("threads", "servers", "number", "cores"),
+    ("threads", "servers", "number", "parts", "cores"),
     [
-        (None, 1, 0, "auto"),
-        (2, 1, 0, "0,1"),
-        (None, 2, 1, "4,6,7,9"),
-        (None, 3, 2, "4,6"),
-        (None, 16, 9, "1"),
-        (4, 2, 1, "4,6,7,9"),
-        (3, 3, 2, "6,7,9"),  # 9 threads on 8 cores: two servers share some
-        (8, 2, 1, "0,1,2,3,4,6,7,9"),
-        (12, 2, 1, "0,1,2,3,4,6,7,9"),
+        (None, 1, 0, 1, "auto"),
+        (2, 1, 0, 1, "0,1"),
+        (None, 2, 1, 1, "4,6,7,9"),
+        (None, 3, 2, 1, "4,6"),
+        (None, 16, 9, 1, "1"),
+        (4, 2, 1, 1, "4,6,7,9"),
+        (3, 3, 2, 1, "6,7,9"),  # 9 threads on 8 cores: two servers share some
+        (8, 2, 1, 1, "0,1,2,3,4,6,7,9"),
+        (12, 2, 1, 1, "0,1,2,3,4,6,7,9"),
+        (None, 1, 0, 2, "0,1,2,3|4,6,7,9"),
+        (None, 2, 1, 2, "4,6|7,9"),
+        (1, 1, 0, 2, "0|0"),
+        (8, 1, 0, 3, "0,1|2,3|4,6"),
     ],
 )
-def test_each_server_has_cores_of_its_own(threads, servers, number, cores):
-    assert deal_cores([0, 1, 2, 3, 4, 6, 7, 9], threads, servers, number) == OnCores(cores=cores)
+def test_each_server_has_cores_of_its_own(monkeypatch, threads, servers, number, parts, cores):
+    monkeypatch.delenv("PALESTRA_CORES", raising=False)
+    assert deal_cores([0, 1, 2, 3, 4, 6, 7, 9], threads, servers, number, parts) == OnCores(cores=cores)
 
 
 def test_the_environment_of_a_server_names_its_cores_or_its_cards(monkeypatch, tmp_path):
@@ -250,6 +265,22 @@ def test_the_environment_of_a_server_names_its_cores_or_its_cards(monkeypatch, t
     assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in found
     assert vllm_variables(config, address, tmp_path, CORES)["VLLM_CPU_OMP_THREADS_BIND"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("threads", "servers", "parts", "expected"),
+    [(None, 1, 1, "3"), (2, 1, 1, "2"), (None, 3, 1, "1"), (None, 1, 2, "1"), (4, 1, 2, "2")],
+)
+def test_a_server_of_a_job_that_has_a_number_of_cores_is_bound_to_none(
+    monkeypatch, tmp_path, threads, servers, parts, expected
+):
+    """Else the servers of all jobs of a machine would run on its first cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setenv("PALESTRA_CORES", "3")
+    config, address = VllmEngineConfig(python=Path("/venv/bin/python")), Address(url="http://engine", key="k")
+    place = deal_cores(allowed_cores(), threads, servers, servers - 1, parts)
+    found = vllm_variables(config, address, tmp_path, place)
+    assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("nobind", expected)
 
 
 def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):
@@ -264,4 +295,11 @@ def test_the_environment_of_vllm_has_no_key_but_its_own(monkeypatch, tmp_path):
     assert found["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert found["VLLM_USE_AOT_COMPILE"] == "0"  # a second start would compile again
-    assert list(Path(found["PYTHONPATH"]).glob("*.py")) == [Path(found["PYTHONPATH"]) / "palestra_vllm_worker.py"]
+    folder = Path(found["PYTHONPATH"])
+    assert sorted(path.name for path in folder.glob("*.py")) == ["palestra_vllm_worker.py", "palestra_weight_group.py"]
+
+
+def test_vllm_has_no_need_of_palestra_to_import_the_module_that_it_shares_with_the_trainer():
+    code = "import sys, palestra_weight_group; print('palestra' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env={"PYTHONPATH": str(WORKER)}, text=True).strip() == "False"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from palestra.config import JobConfig, PolicyConfig
-from palestra.engine.base import EngineLoad
 from palestra.engine.external.sample_text import TEXT
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
@@ -18,7 +17,7 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.renderers import select_renderer
 from palestra.runtime.local import local_job
 from palestra.session import PolicyRuntime
-from unit.engine.engine_servers import KEY, ScriptedVllm, listening
+from unit.engine.engine_servers import KEY, ScriptedVllm, listening, of_tiny_random
 
 
 class Trainer:
@@ -38,9 +37,6 @@ class Engine:
 
     def __init__(self, logprobs):
         self.logprobs, self.asked = logprobs, None
-
-    def load(self):
-        return EngineLoad(waiting=0, running=0)
 
     async def score(self, policy, prompt):
         self.asked = prompt.ids
@@ -84,10 +80,11 @@ async def test_the_text_is_not_longer_than_the_context():
 
 
 @asynccontextmanager
-async def job_on(folder, *servers: ScriptedVllm):
+async def job_on(folder, *servers: ScriptedVllm, workers=None):
+    """A job on servers that run already, beside embedded workers if there are `workers` to begin the list with."""
     async with AsyncExitStack() as stack:
         ports = [await stack.enter_async_context(listening(server)) for server in servers]
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        engine = {"kind": "vllm", "url": [f"http://127.0.0.1:{port}" for port in ports], "key_variable": "SERVERS_KEY"}
         config = JobConfig.model_validate(
             {
                 "run_dir": str(folder / "run"),
@@ -95,7 +92,7 @@ async def job_on(folder, *servers: ScriptedVllm):
                 "steps": 1,
                 "policies": {"policy": {"model": "tiny-random", "max_context": 64}},
                 "trainer": {"threads": 1, "dtype": "float32"},
-                "engine": {"kind": "vllm", "url": urls, "key_variable": "SERVERS_KEY"},
+                "engine": engine if workers is None else {"workers": [*workers, engine]},
                 "rollout": {"group_size": 2, "groups_per_step": 1},
             }
         )
@@ -104,33 +101,22 @@ async def job_on(folder, *servers: ScriptedVllm):
 
 
 @pytest.fixture
-def serving(monkeypatch):
-    """Makes a server of the job's model, which has small random weights."""
+def server(monkeypatch):
     monkeypatch.setenv("SERVERS_KEY", KEY)
-    tokenizer = load_tokenizer("tiny-random")
-
-    def made() -> ScriptedVllm:
-        server = ScriptedVllm()
-        server.score = lambda token: -float(np.log(259))
-        server.tokens = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        return server
-
-    return made
+    return of_tiny_random(ScriptedVllm())
 
 
-@pytest.mark.parametrize("others", [0, 1])
-async def test_a_job_ends_before_its_first_episode_where_a_server_has_another_model(serving, tmp_path, others):
-    wrong = serving()
-    wrong.score = lambda token: -1.0
-    async with job_on(tmp_path, *(serving() for _ in range(others)), wrong) as job, asyncio.timeout(60):
+async def test_a_job_ends_before_its_first_episode_where_the_server_has_another_model(server, tmp_path):
+    server.score = lambda token: -1.0
+    async with job_on(tmp_path, server) as job, asyncio.timeout(60):
         with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
             await job.run()
         assert job.progress.state == "failed"
-        assert set(wrong.read), "its weights are the job's, so that only their use can differ"
+        assert set(server.read), "its weights are the job's, so that only their use can differ"
 
 
-async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(serving, tmp_path):
-    server, scored = serving(), []
+async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(server, tmp_path):
+    scored = []
     server.score = lambda token: scored.append(token) or -float(np.log(259))
     async with job_on(tmp_path, server) as job, asyncio.timeout(60):
         running = asyncio.create_task(job.run())
@@ -139,3 +125,19 @@ async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(servi
         assert len(scored) == len(TEXT.encode()[:63]) - 1
         job.stop()
         await running
+
+
+async def test_each_of_several_servers_is_looked_at(server, tmp_path):
+    other = of_tiny_random(ScriptedVllm())
+    other.score = lambda token: -1.0
+    async with job_on(tmp_path, server, other) as job, asyncio.timeout(60):
+        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+            await job.run()
+
+
+@pytest.mark.slow
+async def test_a_server_beside_embedded_workers_is_looked_at(server, tmp_path):
+    server.score = lambda token: -1.0
+    async with job_on(tmp_path, server, workers=[{"threads": 1}]) as job, asyncio.timeout(100):
+        with pytest.raises(ConfigError, match=r"the server of engine\.url has another model than the job"):
+            await job.run()

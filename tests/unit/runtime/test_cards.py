@@ -83,7 +83,8 @@ def test_without_the_driver_the_variable_or_torch_counts_the_cards(monkeypatch):
 )
 def test_the_trainer_has_the_first_cards(monkeypatch, job, there, expected):
     monkeypatch.setattr("torch.cuda.is_available", lambda: there)
-    assert trainer_cards(parse_config({"name": "n", **job})) == expected
+    assert trainer_cards(parse_config({"name": "n", **job}), is_here=True) == expected
+    assert trainer_cards(parse_config({"name": "n", **job}), is_here=False) == 0
 
 
 def test_a_process_gets_the_cards_that_the_fewest_others_have():

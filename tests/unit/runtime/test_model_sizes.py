@@ -32,6 +32,7 @@ SEVERAL = ["http://a:30000", "http://b:30000", "http://c:30000"]
         (ADAPTER | {"engine": STARTED}, 2 + 2),  # a server has a base of its own
         ({"engine": RUNNING}, 2 + 16),
         (ADAPTER | {"engine": RUNNING}, 2),
+        ({"engine": {"workers": [{"replicas": 2}, RUNNING]}}, 2 * 2 + 2 + 16),
         ({"engine": {"kind": "sglang", "url": SEVERAL}}, 2 + 16),  # the copy that the job keeps for its workers
         (ADAPTER | {"engine": {"kind": "sglang", "url": SEVERAL}, "trainer": {"devices": 2}}, 2),
     ],

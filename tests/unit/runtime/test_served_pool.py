@@ -28,13 +28,22 @@ from palestra.runtime.served_models import ServedModel
 from palestra.runtime.served_pool import ServerWorkers
 from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request
-from unit.engine.engine_servers import BOUNDS, KEY, SHAPES, ScriptedSglang, ScriptedVllm, listening, write_files
+from unit.engine.engine_servers import (
+    BOUNDS,
+    KEY,
+    SHAPES,
+    ScriptedGroup,
+    ScriptedSglang,
+    ScriptedVllm,
+    listening,
+    write_files,
+)
 from unit.engine.scripted_vllm import write_interpreter
 
 PROMPT = np.arange(40, 44, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
 TOKENS = [100, 101, 102, 103, 104, 105]
-FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
+FIRST, SECOND, THIRD = (PolicyVersion(0, number) for number in range(3))
 NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
 
 
@@ -65,7 +74,7 @@ async def pool_of(folder: Path, engine, **options):
         first_adapter=None,
     )
     workers = ServerWorkers(config, config.engine, [model])
-    given = PoolOptions(replicas=config.engine.workers, most=workers.most, **options)
+    given = PoolOptions(replicas=config.engine.worker_count, most=workers.most, **options)
     pool = InferenceManager(workers.start, ["policy"], keep, given)
     await asyncio.wait_for(pool.open(), 60)
     try:
@@ -81,7 +90,7 @@ async def servers_of(kind, count: int, folder: Path, options=None, **engine):
         servers = [kind() for _ in range(count)]
         ports = [await stack.enter_async_context(listening(server)) for server in servers]
         settings = {
-            "kind": "vllm" if kind is ScriptedVllm else "sglang",
+            "kind": "sglang" if kind is ScriptedSglang else "vllm",
             "url": [f"http://127.0.0.1:{port}" for port in ports],
             "key_variable": "SERVERS_KEY",
             "dtype": "float32",
@@ -227,6 +236,74 @@ async def test_an_only_server_that_fails_is_waited_for_and_its_calls_go_on_there
         assert server.read["model.norm.weight"].tolist() == [0, 1, 2, 3], "it has the present weights before it serves"
         assert pool.load().sampled_tokens == 2 * len(TOKENS)
         assert [worker.restarts for worker in pool.load().workers] == [1]
+
+
+# New weights that are broadcast
+
+
+def got(server: ScriptedGroup) -> list[float]:
+    return server.received[0]["model.norm.weight"].tolist()
+
+
+async def test_all_servers_get_weights_by_one_broadcast(tmp_path):
+    options = {"sync": "all"}
+    async with servers_of(ScriptedGroup, 2, tmp_path, options, weight_transfer="gloo", sync="all") as (pool, servers):
+        for version in (SECOND, THIRD):
+            new = LocalWeights([("model.norm.weight", torch.arange(4.0) + version.n)])
+            await asyncio.wait_for(pool.sync_weights("policy", version, new), 20)
+            assert [got(server) for server in servers] == [[version.n + one for one in range(4)]] * 2
+            assert pool.version("policy") == version
+        assert servers[0].groups == servers[1].groups
+        assert [size for _, size in servers[0].groups] == [3]
+        assert {version for _, version in await reply_of(pool)} == {THIRD}
+
+
+async def test_one_server_after_another_gets_a_broadcast_and_the_others_go_on(tmp_path):
+    async with servers_of(ScriptedGroup, 2, tmp_path, weight_transfer="gloo") as (pool, servers):
+        order = []
+        for number, server in enumerate(servers):
+            answer = server.answer
+
+            async def watched(request, body, number=number, answer=answer):
+                if body.get("method") == "palestra_receive":
+                    order.append((number, {version for _, version in await reply_of(pool)}))
+                return await answer(request, body)
+
+            server.answer = watched
+        for version in (SECOND, THIRD):
+            await asyncio.wait_for(pool.sync_weights("policy", version, NEW), 20)
+        assert order == [(0, {FIRST}), (1, {SECOND}), (0, {SECOND}), (1, {THIRD})]
+        assert [[size for _, size in server.groups] for server in servers] == [[2], [2]]
+
+
+async def test_a_server_that_dies_in_a_broadcast_gets_the_weights_when_it_is_back_and_the_other_one_at_once(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("palestra.runtime.served_pool.AGAIN_SECONDS", 0.05)
+    options = {"sync": "all", "stuck_seconds": 20.0}
+    settings = {"weight_transfer": "gloo", "sync": "all", "stuck_seconds": 20.0}
+    async with servers_of(ScriptedGroup, 2, tmp_path, options, **settings) as (pool, servers):
+        hurt, other = servers
+
+        def dies(number: int) -> None:
+            dead(hurt)
+            hurt.answers["/collective_rpc"] = (500, "dead")
+            hurt.ranks[0].close()
+            raise RuntimeError("dead")
+
+        hurt.hurt = dies
+        await asyncio.wait_for(pool.sync_weights("policy", SECOND, NEW), 20)
+        assert got(other) == [0, 1, 2, 3]
+        assert {version for _, version in await reply_of(pool)} == {SECOND}
+        assert [worker.versions["policy"] for worker in pool.load().workers if worker.state == "ready"] == [str(SECOND)]
+        hurt.hurt, hurt.answers, hurt.cut_after = lambda number: None, {}, None
+        await until(lambda: all(worker.state == "ready" for worker in pool.load().workers))
+        assert not hurt.bodies
+        assert got(hurt) == [0, 1, 2, 3]
+        assert {version for _, version in await reply_of(pool)} == {SECOND}
+        await asyncio.wait_for(pool.sync_weights("policy", THIRD, NEW), 20)
+        assert hurt.groups[-1] == other.groups[-1]
+        assert pool.version("policy") == THIRD
 
 
 async def test_there_are_at_most_as_many_workers_as_addresses(tmp_path):

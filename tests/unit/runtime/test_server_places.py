@@ -108,6 +108,27 @@ def test_parts_of_a_card_that_are_more_than_the_card_are_refused(places):
         places(TWO, 2, gpu_memory_utilization=0.6)
 
 
+@pytest.mark.parametrize(
+    ("job", "cards", "is_refused"),
+    [(ONE, 1, True), (ONE, 2, False), (ONE | {"trainer": {"device": "cpu"}}, 2, True)],
+)
+def test_a_card_from_which_weights_are_broadcast_is_no_servers(places, job, cards, is_refused):
+    """NCCL refuses two ranks on one card."""
+    places(job, cards)
+    if not is_refused:
+        places(job, cards, weight_transfer="nccl")
+        return
+    with pytest.raises(ConfigError, match=r"'nccl' needs a card that no server has, and card 0, .* take 'file'"):
+        places(job, cards, weight_transfer="nccl")
+
+
+def test_the_processes_of_a_server_that_share_a_model_have_cores_of_their_own(places, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.delenv("PALESTRA_CORES", raising=False)
+    found = places(ONE, 0, "vllm-cpu", replicas=2, tensor_parallel=2)
+    assert [found.of(worker, 0).cores for worker in range(2)] == ["0,1|2,3", "4,5|6,7"]
+
+
 def test_servers_on_cpus_have_cores_of_their_own_each_policy_included(places, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     found = places(TWO, 0, "vllm-cpu", replicas=2)

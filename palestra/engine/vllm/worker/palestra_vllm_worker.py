@@ -1,17 +1,28 @@
-"""Let vLLM's workers read new weights from a file: the only module of Palestra that runs inside of vLLM.
+"""Let vLLM's workers get new weights from a trainer: the only module of Palestra that knows vLLM from inside.
 
-vLLM's interpreter imports this file by itself, from a folder with nothing else in it, so it imports no other module of
-Palestra. The file is in the format of safetensors and lies in shared memory, or in a folder that both sides see; the
-HTTP request carries its path alone. vLLM's own ways of updating weights need CUDA.
+vLLM's interpreter imports this file by itself, from a folder with nothing else in it than what it shares with the
+trainer (`palestra_weight_group`), so it imports no other module of Palestra. There are two ways: a file in the format
+of safetensors, whose path alone the HTTP request carries, and broadcasts of a process group in which the trainer is
+rank 0. vLLM's own ways of updating weights need CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from palestra_weight_group import (  # type: ignore[import-not-found]
+    WeightGroup,
+    WeightLayout,
+    own_address,
+    reach_store,
+)
 from safetensors import safe_open
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -20,9 +31,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 BACKEND = "palestra_file"
+log = logging.getLogger("vllm.palestra")
 
 
 @dataclass
@@ -42,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Replaces the weights of a paused engine by those of a file."""
+    """Replaces the weights of a paused engine by those of a file, or by others between the start and the end."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -55,7 +68,27 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load all weights of a file, mapped into memory."""
-        self.model.load_weights(_tensors(update_info.path))
+        self.load(_tensors(update_info.path))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load all weights; where they do not all come, leave a model that can compute and be loaded again.
+
+        Args:
+            weights: [n, d] or [d], with the names of the model's own files.
+        """
+        try:
+            self.model.load_weights(weights)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """End an update of which not all weights have come: each layer has its new weights, or its old ones."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # it has a part of its weights, which the next update would take for its own
+                info.load_numel, info.loaded_weights = 0, []
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
         """Process the new weights as those of a model that is loaded for the first time."""
@@ -83,7 +116,7 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file, with their names."""
+    """Yield the tensors, [n, d] or [d], of a safetensors file, with their names."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - an object of Rust, over which one can't iterate
             yield name, file.get_tensor(name)
@@ -93,4 +126,72 @@ WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
 
 
 class WorkerExtension:
-    """Adds nothing: naming this class in `--worker-extension-cls` makes every worker import the module."""
+    """Methods that `--worker-extension-cls` adds to each of vLLM's workers, by which it takes part in broadcasts.
+
+    Each takes JSON, because vLLM's route passes on strings alone, and returns what went wrong, in words; "": nothing.
+    None raises: vLLM reads the answers of several workers up to the first error, and would take the others for answers
+    to its next call.
+    """
+
+    palestra_group: WeightGroup | None = None
+
+    def palestra_join(self: Any, place: str) -> str:
+        """Join a group in the place of the one before, or only try to reach the trainer.
+
+        Args:
+            place: `host` and `port` of the trainer's store, `seconds` that the meeting, or one broadcast, may take; and
+                of the group, if there is one, `name`, `backend`, `first_rank` of this server's workers, and `size`.
+        """
+
+        def join(host: str, port: int, seconds: float, name: str = "", **group: Any) -> None:
+            if self._weight_update_active:  # of a trainer that was killed before it had vLLM finish
+                with set_current_vllm_config(self.vllm_config):
+                    self.weight_transfer_engine.abandon()
+                self._weight_update_active = False
+            address = own_address(host, port, seconds)
+            if name:
+                self.palestra_leave()
+                store = reach_store(host, port, seconds)
+                rank = group["first_rank"] + self.parallel_config.rank
+                backend, size = group["backend"], group["size"]
+                self.palestra_group = WeightGroup(store, name, backend, rank, size, address, seconds)
+
+        return _problem(lambda: join(**json.loads(place)))
+
+    def palestra_receive(self: Any, layout: str) -> str:
+        """Load all weights that the trainer broadcasts, while further ones come; vLLM has to finish the update then.
+
+        Args:
+            layout: which weights are going to come, see `WeightLayout`.
+        """
+
+        def receive() -> None:
+            if self.palestra_group is None:
+                raise RuntimeError("this worker is in no group over which weights could come")
+            self.start_weight_update()
+            try:
+                with set_current_vllm_config(self.vllm_config):
+                    self.weight_transfer_engine.load(self.palestra_group.receive(WeightLayout(**json.loads(layout))))
+                    torch.accelerator.synchronize()
+            except BaseException:
+                self._weight_update_active = False
+                self.palestra_leave()  # after a broadcast that has failed the ranks do not agree any more
+                raise
+
+        return _problem(receive)
+
+    def palestra_leave(self) -> None:
+        """Leave the group."""
+        if self.palestra_group is not None:
+            self.palestra_group.close()
+            self.palestra_group = None
+
+
+def _problem(work: Callable[[], None]) -> str:
+    """Return what goes wrong in a function, in one line, after all of it was written into vLLM's log; "": nothing."""
+    try:
+        work()
+    except Exception as error:
+        log.exception("a call of Palestra's trainer has failed")
+        return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    return ""

@@ -204,6 +204,25 @@ async def test_a_worker_that_stands_still_is_replaced_and_its_reply_is_sampled_e
         assert house.started[0].broken.result() == "was killed by the pool"
 
 
+@pytest.mark.parametrize("moves", [True, False])
+async def test_a_worker_to_which_weights_come_bit_by_bit_is_not_stuck(moves):
+    house = Glasshouse()
+    async with pool_of(house, replicas=1, stuck_seconds=0.2) as pool:
+        (engine,), moved = house.started, [0]
+        load, sync = engine.load, engine.sync_weights
+
+        async def slow(*given):
+            for _ in range(20):
+                await asyncio.sleep(0.03)
+                moved[0] += moves
+            await sync(*given)
+
+        engine.sync_weights, engine.load = slow, lambda: replace(load(), moved_bytes=moved[0])
+        await asyncio.wait_for(pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS), 10)
+        assert (engine in house.alive) == moves
+        await until(lambda: pool.version("policy") == PolicyVersion(0, 1))
+
+
 async def test_a_worker_that_is_idle_or_paused_is_not_stuck():
     house = Glasshouse()
     async with pool_of(house, stuck_seconds=0.02) as pool:

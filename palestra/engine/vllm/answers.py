@@ -1,0 +1,68 @@
+"""What vLLM's answers say, of which nothing is believed before it was read here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.engine.external.api import Chunk
+from palestra.errors import EngineFailure
+from palestra.types.calls import PolicyVersion, VersionSpan
+
+
+def list_of(event: Any, key: str) -> list[Any]:
+    """Return the list that an answer has under a key.
+
+    Raises:
+        EngineFailure: it has none there.
+    """
+    found = event.get(key) if isinstance(event, dict) else None
+    if not isinstance(found, list):
+        raise EngineFailure(f"the engine answered without {key}")
+    return found
+
+
+def chunk_of(choice: Mapping[str, Any], top: int, names_versions: bool) -> Chunk:
+    """Return a choice of vLLM's answer as a chunk.
+
+    Args:
+        choice: as vLLM has sent it.
+        top: how many of the most probable tokens were asked for.
+        names_versions: whether the versions that vLLM names are those of the policy.
+
+    Raises:
+        EngineFailure: its logprobs are of other tokens than its ids, or it lacks a part.
+    """
+    try:
+        ids = choice["token_ids"] or []
+        content = (choice["logprobs"] or {}).get("content") or []
+        if [each["token_id"] for each in content] != ids:
+            raise EngineFailure("the engine sent logprobs of other tokens than those that it has sampled")
+        finish, spans = choice["finish_reason"], choice.get("weight_versions") if names_versions else None
+        return Chunk(
+            ids=tuple(ids),
+            logprobs=tuple(float(each["logprob"]) for each in content),
+            top=tuple(_most_probable(each["top_logprobs"], top) for each in content) if top else (),
+            finish=finish,
+            versions=None if spans is None or finish is None else _spans(spans),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error
+
+
+def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[int, float], ...]:
+    """Return the most probable tokens of a position, best first; the sampled one comes first in vLLM's list."""
+    pairs = sorted(((int(each["token_id"]), float(each["logprob"])) for each in said), key=lambda pair: -pair[1])
+    return tuple(pairs[:top])
+
+
+def _spans(said: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
+    """Return which versions have sampled a reply, from its first token to its last without a gap."""
+    spans, at = [], 0
+    for each in said:
+        incarnation, number = map(int, str(each["version"]).split("."))
+        if each["start"] != at or each["end"] < at:
+            raise EngineFailure("the engine names versions for parts of a reply that overlap or leave gaps")
+        at = int(each["end"])
+        spans.append(VersionSpan(PolicyVersion(incarnation, number), at - int(each["start"])))
+    return tuple(spans)

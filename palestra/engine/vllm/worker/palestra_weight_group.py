@@ -1,0 +1,219 @@
+"""A process group over which weights are broadcast from a trainer to the workers of vLLM servers.
+
+Both sides import this module: the trainer's process as a part of Palestra, and vLLM's interpreter by itself, so it
+imports torch and nothing else. The group is neither torch's default one, which vLLM's workers have for themselves, nor
+known to it. The trainer is rank 0. Gloo and NCCL are used alike; a backend's name and its device are all that differs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # of the numbers that a backend moves
+BUCKET_BYTES = 64 * 2**20  # in one broadcast; a larger tensor has one for itself
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+_dist: Any = dist  # its type stubs leave out the stores and the backends
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightLayout:
+    """The weights of an update, in the order in which they are sent, and how they are divided into buckets.
+
+    Attributes:
+        names: of the weights.
+        shapes: of each weight.
+        dtype: name of the precision of all of them, such as `bfloat16`.
+        bucket_bytes: most bytes of a bucket that has more than one weight.
+    """
+
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    dtype: str
+    bucket_bytes: int
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Return the precision of all weights."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def buckets(self) -> list[list[tuple[str, Sequence[int]]]]:
+        """Return the names and shapes of each bucket's weights; both sides come to the same ones."""
+        found: list[list[tuple[str, Sequence[int]]]] = []
+        room = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            size = prod(shape) * self.precision.itemsize
+            if size > room or not found:
+                found.append([])
+                room = self.bucket_bytes
+            found[-1].append((name, shape))
+            room -= size
+        return found
+
+
+def own_address(host: str, port: int, seconds: float) -> str:
+    """Return the address of this machine by which it reaches another one, after having reached it.
+
+    Args:
+        host: of the other machine.
+        port: where a program of the other machine listens.
+        seconds: how long the connection may take.
+
+    Raises:
+        ConnectionError: it can't be reached.
+    """
+    try:
+        with socket.create_connection((host, port), seconds) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise ConnectionError(
+            f"{socket.gethostname()} can't reach the trainer at {host}:{port} (engine.weights_address): {error}"
+        ) from error
+
+
+def open_store(host: str, port: int, seconds: float, listening: int) -> Any:
+    """Return a store of this process, by which the ranks of groups find one another.
+
+    Args:
+        host: address at which it listens.
+        port: at which it listens.
+        seconds: how long an answer may take.
+        listening: descriptor of the socket, which the store takes over.
+    """
+    limit = timedelta(seconds=seconds)
+    return _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening)
+
+
+def reach_store(host: str, port: int, seconds: float) -> Any:
+    """Return the store by which the ranks of a group find one another, which listens in the trainer's process.
+
+    Args:
+        host: of the store.
+        port: of the store.
+        seconds: how long an answer may take.
+    """
+    return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+class WeightGroup:
+    """One rank of the group."""
+
+    def __init__(self, store: Any, name: str, backend: str, rank: int, size: int, address: str, seconds: float) -> None:
+        """Meet the other ranks; with gloo it blocks until all are there, and NCCL's meet at the first broadcast.
+
+        Args:
+            store: by which the ranks find one another; see `reach_store`.
+            name: of the group, which no other one of the store has.
+            backend: `gloo` or `nccl`.
+            rank: of this process; 0: it sends the weights.
+            size: number of ranks.
+            address: of this machine, by which the other ranks reach it; NCCL finds its own way.
+            seconds: how long the meeting, or one broadcast, may take.
+
+        Raises:
+            RuntimeError: the other ranks do not come in time, or can't be reached.
+        """
+        self._device, limit = torch.device(DEVICES[backend]), timedelta(seconds=seconds)
+        own = _dist.PrefixStore(name, store)
+        own.set_timeout(limit)
+        if backend == "gloo":
+            options = _dist.distributed_c10d.ProcessGroupGloo._Options()
+            options._devices = [_dist.distributed_c10d.ProcessGroupGloo.create_device(hostname=address)]
+            options._timeout = limit
+            self._group = _dist.distributed_c10d.ProcessGroupGloo(own, rank, size, options)
+        else:
+            options = _dist.distributed_c10d.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            before = os.environ.get(_BLOCKING)
+            os.environ[_BLOCKING] = "1"  # a broadcast that takes too long raises; otherwise it would end the process
+            try:
+                self._group = _dist.distributed_c10d.ProcessGroupNCCL(own, rank, size, options)
+            finally:
+                if before is None:
+                    del os.environ[_BLOCKING]
+                else:
+                    os.environ[_BLOCKING] = before
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], layout: WeightLayout, sent: Callable[[int], None]) -> None:
+        """Send weights to all other ranks. While a bucket is on its way, the next one is filled.
+
+        Args:
+            weights: [n, d] or [d], with their names, in the layout's order; each is rounded to its precision.
+            layout: of the weights.
+            sent: called with the bytes of each bucket that has been sent.
+
+        Raises:
+            RuntimeError: a rank is gone, or did not receive a bucket in time.
+        """
+        left, before = iter(weights), None
+        for bucket in layout.buckets():
+            buffer = self._buffer(bucket, layout)
+            for place, (_, weight) in zip(_places(buffer, bucket), islice(left, len(bucket)), strict=True):
+                place[1].copy_(weight.detach())
+            if before is not None:
+                sent(self._wait(before))
+            before = self._begin(buffer)
+        if before is not None:
+            sent(self._wait(before))
+
+    def receive(self, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, [n, d] or [d], that rank 0 sends. While a bucket is used, the next one is received.
+
+        A tensor stays as it is: no later bucket is written into its memory.
+
+        Args:
+            layout: of the weights.
+
+        Raises:
+            RuntimeError: rank 0 is gone, or a bucket did not come in time.
+        """
+        buckets = layout.buckets()
+        coming = self._begin(self._buffer(buckets[0], layout))
+        for number, bucket in enumerate(buckets):
+            buffer = coming[0]
+            self._wait(coming)
+            if number + 1 < len(buckets):
+                coming = self._begin(self._buffer(buckets[number + 1], layout))
+            yield from _places(buffer, bucket)
+
+    def close(self) -> None:
+        """Leave the group; the others' broadcasts fail. Blocks until a broadcast that runs has ended."""
+        self._group.abort()
+        del self._group
+
+    def _buffer(self, bucket: Sequence[tuple[str, Sequence[int]]], layout: WeightLayout) -> Tensor:
+        """Return memory, [numbers of the bucket], for the weights of a bucket."""
+        size = sum(prod(shape) for _, shape in bucket)
+        return torch.empty(size, dtype=layout.precision, device=self._device)
+
+    def _begin(self, buffer: Tensor) -> tuple[Tensor, Any]:
+        """Begin to broadcast a bucket, [numbers], and return it with what says when it is there."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        return buffer, self._group.broadcast([buffer.view(torch.uint8)], options)
+
+    def _wait(self, begun: tuple[Tensor, Any]) -> int:
+        """Return the bytes of a bucket, [numbers], once it is there."""
+        buffer, work = begun
+        work.wait()
+        return buffer.nbytes
+
+
+def _places(buffer: Tensor, bucket: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight's name and its place, of the weight's shape, in the memory of a bucket, [numbers]."""
+    start = 0
+    for name, shape in bucket:
+        size = prod(shape)
+        yield name, buffer[start : start + size].view(tuple(shape))
+        start += size
