@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM
 from palestra.config import TrainerConfig
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_tokenizer
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.runtime.parts import build_parts
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.torch_policy import TorchPolicy
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="an interpreter that has vLLM")
     parser.add_argument("--rehearsal", action="store_true", help="as little as shows that the code runs")
     wanted = parser.parse_args()
-    tune_process()
+    tune_malloc()
     more = (wanted.vllm,) if wanted.part in ("rollout", "served") else ()
     print(json.dumps(asyncio.run(PARTS[wanted.part](wanted.model, wanted.device, Scale(wanted.rehearsal), *more))))
 

@@ -71,8 +71,8 @@ class ServerPlaces:
         """Choose the cards of all servers that there may be, and their part of the memory of each card.
 
         Raises:
-            ConfigError: there are too few cards, or the servers' parts are more than a whole; or a server would compute on
-                the card from which this process broadcasts weights.
+            ConfigError: there are too few cards, or the servers' parts are more than a whole; or a server would compute
+                on the card from which this process broadcasts weights.
         """
         each, policies, settings = self._settings.tensor_parallel, len(self._models), self._settings
         self.most = max(settings.worker_count, max(len(cards) - trainer, 0) // each // policies)
