@@ -2,10 +2,10 @@
 
     python bench/busy_step.py [--rounds 3] [--steps 4]
 
-A laptop is never quiet. Threads that compute a product together wait for the slowest of them, so that two threads beside
-one busy process take longer than one. All is timed with as many threads as other processes leave, which is Palestra's
-default (palestra/models/shared_cores.py), and with one for each core. The step is that of bench/step_palestra.py; each
-run is a process of its own, and its first step is not counted.
+A laptop is never quiet. Threads that compute a product together wait for the slowest of them, so that two threads
+beside one busy process take longer than one. All is timed with as many threads as other processes leave, which is
+Palestra's default (palestra/models/shared_cores.py), and with one for each core. The step is that of
+bench/step_palestra.py; each run is a process of its own, and its first step is not counted.
 """
 
 from __future__ import annotations

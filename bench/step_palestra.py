@@ -43,7 +43,7 @@ Messages = tuple[ChatMessage, ...]
 
 
 def job_config(threads: int, rank: int = 0) -> JobConfig:
-    """The job whose parts are measured: Palestra's defaults, but for lengths, threads (0: the default) and, above 0, an adapter."""
+    """The job whose parts are measured: defaults but for lengths, threads unless they are 0, and an adapter above 0."""
     arithmetic = {"threads": threads or None}
     adapter = {"rank": rank} if rank else None
     policy = {"sampling": {"max_tokens": NEW_TOKENS}, "max_context": 256, "adapter": adapter}

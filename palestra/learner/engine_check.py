@@ -34,8 +34,10 @@ async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime)
     """
     ids = runtime.renderer.vocabulary.encode(TEXT)[: runtime.config.max_context - 1]
     prompt, name = TokenSequence(ids), runtime.name
-    is_pool = isinstance(engine, InferenceManager)
-    said = await engine.scores(name, prompt) if is_pool else [await engine.score(name, prompt)]
+    if isinstance(engine, InferenceManager):
+        said = await engine.scores(name, prompt)
+    else:
+        said = [await engine.score(name, prompt)]
     found = await trainer.forward(name, [_row(name, ids)], {"old_logprobs"})
     for one in said:
         gap = float(np.abs(np.array(one, np.float32) - found["old_logprobs"][0][1:]).mean())
