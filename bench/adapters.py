@@ -23,7 +23,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import SMOLLM2, AdapterConfig, EmbeddedEngineConfig, TrainerConfig
 from palestra.engine.base import EngineRequest
-from palestra.models.device import return_freed_memory, tune_process
+from palestra.models.device import return_freed_memory, tune_malloc
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra.types.records import TrainSample
@@ -265,7 +265,7 @@ async def _all(pieces: Any) -> list[Any]:
 
 def _start(part: str, wanted: argparse.Namespace) -> None:
     """Measure one part in this process."""
-    tune_process()
+    tune_malloc()
     clock = time.process_time if wanted.cpu else time.perf_counter
     if part == "memory":
         asyncio.run(memory(16, wanted.threads))

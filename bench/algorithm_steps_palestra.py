@@ -23,7 +23,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.learner import policy_spec
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.update import PolicyUpdate
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import Chat, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import text_message
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="seconds of the processor, which neighbours disturb less")
     wanted = parser.parse_args()
     clock = time.process_time if wanted.cpu else time.perf_counter
-    tune_process()
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.only, clock))))
 
 

@@ -20,7 +20,7 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.renderers import select_renderer
 from palestra.threads import in_thread
 from palestra.types.calls import SamplingParams, TokenSequence
@@ -32,7 +32,7 @@ class PalestraSampler:
     """See `Sampler`."""
 
     def __init__(self, model: str, threads: int) -> None:
-        tune_process()
+        tune_malloc()
         stops = select_renderer(load_tokenizer(model)).stop_ids
         config = EmbeddedEngineConfig.model_validate({"threads": threads})
         loaded = asyncio.run(in_thread(lambda: load_causal_lm(model, torch.bfloat16)))  # as the server does

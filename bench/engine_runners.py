@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from processes import HERE, ROOT, SPINNING, STOP_SECONDS, BenchError, shown
+from processes import HERE, ROOT, STOP_SECONDS, BenchError, shown
 
 from palestra.models.catalog import SMOLLM2, model_folder
 
@@ -71,7 +71,7 @@ def contestants(threads: int) -> list[Contestant]:
     ours = (sys.executable, HERE / "engine_palestra.py", *arguments)
     generate = (sys.executable, HERE / "peers" / "engine_generate.py", *arguments)
     found = [
-        Contestant(name=PALESTRA, command=ours, environment=SPINNING),
+        Contestant(name=PALESTRA, command=ours),
         Contestant(name=GENERATE, command=generate, environment=KEPT_HEAP),
     ]
     if VLLM_PYTHON.exists():

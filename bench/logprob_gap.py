@@ -25,7 +25,7 @@ from processes import HERE, run_json, shown
 from palestra.config import JobConfig, parse_config
 from palestra.engine.base import EngineRequest
 from palestra.models.catalog import model_folder
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.parts import Parts, build_parts
 from palestra.threads import in_thread
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     config = job_config(arguments.engine, arguments.trainer, arguments.threads, arguments.vllm)
-    tune_process()
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(config, arguments.seed))))
 
 

@@ -17,7 +17,7 @@ from step_palestra import job_config
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.runtime.parts import build_parts
 from palestra.trainer.base import PolicySpec
 from palestra.types.records import TrainSample
@@ -79,7 +79,7 @@ def main() -> None:
     for name in ("rows", "prompt", "answer", "group", "micro_batch_tokens"):
         parser.add_argument(name, type=int)
     parser.add_argument("--threads", type=int, default=2)
-    tune_process()
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(parser.parse_args()))))
 
 

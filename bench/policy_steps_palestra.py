@@ -19,7 +19,7 @@ from step_palestra import NEW_TOKENS, PROMPTS, SAMPLES, Bench, job_config, make_
 
 from palestra.config import JobConfig, parse_config
 from palestra.learner.batch import make_batch
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.types.calls import Chat
 
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=6, help="the first is a warm-up")
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args(arguments)
-    tune_process()
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(wanted.threads, wanted.policies, wanted.steps, wanted.seed))))
 
 

@@ -18,12 +18,10 @@ from typing import Any
 
 from palestra.config import dump_config, parse_config
 from palestra.models.catalog import cache_folder
-from palestra.models.openmp import SPIN_VARIABLE, SPINS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 KEY = "key-of-the-benchmark"
-SPINNING = {SPIN_VARIABLE: str(SPINS)}  # what `palestra` sets before it loads torch, for runners that load torch first
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 

@@ -26,7 +26,7 @@ import torch
 
 from palestra.config import SMOLLM2, AdapterConfig, EmbeddedEngineConfig, TrainerConfig
 from palestra.models.adapter_files import write_adapter
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.models.loading import LoadedModels
 from palestra.runtime.base import BaseOptions, base_server
 from palestra.runtime.event_loop import run_on_uvloop
@@ -170,5 +170,5 @@ if __name__ == "__main__":
     parser.add_argument("--loaded", type=int, default=16)
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
-    tune_process()
+    tune_malloc()
     run_on_uvloop(main(parser.parse_args()))

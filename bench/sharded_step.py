@@ -23,7 +23,7 @@ from made_rows import POLICY, made_rows
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import SMOLLM2, TrainerConfig
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.trainer.base import OptimParams, PolicySpec, Trainer
 from palestra.trainer.sharded.trainer import ShardedTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    tune_process()
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(arguments.model, arguments.ranks, arguments.rounds))))
 
 

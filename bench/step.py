@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import Part
-from processes import HERE, ROOT, SPINNING, run_json, shown
+from processes import HERE, ROOT, run_json, shown
 
 from palestra.models.catalog import SMOLLM2, model_folder
 
@@ -33,7 +33,7 @@ def contestants(threads: int, quick: bool) -> list[Contestant]:
     """Palestra, and TRL with and without a kept heap where its environment is there."""
     ours, theirs = ("--steps", 3 if quick else 6), ("--steps", 2 if quick else 4)
     palestra = (sys.executable, HERE / "step_palestra.py", "--threads", threads, *ours)
-    found = [Contestant(name="Palestra", command=palestra, environment=SPINNING)]
+    found = [Contestant(name="Palestra", command=palestra, environment={})]
     if TRL.exists():
         model = Path(model_folder(SMOLLM2))
         trl = (TRL, HERE / "peers" / "trl_step.py", "--model", model, "--threads", threads, *theirs)

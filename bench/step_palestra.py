@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from step_floor import best_rate, count_weights, generate_flop, product_rates, train_flop
 
 from palestra.algorithms.registry import create_algorithm
@@ -26,7 +27,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.engine.base import EngineRequest
 from palestra.learner.batch import make_batch
 from palestra.models.causal_lm import load_causal_lm
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.runtime.parts import Parts, build_parts
 from palestra.threads import in_thread
 from palestra.trainer.base import OptimParams, PolicySpec
@@ -42,8 +43,8 @@ Messages = tuple[ChatMessage, ...]
 
 
 def job_config(threads: int, rank: int = 0) -> JobConfig:
-    """The job whose parts are measured: Palestra's defaults, but for lengths, threads and, above 0, an adapter."""
-    arithmetic = {"threads": threads}
+    """The job whose parts are measured: defaults but for lengths, threads unless they are 0, and an adapter above 0."""
+    arithmetic = {"threads": threads or None}
     adapter = {"rank": rank} if rank else None
     policy = {"sampling": {"max_tokens": NEW_TOKENS}, "max_context": 256, "adapter": adapter}
     return parse_config({"policies": {"policy": policy}, "engine": arithmetic, "trainer": arithmetic})
@@ -181,7 +182,7 @@ def make_prompts(parts: Parts, count: int, draw: random.Random) -> list[tuple[Me
 
 async def measure(threads: int, steps: int, seed: int, rank: int) -> dict[str, Any]:
     """Run the steps, the first of which is a warm-up; returns the record that is printed."""
-    rates = await in_thread(lambda: product_rates(threads))
+    rates = await in_thread(lambda: product_rates(threads or torch.get_num_threads()))
     config = job_config(threads, rank)
     bench = await in_thread(lambda: Bench(config, seed))  # as a job builds them: the pool of the thread ends with it
     policy = config.policies[config.players.default]
@@ -199,8 +200,6 @@ async def measure(threads: int, steps: int, seed: int, rank: int) -> dict[str, A
 
 def floor(bench: Bench, rates: dict[str, float]) -> dict[str, Any]:
     """Seconds of arithmetic in the last step."""
-    import torch
-
     model = load_causal_lm(bench.config.policies[bench.config.players.default].model, torch.bfloat16)
     weights, tokens, rate = count_weights(model.named_parameters(), model.vocab_size), bench.tokens, best_rate(rates)
     computed_in_generation = tokens["prefilled"] + tokens["sampled"] - PROMPTS * SAMPLES  # the last one is not fed back
@@ -223,12 +222,12 @@ def peak_rss_mb() -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True, help="0: as many as other processes leave, the default")
     parser.add_argument("--steps", type=int, default=6, help="the first is a warm-up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0: all weights are trained")
     wanted = parser.parse_args(arguments)
-    tune_process()
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.seed, wanted.rank))))
 
 

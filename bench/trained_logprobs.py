@@ -21,7 +21,7 @@ from step_palestra import Bench, job_config
 
 from palestra.config import RolloutConfig, StoreConfig
 from palestra.learner.trained_calls import trained_calls
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.store import RunStore, open_run_store
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.gradient import rows_of
@@ -79,5 +79,5 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    tune_process()
+    tune_malloc()
     asyncio.run(measure(arguments.threads, arguments.steps))

@@ -23,7 +23,7 @@ import numpy as np
 from adapters import LORA, LOSS, UPDATE, Clock, rows
 
 from palestra.config import SMOLLM2, TrainerConfig
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fair_shares import FairShares
 from palestra.trainer.tenant_trainer import TenantTrainer
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="of the small tenant; first come first served: an eighth")
     parser.add_argument("--draw", type=Path, default=None, help="a PNG")
     wanted = parser.parse_args(arguments)
-    tune_process()
+    tune_malloc()
     clock, found = time.process_time if wanted.cpu else time.perf_counter, dict[int, Steps]()
     print(
         "| passes of at most, tokens | order | steps | p50, s | p95, s | p95 / p50 alone |\n|---|---|---|---|---|---|"

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.tokens import TokenRun
 from palestra.trainer.packing import Tree
 from palestra.trainer.tree_attention import TreeAttention
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.way is not None:
-        tune_process()
+        tune_malloc()
         torch.set_num_threads(wanted.threads)
         print(json.dumps(seconds(SHAPES[wanted.only], wanted.way, wanted.repeats)))
         return

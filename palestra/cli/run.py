@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 where a signal stopped it."""
     from palestra.config import load_config
-    from palestra.models.device import tune_process
+    from palestra.models.device import tune_malloc
     from palestra.runtime.checkpoints import newest_checkpoints
     from palestra.runtime.console import console_of
     from palestra.runtime.event_loop import run_on_uvloop
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = with_checkpoints(load_config(arguments.config, overrides(arguments.set)))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
     if config.engine.kind != "fake":
-        tune_process()  # before the console starts the first thread
+        tune_malloc()  # before the console starts the first thread
     # The console is shown from here on, because loading the model takes seconds in which nothing else is written.
     console = console_of(config)
     with console:

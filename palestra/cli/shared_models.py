@@ -180,7 +180,7 @@ def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> in
     """
     import asyncio
 
-    from palestra.models.device import tune_process
+    from palestra.models.device import tune_malloc
     from palestra.runtime.event_loop import run_on_uvloop
 
     async def main() -> None:
@@ -189,7 +189,7 @@ def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> in
             loop.add_signal_handler(number, stop.set)
         await serve(stop)
 
-    tune_process()
+    tune_malloc()
     run_on_uvloop(main())
     return 0
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from palestra.errors import ConfigError
-from palestra.models.openmp import limit_spinning
 
 if TYPE_CHECKING:
     import torch
@@ -78,12 +77,6 @@ def tune_malloc() -> bool:
     if mallopt is None:
         return False
     return all(mallopt(*setting) for setting in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)))
-
-
-def tune_process() -> None:
-    """Set what malloc and OpenMP do in a process that will compute; see `tune_malloc` and `limit_spinning`."""
-    tune_malloc()
-    limit_spinning()
 
 
 def return_freed_memory() -> None:

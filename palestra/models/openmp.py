@@ -9,24 +9,9 @@ takes nearly twice as long (docs/benchmarks.md). So a thread that computes now a
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 
-SPIN_VARIABLE = "GOMP_SPINCOUNT"
-# Rounds of about 10 ns. By default a thread spins for 300,000, several milliseconds, while the one that it waits for
-# may need its core: beside one busy process a training step took many times as long. The gaps between two operations of
-# a pass are far shorter than these rounds, so that a quiet machine notices nothing.
-SPINS = 30_000
 _SOFT = 1  # omp_pause_soft: settings such as the number of threads are kept
-
-
-def limit_spinning() -> None:
-    """Let OpenMP's threads spin for less long than by default, unless the user has chosen how long.
-
-    It has to be called before torch is loaded; later it changes nothing. Child processes inherit the setting.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(SPIN_VARIABLE, str(SPINS))
 
 
 def release_threads() -> bool:

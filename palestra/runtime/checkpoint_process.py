@@ -48,13 +48,13 @@ def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
     try:
         config = config_for(run, name, folder)
         tell(phase="loading the libraries")
-        from palestra.models.device import tune_process
+        from palestra.models.device import tune_malloc
         from palestra.runtime.event_loop import run_on_uvloop
         from palestra.runtime.local import serve
         from palestra.runtime.starting_points import with_checkpoints
 
         if config.engine.kind != "fake":
-            tune_process()
+            tune_malloc()
             import torch  # noqa: F401 - takes seconds, in which the phase is not that of the model
         tell(phase=f"loading {name}")
         run_on_uvloop(

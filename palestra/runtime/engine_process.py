@@ -198,9 +198,9 @@ def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
         from palestra.runtime.parts import fake_engine
 
         return fake_engine(config.engine), {}
-    from palestra.models.device import tune_process
+    from palestra.models.device import tune_malloc
 
-    tune_process()  # before torch is loaded
+    tune_malloc()  # before torch is loaded
     from palestra.models.loading import LoadedModels
     from palestra.runtime.parts import load_engine
 

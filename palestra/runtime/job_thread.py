@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from palestra.config import JobConfig
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
-from palestra.models.device import tune_process
+from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.console import Console
@@ -173,7 +173,7 @@ class JobThread:
             most_replicas: inference workers that may be asked for; see `local_job`.
         """
         if config.engine.kind != "fake":
-            tune_process()  # here, because `start` is called in a thread that exists already, beside the console's
+            tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given
         self._places, self._most_replicas = places, most_replicas

@@ -15,10 +15,11 @@ from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError, NotFound
 from palestra.faults import fault_point
-from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.causal_lm import CausalLM
 from palestra.models.device import device_of
 from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MixedModel
+from palestra.models.shared_cores import SharedCores
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
@@ -33,6 +34,7 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 T = TypeVar("T")
+_LONG_WORK_SECONDS = 0.3  # work of so long shows what other processes use meanwhile
 
 
 class TorchTrainer:
@@ -51,6 +53,7 @@ class TorchTrainer:
         """
         self._config, self._keep, self._models = config, keep, models or LoadedModels()
         self._deterministic = deterministic
+        self._cores = SharedCores(config.threads, fixed=deterministic)
         self._policies: dict[str, TorchPolicy] = {}
         self._serial = Serial()
         self._slots = Slots(config.adapter_slots)
@@ -386,8 +389,11 @@ class TorchTrainer:
         """
 
         def compute() -> T:
-            set_threads(self._config.threads)
-            return work()
+            self._cores.begin()
+            try:
+                return work()
+            finally:
+                self._cores.note(_LONG_WORK_SECONDS)
 
         job = asyncio.ensure_future(in_thread(compute, "palestra-trainer", daemon=False))
         try:

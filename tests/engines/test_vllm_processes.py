@@ -41,8 +41,17 @@ def in_group(process: psutil.Process, group: int) -> bool:
         return False
 
 
+def until_gone(group: int) -> None:
+    """Wait until a group of processes is gone: the kernel takes a while to free the memory of killed ones."""
+    until = time.monotonic() + 30
+    while any(in_group(process, group) for process in psutil.process_iter()):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
 async def test_an_only_server_that_dies_is_replaced_and_its_calls_are_sampled_again(model, tmp_path):
-    async with started(model, tmp_path, threads=1) as engine:
+    # On a busy machine a pass of a server may take a minute.
+    async with started(model, tmp_path, threads=1, stuck_seconds=240.0) as engine:
         call = asyncio.create_task(all_of(engine.generate(engine_request(PROMPT, LONG))))
         while not engine.load().sampled_tokens:
             await asyncio.sleep(0.01)
@@ -58,9 +67,9 @@ async def test_an_only_server_that_dies_is_replaced_and_its_calls_are_sampled_ag
         assert await asyncio.wait_for(all_of(engine.generate(engine_request(PROMPT, SHORT))), 200)
         (worker,) = engine.load().workers
         assert (worker.restarts, worker.state) == (1, "ready")
-        assert not any(in_group(process, group) for process in psutil.process_iter())
+        until_gone(group)
         assert (tmp_path / "engine-policy-0.log").stat().st_size
-    assert not any(in_group(process, worker.process) for process in psutil.process_iter())
+    until_gone(worker.process)
 
 
 JOB = """
@@ -93,10 +102,7 @@ def test_a_server_ends_with_a_job_that_is_killed(model, tmp_path):
     finally:
         job.kill()
         job.communicate()
-    until = time.monotonic() + 30
-    while any(in_group(process, group) for process in psutil.process_iter()):
-        assert time.monotonic() < until
-        time.sleep(0.2)
+    until_gone(group)
 
 
 async def test_what_can_not_be_started_is_said_in_one_line(model, tmp_path):

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outcome import assert_same_metrics
-from servers import SCRIPTED, Job, Plane, until
+from safetensors.numpy import load_file
+from servers import KEY, SCRIPTED, Job, Plane, Process, until
+from servers import TINY as TRAINED
 from unit.building import engine_request
 
 from palestra.config import EmbeddedEngineConfig, JobConfig
@@ -250,3 +252,76 @@ def test_workers_end_with_a_job_that_is_killed_also_one_that_stands_still(tmp_pa
         server.send(signal.SIGKILL)
         server.wait(20)
         until(lambda: not any(map(is_alive, processes)), "the workers have ended", 20)
+
+
+POOLED = TRAINED | {
+    "engine": {"threads": 1, "replicas": 2},
+    "checkpoint": {"every_steps": 1},
+    "evaluation": {"every_steps": 0},
+}
+
+
+def recorded(job: Job, episodes: set[str]) -> dict[tuple[str, int], tuple]:
+    """What was sampled in the accepted attempt at each of these episodes, call by call, with each token's version."""
+    calls = job.query(
+        "SELECT chats.* FROM chats JOIN episodes USING (episode_id, fence) WHERE episodes.state = 'completed'"
+    )
+    return {
+        (row["episode_id"], row["idx"]): (row["completion"], row["logprobs"], row["versions"], row["reply"])
+        for row in calls
+        if row["episode_id"] in episodes
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_workers_that_come_and_go_while_a_model_is_trained_change_no_reply_and_no_weight(tmp_path):
+    """The job trains until all has been asked for; then one whose workers stay makes as many steps."""
+    with Job(tmp_path / "scaled", POOLED | {"steps": 10_000}) as job, Plane(job.url) as plane:
+        server = start(job)
+        job.work("--threads", "4")
+        trained = 0
+        for count in (3, 1, 2):
+            until(lambda: step_of(job) > trained, "it has trained", 120)  # noqa: B023
+            answer = plane.http.post(
+                f"{job.url}/engine/replicas",
+                json={"replicas": count},
+                headers={"authorization": f"Bearer {KEY}"},
+                timeout=120,
+            )
+            assert (answer.status_code, answer.json()) == (200, {"replicas": count}), answer.text
+            assert [worker["state"] for worker in plane.status()["engine_workers"]] == ["ready"] * count
+            trained = step_of(job)
+        until(lambda: step_of(job) > trained, "it has trained with the last ones", 120)
+        server.send(signal.SIGINT)
+        server.wait(120)
+        steps = step_of(job)
+    with Job(tmp_path / "calm", POOLED | {"steps": steps}) as calm:
+        start(calm)
+        calm.work("--threads", "4")
+        calm.finish(180)
+    ours, theirs = job.manifests(), calm.manifests()
+    assert {step: ours[step] for step in theirs} == theirs
+    episodes = {episode for each in theirs.values() for episode in each}
+    assert recorded(job, episodes) == recorded(calm, episodes)
+    found, wanted = (load_file(one.checkpoints()[-1] / "model.safetensors") for one in (job, calm))
+    assert found.keys() == wanted.keys()
+    assert all((found[name] == wanted[name]).all() for name in wanted), "bit for bit"
+    stored = {row["episode_id"] for row in job.query("SELECT episode_id FROM episodes WHERE state = 'completed'")}
+    accepted = [entry["episode"] for entry in job.worker_log("ended")]
+    assert len(set(accepted)) == len(accepted)
+    assert set(accepted) <= stored, "nothing that was accepted is lost"
+    assert set(Counter(episode for each in ours.values() for episode in each).values()) == {1}
+
+
+def start(job: Job) -> Process:
+    """Start a server whose workers load a model first, each for itself, and wait until it listens."""
+    server = job.serve()
+    until(lambda: "data plane at" in server.output or server.popen.poll() is not None, "it listens", 180)
+    assert "data plane at" in server.output, server.output
+    return server
+
+
+def step_of(job: Job) -> int:
+    """The newest step that is saved; 0: none is."""
+    return max((int(path.name.removeprefix("step-")) for path in job.checkpoints()), default=0)

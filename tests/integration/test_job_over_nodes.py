@@ -116,5 +116,7 @@ def test_ranks_and_an_inference_worker_on_other_machines_train_the_same_weights_
     first, second = (load_file(path / "model.safetensors") for path in found)
     assert first.keys() == second.keys()
     assert all((first[name] == second[name]).all() for name in first), "bit for bit"
-    steps = [json.loads(line)["step"] for line in (found[1].parent.parent / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (found[1].parent.parent / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows]
     assert sorted(steps) == sorted(set(steps)), "no step twice"
+    assert any(row.get("train/grad_norm", 0.0) > 0.0 for row in rows), "equal weights say something"

@@ -126,16 +126,23 @@ def test_on_a_gpu_the_blocks_of_nodes_hold_all_that_see_each_other(one, two, win
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own code looks at it
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_gpu_gets_the_same_attention(window):
-    """The kernel for a GPU without a compiler, which has no gradient: there is no GPU here."""
+def test_a_gpu_gets_the_same_attention_and_gradient(window, monkeypatch):
+    """The kernel for a GPU without a compiler, which refuses gradients on a CPU, and yet has them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     draw = np.random.default_rng(0)
     prompt = draw.integers(0, 9, 150).tolist()
     trees = [tree_of([prompt + draw.integers(0, 9, 60).tolist() for _ in range(3)]), tree_of([[1, 2]])]
     nodes = sum(map(len, trees))
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn((1, 4, nodes, 16), generator=generator)
-    key, value = (torch.randn((1, 2, nodes, 16), generator=generator) for _ in range(2))
+    query = torch.randn((1, 4, nodes, 16), generator=generator, requires_grad=True)
+    key, value = (torch.randn((1, 2, nodes, 16), generator=generator, requires_grad=True) for _ in range(2))
+    upstream = torch.randn((nodes, 4, 16), generator=generator)
     found = BlockAttention(trees, torch.device("cpu"))(query, key, value, 0.3, window)
     wanted = TreeAttention(trees, torch.device("cpu"))(0, query, key, value, 0.3, window)
     assert torch.allclose(found, wanted, atol=1e-5)
+    for own, right in zip(
+        *(torch.autograd.grad(out, (query, key, value), upstream) for out in (found, wanted)), strict=True
+    ):
+        assert torch.allclose(own, right, atol=1e-5)

@@ -23,11 +23,13 @@ from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
 from palestra.models.openmp import release_threads
 from palestra.models.packed import pack
+from palestra.models.shared_cores import SharedCores
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 
 log = logging.getLogger("palestra.engine")
+LOOK_SECONDS = 0.5  # between two looks at what other processes use
 
 
 class EmbeddedEngine:
@@ -252,15 +254,19 @@ class EmbeddedEngine:
     # The engine's thread.
 
     def _run(self) -> None:
-        set_threads(self._config.threads)
+        cores = SharedCores(self._config.threads, fixed=self._deterministic)
         problem = None
         try:
             with torch.inference_mode():
                 while not self._stopping:
                     # While the engine rests, a training step is likely to need the cores, and threads that spin.
-                    self._commands.run(wait=self._paused or self._core.scheduler.idle, rest=release_threads)
+                    idle = self._paused or self._core.scheduler.idle
+                    self._commands.run(wait=idle, rest=release_threads)
+                    if idle:
+                        cores.begin()
                     if not (self._paused or self._stopping):
                         self._core.step()
+                        cores.note(LOOK_SECONDS)
                     self._sync_drained()
         except Exception as error:  # a defect of the engine itself
             log.exception("the engine's thread ended")

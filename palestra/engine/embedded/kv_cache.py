@@ -52,7 +52,10 @@ class Bucket:
     def add(self, row: Row) -> None:
         """Give a row a place of zeros, the beginning of which the caller fills."""
         if len(self.rows) == self.storage.shape[2]:
-            self.storage = torch.cat((self.storage, torch.zeros_like(self.storage)), dim=2)
+            layers, pair, rows, *shape = self.storage.shape
+            wider = self.storage.new_empty((layers, pair, 2 * rows, *shape))
+            wider[:, :, :rows] = self.storage
+            self.storage = wider
         row.bucket, row.index = self, len(self.rows)
         self.rows.append(row)
         # What an earlier row has left is masked; but a weight of 0 times a number that is not finite is none.

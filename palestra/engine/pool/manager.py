@@ -184,7 +184,7 @@ class InferenceManager:
         refusals: dict[str, InvalidRequest] = {}
         losses = 0
         while losses < MOST_ATTEMPTS:
-            worker = min(await self._serving(refusals), key=lambda one: one.requests)
+            worker = min(await self._serving(refusals), key=lambda one: one.calls)
             engine = worker.engine
             assert engine is not None
             try:

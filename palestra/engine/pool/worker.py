@@ -162,6 +162,11 @@ class InferenceWorker:
 
     # Requests and calls
 
+    @property
+    def calls(self) -> int:
+        """Return how many calls the worker is answering, requests and others."""
+        return self.requests + self._calls
+
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Count a request of this worker while the block runs."""

@@ -37,7 +37,7 @@ from palestra.control.jobs.launcher import (
 )
 from palestra.control.placement.fitting import Node
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
-from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE, tune_process
+from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE, tune_malloc
 from palestra.runtime.base_process import BaseProcess
 from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.model_server import ModelServer
@@ -243,7 +243,7 @@ class _Actor:
 
     async def _started(self, order: ServerOrder | BaseOrder, here: str) -> str:
         if isinstance(order, BaseOrder):
-            tune_process()
+            tune_malloc()
             self._server = base = BaseProcess()
             return await base.start(order, here)
         _set_base_key(order)

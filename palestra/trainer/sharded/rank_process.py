@@ -66,9 +66,9 @@ def main() -> None:
     talk = _Talk(socket.socket(fileno=int(sys.argv[1])), Path(os.environ[FOLDER]))
     for work in (talk.beat, talk.read):  # the first request loads torch in the thread that reads it
         threading.Thread(target=work, name=f"palestra-rank-{work.__name__}", daemon=True).start()
-    from palestra.models.device import tune_process  # torch comes after the first sign of life
+    from palestra.models.device import tune_malloc  # torch comes after the first sign of life
 
-    tune_process()
+    tune_malloc()
     from palestra.trainer.sharded.group import TakenBack
     from palestra.trainer.sharded.rank import Rank
 

@@ -40,15 +40,3 @@ def test_released_threads_are_gone_and_come_back():
         """
     )
     assert found == "3 0 3"
-
-
-def test_how_long_threads_spin_is_what_the_user_has_chosen_or_ours():
-    code = """
-        import os
-        from palestra.models.openmp import SPIN_VARIABLE, limit_spinning
-        limit_spinning()
-        print(os.environ.get(SPIN_VARIABLE))
-        """
-    assert int(run(code)) < 300_000
-    assert run(code, GOMP_SPINCOUNT="7") == "7"
-    assert run(code, OMP_WAIT_POLICY="ACTIVE") == "None"

@@ -249,6 +249,22 @@ async def test_a_worker_that_starts_while_the_pool_is_paused_waits_like_the_othe
         assert await asyncio.wait_for(call, 10) == await expected(3)
 
 
+async def test_prompts_that_are_scored_together_are_spread_over_the_workers():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        asked = []
+        for engine in house.started:
+
+            async def score(policy, prompt, number=engine.number):
+                asked.append(number)
+                await asyncio.sleep(0.01)
+                return [0.0] * (len(prompt.ids) - 1)
+
+            engine.score = score
+        await asyncio.gather(*(pool.score("policy", TokenSequence(PROMPT)) for _ in range(4)))
+        assert sorted(asked) == [0, 0, 1, 1]
+
+
 async def test_after_failures_in_a_row_the_pool_has_failed_and_says_which_worker_and_why(monkeypatch):
     monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.001)
     house = Glasshouse()

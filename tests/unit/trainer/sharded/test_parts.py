@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
 from palestra.trainer.sharded.parts import local_part, part_like, shared_tensor
 

@@ -1,0 +1,144 @@
+"""What the parts of `gpu` have in common: how much is done, rows, prompts, replies, and models by their shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from made_rows import LEAST_ID, MOST_ID, POLICY, made_rows
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import PPOClipLoss
+from palestra.config import TINY, JobConfig, parse_config
+from palestra.engine.base import EngineRequest
+from palestra.models.byte_model import write_random
+from palestra.models.causal_lm import FLAT_ATTENTION, load_tokenizer
+from palestra.runtime.parts import Parts
+from palestra.types.calls import Ids, SamplingParams, TokenSequence
+from palestra.types.records import TrainSample
+
+LOSS = LossSpec.of(PPOClipLoss())
+GIB = 2**30
+# Hidden size and layers of the models for the largest that fits, about 0.1, 0.5, 1, 2, 3, 5, 7 and 9 billion weights.
+SIZES = ((768, 12), (1536, 18), (2048, 20), (2560, 26), (3072, 30), (3584, 32), (4096, 34), (4608, 36))
+REHEARSED = ((64, 2), (128, 2))
+
+
+class Scale:
+    """How much is measured: enough for a card, or as little as shows that the code runs."""
+
+    def __init__(self, rehearsal: bool) -> None:
+        self.prompts, self.samples = (2, 2) if rehearsal else (16, 8)
+        self.prompt_tokens, self.new_tokens = (12, 6) if rehearsal else (512, 256)
+        self.steps = 2 if rehearsal else 6  # the first is not counted
+        self.window = 8 if rehearsal else 300  # of attention: less than a prompt, more than a block of the kernel
+        self.sizes = REHEARSED if rehearsal else SIZES
+
+
+def rows_of(scale: Scale, prompts: int, seed: int) -> list[TrainSample]:
+    """Rows of made-up ids, in groups that share a prompt."""
+    return made_rows(
+        seed,
+        prompts=prompts,
+        samples=scale.samples,
+        prompt_tokens=scale.prompt_tokens,
+        new_tokens=scale.new_tokens,
+    )
+
+
+def job_of(model: str, device: str, dtype: str = "bfloat16") -> JobConfig:
+    """A job whose engine and trainer are on a device."""
+    arithmetic = {"device": device, "dtype": dtype}
+    policy = {"model": model, "max_context": 1024}
+    return parse_config({"policies": {POLICY: policy}, "engine": arithmetic, "trainer": arithmetic})
+
+
+def wait_for(device: str) -> None:
+    """Let the device finish, so that a clock tells what it took."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gib(device: str) -> float | None:
+    """The most memory of the device that tensors have had; None on a CPU."""
+    return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
+
+
+def prompts_of(count: int, scale: Scale, seed: int) -> list[Ids]:
+    """Different prompts of made-up ids."""
+    draw = np.random.default_rng(seed)
+    return [draw.integers(LEAST_ID, MOST_ID, scale.prompt_tokens, dtype=np.int32) for _ in range(count)]
+
+
+async def replies(parts: Parts, prompts: Sequence[Ids], tokens: int, temperature: float = 1.0) -> list[list[int]]:
+    """The ids of a reply of so many tokens to each prompt, all at the same time."""
+    return [[token for token, _ in reply] for reply in await sampled(parts, prompts, tokens, temperature)]
+
+
+async def sampled(
+    parts: Parts, prompts: Sequence[Ids], tokens: int, temperature: float = 1.0
+) -> list[list[tuple[int, float]]]:
+    """A reply of so many tokens to each prompt, all at the same time: ids, each with its log-probability."""
+
+    async def one(number: int, prompt: Ids) -> list[tuple[int, float]]:
+        sampling = SamplingParams(temperature=temperature, max_tokens=tokens, min_tokens=tokens, seed=number)
+        request = EngineRequest(policy=POLICY, prompt=TokenSequence(prompt), sampling=sampling)
+        return [
+            pair
+            async for piece in parts.engine.generate(request)
+            for pair in zip(piece.ids, piece.logprobs, strict=True)
+        ]
+
+    return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
+
+
+async def close(parts: Parts) -> None:
+    """End engine and trainer."""
+    await parts.engine.close()
+    if parts.trainer is not None:
+        await parts.trainer.close()
+
+
+# Models
+
+_SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
+
+
+def shape_of(hidden: int, layers: int, vocabulary: int) -> LlamaConfig:
+    """A model in the proportions of Llama's, with heads of 128 numbers, or of 64 where these don't divide it."""
+    width = 64 if hidden % 128 or hidden < 256 else 128
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=max(hidden // width, 2),
+        num_key_value_heads=max(hidden // 512, 1),
+        max_position_embeddings=4096,
+        attn_implementation=FLAT_ATTENTION,
+    )
+
+
+def is_shape(model: str) -> bool:
+    """Whether a model is given by its shape, and not by its name."""
+    return _SHAPE.fullmatch(model) is not None
+
+
+def write_shape(shape: str, folder: Path) -> Path:
+    """Write a model with random weights in the shape `HIDDENxLAYERS[xVOCABULARY]`, for machines without any model.
+
+    Its tokenizer has one token a byte. Ids above those are never in a prompt, but are sampled and scored like others.
+    """
+    found = _SHAPE.fullmatch(shape)
+    assert found is not None
+    tokenizer = load_tokenizer(TINY)
+    vocabulary = max(int(found[3] or 0), len(tokenizer))
+    config = shape_of(int(found[1]), int(found[2]), vocabulary)
+    config.tie_word_embeddings, config.eos_token_id = True, tokenizer.eos_token_id
+    write_random(folder, lambda: LlamaForCausalLM(config), tokenizer)
+    return folder

@@ -1,0 +1,79 @@
+"""How many threads to compute with where other processes use the cores as well.
+
+Threads that compute a product together wait for the slowest of them. On two cores beside one busy process two threads
+therefore take longer than a single one, which has a core to itself (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from palestra.models.causal_lm import set_threads
+from palestra.models.device import allowed_cores
+
+_STAT = Path("/proc/stat")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_IDLE = (3, 4)  # columns of a processor's line: idle, and waiting for a disk
+_GUEST = 8  # from this column on the numbers are part of earlier ones
+
+
+class _Look(NamedTuple):
+    at: float  # monotonic seconds
+    busy: float  # processor seconds of all processes on the cores that this one may use
+    own: float  # processor seconds of this process
+
+
+class SharedCores:
+    """Chooses how many threads a piece of work has, by what other processes used while the work before it was done.
+
+    Attributes:
+        threads: for the next piece of work; None: torch's own number.
+    """
+
+    def __init__(self, threads: int | None, fixed: bool) -> None:
+        """Begin with all cores.
+
+        Args:
+            threads: what the user has set; None: all cores that others leave.
+            fixed: whether the number must not change, because results depend on it.
+        """
+        self.threads = threads
+        self._adapts = threads is None and not fixed and _STAT.exists()
+        self._most = min(torch.get_num_threads(), len(allowed_cores())) if self._adapts else 0
+        self._before: _Look | None = None
+
+    def begin(self) -> None:
+        """Set the threads of the calling thread, which begins to compute now."""
+        set_threads(self.threads)
+        if self._adapts and self._most > 1:
+            self._before = _look()
+
+    def note(self, least_seconds: float) -> None:
+        """Choose the threads anew if the work since `begin` took long enough to tell what others use.
+
+        Args:
+            least_seconds: how long that is. Shorter work leaves everything as it is.
+        """
+        if self._before is None or time.monotonic() - self._before.at < least_seconds:
+            return
+        now = _look()
+        others = (now.busy - self._before.busy - (now.own - self._before.own)) / (now.at - self._before.at)
+        self.threads = min(max(self._most - round(others), 1), self._most)
+        self.begin()
+
+
+def _look() -> _Look:
+    """Return what was used up to now."""
+    cores = {f"cpu{number}" for number in allowed_cores()}
+    busy = 0
+    for line in _STAT.read_text(encoding="ascii").splitlines():
+        name, *numbers = line.split()
+        if name in cores:
+            busy += sum(int(n) for place, n in enumerate(numbers[:_GUEST]) if place not in _IDLE)
+    own = os.times()
+    return _Look(time.monotonic(), busy / _TICKS, own.user + own.system)
