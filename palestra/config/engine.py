@@ -24,7 +24,8 @@ class EmbeddedEngineConfig(PooledEngineConfig):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
     threads: Positive | None = Field(
         None,
-        description="CPU threads for arithmetic, of each worker. None: all cores, divided among the workers.",
+        description="CPU threads for arithmetic, of each worker. None: the cores divided among the workers; a single "
+        "engine has those that other processes leave, or all if the job is deterministic.",
     )
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")

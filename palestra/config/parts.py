@@ -21,7 +21,11 @@ class TrainerConfig(Section):
 
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of products; weights are float32.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
-    threads: Positive | None = Field(None, description="CPU threads for arithmetic, of each process. None: all cores.")
+    threads: Positive | None = Field(
+        None,
+        description="CPU threads for arithmetic, of each process. None: the cores that other processes leave, or all if "
+        "the job is deterministic.",
+    )
     micro_batch_tokens: Positive | None = Field(
         None,
         description="Most tokens in one forward and backward pass: memory grows with it. None: 1,024 on a CPU, 8,192 "
