@@ -23,7 +23,7 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
     threads: Positive | None = Field(
         None,
-        description="CPU threads for arithmetic, of each process. None: the cores that other processes leave, or all if "
+        description="CPU threads for arithmetic, of each process. None: the cores that others leave, or all if "
         "the job is deterministic.",
     )
     micro_batch_tokens: Positive | None = Field(
