@@ -1,7 +1,11 @@
-"""The embedded engine in turns with `generate` and vLLM's CPU build, the arithmetic floor beside them; the gateway."""
+"""The embedded engine in turns with `generate` and vLLM's CPU build, the arithmetic floor beside them; the gateway.
+
+As a program, a short form: Palestra and vLLM alone in turns, medians and ratios: python bench/engine.py [--rounds 2]
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,3 +98,30 @@ def add_floors(part: Part, command: str, found: Seconds, floors: Sequence[Mappin
         taken = found[name, PALESTRA]
         times = statistics.median(taken) / statistics.median(least)
         part.add(FLOOR_TABLE, name, command, floor__s=least, Palestra__s=taken, times__the__floor=[times])
+
+
+def main() -> None:
+    """Measure Palestra and vLLM in turns, and print medians of all rounds but the first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    wanted = parser.parse_args()
+    field = [one for one in contestants(wanted.threads) if one.name != GENERATE]
+    if len(field) < 2:
+        parser.error(f"no {VLLM_PYTHON.relative_to(ROOT)}; bench/peers/README.md says how")
+    with ExitStack() as stack:
+        runners = [stack.enter_context(running(one)) for one in field]
+        rounds(runners, [0])
+        found = rounds(runners, range(1, wanted.rounds + 1))
+    print("| | Palestra | vLLM | ratio |\n|---|--:|--:|--:|")
+    for name, work in WORKS.items():
+        ours, theirs = (statistics.median(found[name, one]) for one in (PALESTRA, VLLM))
+        if work.probed:
+            print(f"| first token, {name}, ms | {1e3 * ours:.0f} | {1e3 * theirs:.0f} | {ours / theirs:.2f} |")
+        else:
+            rates = f"{work.sampled / ours:.1f} | {work.sampled / theirs:.1f}"
+            print(f"| {name}, tokens/s | {rates} | {theirs / ours:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
