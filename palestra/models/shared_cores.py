@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from palestra.models.causal_lm import set_threads
-from palestra.models.device import allowed_cores
+from palestra.models.device import available_cores
 
 _STAT = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -24,7 +24,7 @@ _GUEST = 8  # from this column on the numbers are part of earlier ones
 
 class _Look(NamedTuple):
     at: float  # monotonic seconds
-    busy: float  # processor seconds of all processes on the cores that this one may use
+    busy: float  # processor seconds of all processes on the cores on which this one may run
     own: float  # processor seconds of this process
 
 
@@ -44,7 +44,7 @@ class SharedCores:
         """
         self.threads = threads
         self._adapts = threads is None and not fixed and _STAT.exists()
-        self._most = min(torch.get_num_threads(), len(allowed_cores())) if self._adapts else 0
+        self._most = min(torch.get_num_threads(), available_cores()) if self._adapts else 0
         self._before: _Look | None = None
 
     def begin(self) -> None:
@@ -63,13 +63,18 @@ class SharedCores:
             return
         now = _look()
         others = (now.busy - self._before.busy - (now.own - self._before.own)) / (now.at - self._before.at)
-        self.threads = min(max(self._most - round(others), 1), self._most)
+        self.threads = min(max(len(_cores()) - round(others), 1), self._most)
         self.begin()
+
+
+def _cores() -> set[int]:
+    """Return the numbers of the cores on which this process may run: perhaps more than it may use (`PALESTRA_CORES`)."""
+    return os.sched_getaffinity(0)
 
 
 def _look() -> _Look:
     """Return what was used up to now."""
-    cores = {f"cpu{number}" for number in allowed_cores()}
+    cores = {f"cpu{number}" for number in _cores()}
     busy = 0
     for line in _STAT.read_text(encoding="ascii").splitlines():
         name, *numbers = line.split()

@@ -255,6 +255,7 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         cores = SharedCores(self._config.threads, fixed=self._deterministic)
+        cores.begin()  # before the first command, which may compute
         problem = None
         try:
             with torch.inference_mode():

@@ -29,7 +29,8 @@ def after(monkeypatch, cores: SharedCores, seconds: float, busy: float, own: flo
 
 @pytest.fixture
 def four_cores(monkeypatch):
-    monkeypatch.setattr(shared_cores, "allowed_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(shared_cores, "_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(shared_cores, "available_cores", lambda: 4)
     torch.set_num_threads(4)
 
 
@@ -47,6 +48,15 @@ def four_cores(monkeypatch):
 def test_others_have_as_many_cores_as_they_used(monkeypatch, four_cores, busy, own, chosen):
     assert after(monkeypatch, SharedCores(None, fixed=False), 2.0, busy, own) == chosen
     assert torch.get_num_threads() == chosen
+
+
+def test_a_process_that_may_use_some_cores_of_a_machine_has_them_while_as_many_are_free(monkeypatch):
+    """Other jobs of a service run on the same cores; this one may use two of eight."""
+    monkeypatch.setattr(shared_cores, "_cores", lambda: set(range(8)))
+    monkeypatch.setattr(shared_cores, "available_cores", lambda: 2)
+    torch.set_num_threads(8)
+    assert after(monkeypatch, SharedCores(None, fixed=False), 2.0, 16.0, 4.0) == 2
+    assert after(monkeypatch, SharedCores(None, fixed=False), 2.0, 16.0, 2.0) == 1
 
 
 def test_short_work_says_nothing(monkeypatch, four_cores):
