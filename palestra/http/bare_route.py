@@ -19,7 +19,7 @@ class BareRoute(APIRoute):
     """A route whose endpoint gets the raw request, reads its body itself, and returns an answer or a model of one.
 
     FastAPI would open two exit stacks for the dependencies of each request, of which there are none, and validate the
-    model once more: half of the time of a claim.
+    model once more.
     """
 
     def __init__(self, path: str, endpoint: Endpoint, **settings: Any) -> None:

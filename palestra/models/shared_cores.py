@@ -68,7 +68,7 @@ class SharedCores:
 
 
 def _cores() -> set[int]:
-    """Return the numbers of the cores on which this process may run: perhaps more than it may use (`PALESTRA_CORES`)."""
+    """Return the numbers of the cores on which this process may run, perhaps more than `PALESTRA_CORES` lets it use."""
     return os.sched_getaffinity(0)
 
 

@@ -373,3 +373,10 @@ async def test_what_can_not_be_scored_is_refused(tiny):
             await engine.score("policy", TokenSequence(prompt(tiny.max_positions + 1)))
         with pytest.raises(ModelError, match="not 'other'"):
             await engine.score("other", TokenSequence(prompt(3)))
+
+
+async def test_the_first_command_computes_with_the_threads_that_were_set(tiny):
+    found = []
+    async with serving(tiny, threads=3) as engine:
+        await engine._on_thread(lambda: found.append(torch.get_num_threads()))
+    assert found == [3]

@@ -60,7 +60,8 @@ async def test_a_call_in_flight_goes_on_and_every_token_says_its_version(tiny):
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
 async def test_weights_that_do_not_fit_are_refused_whole(tiny, damage):
-    async with serving(tiny) as engine:
+    # Without kept prefixes: of a prompt that is known one token is computed, and its product may round another way.
+    async with serving(tiny, prefix_cache_tokens=0) as engine:
         before = await reply(engine, prompt(8), DRAWN)
         weights = halved(tiny)
         name, tensor = weights.pop()
@@ -71,13 +72,7 @@ async def test_weights_that_do_not_fit_are_refused_whole(tiny, damage):
         with pytest.raises(ModelError):
             await engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(weights))
         assert engine.version("policy") == PolicyVersion(0, 0)
-        # The prompt is known now, so that one token of it is computed, and its product may round another way.
-        (ids, logprobs, *rest), (ids_before, logprobs_before, *rest_before) = (
-            await reply(engine, prompt(8), DRAWN),
-            before,
-        )
-        assert (ids, rest) == (ids_before, rest_before)
-        assert logprobs == pytest.approx(logprobs_before, abs=1e-5)
+        assert await reply(engine, prompt(8), DRAWN) == before
 
 
 async def test_while_paused_nothing_is_sampled(tiny):
