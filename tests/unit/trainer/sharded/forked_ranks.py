@@ -5,11 +5,13 @@ A rank does the same afterwards as one that was started the usual way, which oth
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -31,14 +33,19 @@ class _Popen:
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process, self.pid = process, process.pid
+        self._reading = threading.Lock()  # the exit code can be read once: a second reader would be told 255
+        self._code: int | None = None
 
     def kill(self) -> None:
-        if self._process.exitcode is None:
-            os.kill(self.pid, signal.SIGKILL)
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        self._process.join()
-        return self._process.exitcode
+        with self._reading:
+            self._process.join()
+            self._code = self._process.exitcode
+            return self._code
 
 
 def _run(connection: socket.socket, variables: Mapping[str, str]) -> None:
