@@ -7,9 +7,9 @@ python bench/gpu.py --cpu --out rehearsal.md               the same code on a CP
 
 Correctness is against the CPU in float32: log-probabilities and gradients of the trainer, ids of the engine without
 chance; attention over trees and its gradient; a trainer of one rank over NCCL, with and without CPU offload, and its
-checkpoints; where vLLM is at hand, a job's engine of its kind before and after new weights. Then tokens a second of
-rollout, a training step with its share of what the card can multiply (MFU), the time that new weights take to the
-engine, memory, and the largest model of which all weights can be trained.
+checkpoints; where vLLM is at hand, a job's engine of its kind before and after new weights. Then decoding passes with
+and without CUDA graphs, tokens a second of rollout, a training step with its share of what the card can multiply (MFU),
+the time that new weights take to the engine, memory, and the largest model of which all weights can be trained.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from rich.console import Console
 
 from palestra.config import SMOLLM2, TINY
 
-SECONDS = 600.0  # for everything
+SECONDS = 600.0  # for everything; --seconds
 CHECKS = "Against the CPU in float32"
 ROLLOUT = "Rollout: tokens sampled a second"
+DECODING = "Decoding: milliseconds a pass, and the least that reading weights, keys and values takes"
 STEP = "Training step, all weights, bfloat16 products"
 FITS = "Largest model of which all weights can be trained on it (billions of weights)"
 # How far apart is right: float32 differs by the order of sums alone, bfloat16 by its roundings.
 MOST = {"float32": (1e-3, 1e-3), "bfloat16": (0.3, 0.1)}
+DECODED = {"CUDA graphs": "graphs", "step by step": "launched", "least": "least"}
 LEAST_EQUAL_IDS = 0.95  # where two tokens are about as probable, the order of a sum decides
 MOST_OF_ATTENTION = {"float32": 1e-4, "bfloat16": 2e-2}  # of the norm
 MOST_SERVED = 0.05  # nats in the mean: both round to bfloat16, each in an order of its own
@@ -52,9 +54,10 @@ def child(part: str, options: Sequence[object], seconds: float) -> tuple[str, di
     try:
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=max(seconds, 1.0))
     except subprocess.TimeoutExpired:
-        return shown(command), None, f"{part}: stopped after {seconds:.0f} s, so that all fits into ten minutes"
+        return shown(command), None, f"{part}: stopped after {seconds:.0f} s, so that all fits into the time"
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        print(done.stderr[-4000:], file=sys.stderr, flush=True)
         return shown(command), None, f"{part}: FAILED with code {done.returncode}: {last}"
     return shown(command), json.loads(done.stdout.splitlines()[-1]), ""
 
@@ -124,6 +127,14 @@ def add_rollout(part: Part, command: str, found: dict[str, Any]) -> None:
         part.add(ROLLOUT, "peak memory of the engine", command, GiB=[peak])
 
 
+def add_decoding(part: Part, command: str, found: dict[str, Any]) -> None:
+    """Times and rates by the number of replies."""
+    for rows, one in found.items():
+        ms = {column: [one[name] * 1e3] for column, name in DECODED.items()}
+        rate = {"tokens/s": [one["tokens a second, graphs"]]}
+        part.add(DECODING, f"{rows} replies", command, **ms, **rate)
+
+
 def add_training(part: Part, command: str, found: dict[str, Any]) -> None:
     """A step, its pieces, and what the card could do."""
     row = f"{found['computed tokens']:,} computed tokens, {found['trained tokens']:,} trained"
@@ -155,6 +166,7 @@ PARTS: dict[str, Callable[[Part, str, dict[str, Any]], None]] = {
     "sharded": add_sharded,
     "served": add_served,
     "training": add_training,
+    "decoding": add_decoding,
     "rollout": add_rollout,
     "largest": add_largest,
 }
@@ -172,7 +184,14 @@ def device_line(rehearsal: bool) -> str | None:
     return f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}, torch {torch.__version__}"
 
 
-def run_parts(names: Sequence[str], model: object, rehearsal: bool, vllm: str | None, until: float) -> Part:
+def run_parts(
+    names: Sequence[str],
+    model: object,
+    rehearsal: bool,
+    vllm: str | None,
+    until: float,
+    report: Callable[[Part], None],
+) -> Part:
     """Run parts, one after another, as long as there is time.
 
     Args:
@@ -181,6 +200,7 @@ def run_parts(names: Sequence[str], model: object, rehearsal: bool, vllm: str | 
         rehearsal: whether the CPU stands for a card.
         vllm: an interpreter that has it; None: what needs it is left out.
         until: when all has to be over, of the monotonic clock.
+        report: is given what was found so far, after each part.
     """
     options: list[object] = ["--device", "cpu" if rehearsal else "cuda", "--model", model]
     options += ["--rehearsal"] if rehearsal else []
@@ -189,11 +209,14 @@ def run_parts(names: Sequence[str], model: object, rehearsal: bool, vllm: str | 
         if name == "served" and vllm is None:
             continue
         more = ["--vllm", vllm] if name in ("rollout", "served") and vllm else []
-        command, result, problem = child(name, [*options, *more], until - time.monotonic())
+        left = until - time.monotonic()
+        print(f"{name} ({left:.0f} s left for everything)", file=sys.stderr, flush=True)
+        command, result, problem = child(name, [*options, *more], left)
         if result is None:
             found.notes.append(problem)
         else:
             PARTS[name](found, command, result)
+        report(found)
     if vllm is None:
         found.notes.append("vLLM is neither a job's engine nor beside one: --vllm names an interpreter that has it")
     return found
@@ -210,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=HERE / "gpu.md")
     parser.add_argument("--vllm", help="an interpreter of an environment with vLLM")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="when it is over; default: %(default).0f")
     parser.add_argument("--cpu", action="store_true", help="rehearse on a CPU")
     wanted = parser.parse_args(arguments)
     device = device_line(wanted.cpu)
@@ -220,11 +244,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(model, Path(folder) / "model") if is_shape(model) else model
-        found = run_parts(wanted.only, path, wanted.cpu, wanted.vllm, begin + SECONDS)
-    seconds = time.monotonic() - begin
-    with wanted.out.open("w", encoding="utf-8") as file:
-        file.write(f"# {model} on one device\n\n{device}; {time.strftime('%Y-%m-%d')}; {seconds:.0f} s\n")
-        show(found, Console(file=file, width=160))
+
+        def report(found: Part) -> None:
+            seconds = time.monotonic() - begin
+            with wanted.out.open("w", encoding="utf-8") as file:
+                file.write(f"# {model} on one device\n\n{device}; {time.strftime('%Y-%m-%d')}; {seconds:.0f} s\n")
+                show(found, Console(file=file, width=160))
+
+        found = run_parts(wanted.only, path, wanted.cpu, wanted.vllm, begin + wanted.seconds, report)
+        report(found)
     print(wanted.out.read_text(encoding="utf-8"))
     return int(any("WRONG" in note or "FAILED" in note or "stopped" in note for note in found.notes))
 

@@ -24,6 +24,7 @@ from step_floor import count_weights, train_flop
 from transformers import LlamaForCausalLM
 
 from palestra.config import TrainerConfig
+from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_tokenizer
 from palestra.models.device import tune_malloc
@@ -62,6 +63,53 @@ async def rollout(model: str, device: str, scale: Scale, vllm: str | None) -> di
         for name, rate in run_json(words)["tokens a second"].items():
             found[name]["vLLM"] = rate
     return found
+
+
+async def decoding(model: str, device: str, scale: Scale) -> dict[str, Any]:
+    """Seconds of a decoding pass by how many replies it has: recorded as CUDA graphs, and launched step by step.
+
+    Beside them the least time, in which the card reads the weights and the keys and values once.
+    """
+    found = dict[str, Any]()
+    for way in ("graphs", "launched"):
+        parts = build_parts(job_of(model, device))
+        assert isinstance(parts.engine, EmbeddedEngine)
+        runner = parts.engine._core.policies[POLICY].runner
+        if way == "launched":
+            runner._graphs = None
+            runner.clear()
+        try:
+            await parts.engine.resume()
+            for rows in scale.rows:
+                prompts = prompts_of(1, scale, rows) * rows
+                await replies(parts, prompts, 4)
+                before, begin = parts.engine.load().passes, time.perf_counter()
+                await replies(parts, prompts, scale.new_tokens // 2)
+                wait_for(device)
+                seconds = time.perf_counter() - begin
+                passes = parts.engine.load().passes - before
+                one = found.setdefault(str(rows), {})
+                one[way] = seconds / passes
+                one[f"tokens a second, {way}"] = rows * (scale.new_tokens // 2) / seconds
+                tokens = rows * (scale.prompt_tokens + scale.new_tokens // 4)
+                weights = sum(weight.nbytes for _, weight in runner.model.named_parameters())
+                one["least"] = (weights + tokens * runner.model.token_bytes) / copy_rate(device)
+        finally:
+            await close(parts)
+    return found
+
+
+def copy_rate(device: str) -> float:
+    """Bytes a second that a large copy on the device reads and writes: the best of a few tries."""
+    source = torch.randn(2**28 if device == "cuda" else 2**22, device=device)
+    other, taken = torch.empty_like(source), []
+    for _ in range(5):
+        wait_for(device)
+        begin = time.perf_counter()
+        other.copy_(source)
+        wait_for(device)
+        taken.append(time.perf_counter() - begin)
+    return 2.0 * source.nbytes / min(taken)
 
 
 async def training(model: str, device: str, scale: Scale) -> dict[str, Any]:
@@ -170,6 +218,7 @@ PARTS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "sharded": sharded,
     "served": served,
+    "decoding": decoding,
     "rollout": rollout,
     "training": training,
     "largest": largest,
@@ -187,7 +236,8 @@ def main() -> None:
     wanted = parser.parse_args()
     tune_malloc()
     more = (wanted.vllm,) if wanted.part in ("rollout", "served") else ()
-    print(json.dumps(asyncio.run(PARTS[wanted.part](wanted.model, wanted.device, Scale(wanted.rehearsal), *more))))
+    scale = Scale(wanted.rehearsal, beside_cpu=wanted.part in ("correctness", "sharded"))
+    print(json.dumps(asyncio.run(PARTS[wanted.part](wanted.model, wanted.device, scale, *more))))
 
 
 if __name__ == "__main__":

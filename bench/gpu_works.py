@@ -32,9 +32,16 @@ REHEARSED = ((64, 2), (128, 2))
 class Scale:
     """How much is measured: enough for a card, or as little as shows that the code runs."""
 
-    def __init__(self, rehearsal: bool) -> None:
-        self.prompts, self.samples = (2, 2) if rehearsal else (16, 8)
-        self.prompt_tokens, self.new_tokens = (12, 6) if rehearsal else (512, 256)
+    def __init__(self, rehearsal: bool, beside_cpu: bool = False) -> None:
+        """Choose sizes.
+
+        Args:
+            rehearsal: as little as shows that the code runs.
+            beside_cpu: a CPU computes the same with the model, and is to be done within seconds.
+        """
+        self.prompts, self.samples = (2, 2) if rehearsal else (16, 4 if beside_cpu else 8)
+        self.prompt_tokens, self.new_tokens = (12, 6) if rehearsal else (192, 64) if beside_cpu else (512, 256)
+        self.rows = (1, 4) if rehearsal else (1, 8, 64, 128)  # replies that are decoded at the same time
         self.steps = 2 if rehearsal else 6  # the first is not counted
         self.window = 8 if rehearsal else 300  # of attention: less than a prompt, more than a block of the kernel
         self.sizes = REHEARSED if rehearsal else SIZES
@@ -54,8 +61,8 @@ def rows_of(scale: Scale, prompts: int, seed: int) -> list[TrainSample]:
 def job_of(model: str, device: str, dtype: str = "bfloat16") -> JobConfig:
     """A job whose engine and trainer are on a device."""
     arithmetic = {"device": device, "dtype": dtype}
-    policy = {"model": model, "max_context": 1024}
-    return parse_config({"policies": {POLICY: policy}, "engine": arithmetic, "trainer": arithmetic})
+    policy, engine = {"model": model, "max_context": 1024}, {"max_batch": 128}
+    return parse_config({"policies": {POLICY: policy}, "engine": arithmetic | engine, "trainer": arithmetic})
 
 
 def wait_for(device: str) -> None:

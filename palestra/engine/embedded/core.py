@@ -231,6 +231,7 @@ class EngineCore:
         if _out_of_memory(error) and newest:
             for policy in self.policies.values():
                 policy.prefixes.clear()
+                policy.runner.free_unused()
             self._fail(newest[0], error)
             return
         self._fail_begun(error, policies)

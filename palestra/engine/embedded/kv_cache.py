@@ -7,14 +7,16 @@ moves to the next one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 STEP = 64
+WIDE_STEP = 256
 _PRODUCTS = 24  # rows times key heads from which plain products are faster than torch's kernel for long queries
 
 
@@ -24,6 +26,11 @@ def capacity_for(length: int) -> int:
     while length > 16 * step:
         step *= 2
     return -(-length // step) * step
+
+
+def wide_capacity_for(length: int) -> int:
+    """Return the smallest bucket for so many positions, where there are to be few buckets: powers of two from 256."""
+    return max(WIDE_STEP, 1 << (length - 1).bit_length())
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +47,14 @@ class Row:
 
 
 class Bucket:
-    """Rows of one capacity, kept without gaps. Storage: [layers, 2, rows, key heads, capacity, head dim]."""
+    """Rows of one capacity, kept without gaps.
+
+    Attributes:
+        capacity: how many positions a row may have.
+        rows: in the order of their places.
+        storage: [layers, 2, places, key heads, capacity, head dim], at least as many places as rows.
+        captured: what was prepared for decoding passes over this storage, by policy; see `DecodeGraphs`.
+    """
 
     def __init__(
         self, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device
@@ -48,6 +62,7 @@ class Bucket:
         self.capacity = capacity
         self.rows: list[Row] = []
         self.storage = torch.zeros((layers, 2, 4, heads, capacity, dim), dtype=dtype, device=device)
+        self.captured: dict[str, Any] = {}
 
     def add(self, row: Row) -> None:
         """Give a row a place of zeros, the beginning of which the caller fills."""
@@ -55,7 +70,7 @@ class Bucket:
             layers, pair, rows, *shape = self.storage.shape
             wider = self.storage.new_empty((layers, pair, 2 * rows, *shape))
             wider[:, :, :rows] = self.storage
-            self.storage = wider
+            self.storage, self.captured = wider, {}
         row.bucket, row.index = self, len(self.rows)
         self.rows.append(row)
         # What an earlier row has left is masked; but a weight of 0 times a number that is not finite is none.
@@ -71,10 +86,35 @@ class Bucket:
 
 
 class KVCache:
-    """All buckets of one policy's model."""
+    """All buckets of one policy's model.
 
-    def __init__(self, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        capacity: of the bucket for a sequence of so many positions.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: Callable[[int], int] = capacity_for,
+        kept_bytes: int = 0,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            layers: of the model.
+            heads: key heads of a layer.
+            dim: of a head.
+            dtype: of keys and values.
+            device: where they are.
+            capacity: of the bucket for a sequence of so many positions.
+            kept_bytes: buckets without rows stay while they have at most so many bytes together.
+        """
         self._shape = (layers, heads, dim, dtype, device)
+        self.capacity, self._kept_bytes = capacity, kept_bytes
         self._buckets: dict[int, Bucket] = {}
 
     def insert(self, prefix: Tensor, position: int | None = None) -> Row:
@@ -86,7 +126,7 @@ class KVCache:
         """
         length = prefix.shape[3]
         row = Row(length, length if position is None else position)
-        bucket = self._bucket(capacity_for(length + 1))
+        bucket = self._bucket(self.capacity(length + 1))
         bucket.add(row)
         bucket.storage[:, :, row.index, :, :length] = prefix
         return row
@@ -95,22 +135,28 @@ class KVCache:
         """Free the place of a sequence that has ended, and its bucket with the last row in it."""
         row.bucket.remove(row)
         if not row.bucket.rows:
-            del self._buckets[row.bucket.capacity]
+            self.drop_empty(self._kept_bytes)
+
+    def drop_empty(self, most: int = 0) -> None:
+        """Free buckets without rows, if they have more than so many bytes together."""
+        empty = [bucket for bucket in self._buckets.values() if not bucket.rows]
+        if sum(bucket.storage.nbytes for bucket in empty) > most:
+            for bucket in empty:
+                del self._buckets[bucket.capacity]
 
     def make_room(self, row: Row) -> None:
         """Move a full row to the next bucket."""
         if row.length < row.bucket.capacity:
             return
-        old, index = row.bucket, row.index
-        bucket = self._bucket(capacity_for(row.length + 1))
-        content = old.storage[:, :, index].clone()
+        content = row.bucket.storage[:, :, row.index].clone()
         self.remove(row)
+        bucket = self._bucket(self.capacity(row.length + 1))
         bucket.add(row)
         bucket.storage[:, :, row.index, :, : row.length] = content
 
     def in_order(self) -> list[Bucket]:
-        """Return the buckets from the smallest; the flat batch of a decoding pass lies in this order."""
-        return [self._buckets[capacity] for capacity in sorted(self._buckets)]
+        """Return the buckets with rows from the smallest; the flat batch of a decoding pass lies in this order."""
+        return [self._buckets[capacity] for capacity in sorted(self._buckets) if self._buckets[capacity].rows]
 
     def _bucket(self, capacity: int) -> Bucket:
         if capacity not in self._buckets:
@@ -121,23 +167,30 @@ class KVCache:
 class DecodeAttention:
     """Attention of one decoding pass: every row of the cache adds one position, and sees all before it."""
 
-    def __init__(self, buckets: list[Bucket], exact: bool = True) -> None:
-        """Prepare the masks' distances, once for all layers; rows come in the order of the buckets.
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], exact: bool = True) -> None:
+        """Prepare the masks' distances, once for all layers; rows come in the order of the parts.
 
         Args:
-            buckets: with at least one row each.
+            parts: the storage of each bucket, and how many positions of its first rows are filled, int64 [rows].
             exact: whether a row has to get the same bits whatever the number of rows beside it.
         """
         self._exact = exact
-        self._parts: list[tuple[Bucket, Tensor, Tensor, Tensor]] = []
-        for bucket in buckets:
-            device = bucket.storage.device
-            index = torch.arange(len(bucket.rows), device=device)
-            lengths = torch.tensor([row.length for row in bucket.rows], device=device)
-            places = torch.arange(bucket.capacity, device=device)
+        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for storage, lengths in parts:
+            index = torch.arange(len(lengths), device=storage.device)
+            places = torch.arange(storage.shape[4], device=storage.device)
             before = lengths.unsqueeze(1) - places  # [rows, capacity]: how far back each place is
-            self._parts.append((bucket, index, lengths, before.view(-1, 1, 1, bucket.capacity)))
+            self._parts.append((storage, index, lengths, before.view(-1, 1, 1, len(places))))
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket], exact: bool = True) -> DecodeAttention:
+        """Return the attention of all rows of some buckets, which have at least one row each; see `__init__`."""
+        parts = [
+            (bucket.storage, torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device))
+            for bucket in buckets
+        ]
+        return cls(parts, exact)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
@@ -159,7 +212,7 @@ class DecodeAttention:
         kv_heads = key.shape[1]
         pieces = []
         start = 0
-        for number, (bucket, index, lengths, before) in enumerate(self._parts):
+        for number, (storage, index, lengths, before) in enumerate(self._parts):
             rows = len(index)
             stop = start + rows
             mask = self._masks.get((number, window))
@@ -168,7 +221,7 @@ class DecodeAttention:
                 # Added to the scores: of a mask of booleans, each layer would make this one.
                 mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
                 self._masks[number, window] = mask
-            keys, values = bucket.storage[layer, 0, :rows], bucket.storage[layer, 1, :rows]
+            keys, values = storage[layer, 0, :rows], storage[layer, 1, :rows]
             keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
             values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
             grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)

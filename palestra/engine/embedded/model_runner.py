@@ -18,7 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention, Row
+from palestra.engine.embedded.decode_graphs import graphs_for
+from palestra.engine.embedded.kv_cache import (
+    Bucket,
+    DecodeAttention,
+    KVCache,
+    PrefillAttention,
+    Row,
+    capacity_for,
+    wide_capacity_for,
+)
 from palestra.engine.embedded.request import Request
 from palestra.engine.embedded.sampling import RowSampling, SampledBatch, sample
 from palestra.engine.rng import uniform
@@ -75,6 +84,7 @@ class ModelRunner:
         self.passes = self.prefilled_tokens = self.sampled_tokens = 0
         self._deterministic, self._min_rows = deterministic, MIN_ROWS if deterministic else 1
         self._device, self._dtype = self.model.device, self.model.compute_dtype
+        self._graphs = None if deterministic else graphs_for(self._device)
         self._cache = self._new_cache()
 
     def runs(self, model: CausalLM) -> bool:
@@ -139,24 +149,60 @@ class ModelRunner:
         buckets = self._cache.in_order()
         rows = [row for bucket in buckets for row in bucket.rows]
         order = [by_row[row] for row in rows]
-        ids = torch.tensor([request.last for request in order])
-        positions = torch.tensor([row.position for row in rows])
-        attention = DecodeAttention(buckets, self._deterministic)
-        hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
-        sampled = self.sample(order, hidden[: len(order)])
+        sampled = self._sampled(order, self._next_scores(buckets, order))
         for row in rows:
             row.length += 1
             row.position += 1
         return order, sampled
 
+    def _next_scores(self, buckets: Sequence[Bucket], order: Sequence[Request]) -> Tensor:
+        """Compute the newest tokens of all rows of some buckets; returns scores of all tokens, float32 [rows, V].
+
+        Args:
+            buckets: with at least one row each.
+            order: the request of each row.
+        """
+        if self._graphs is None:
+            return self._launched(buckets, order)
+        pieces, start = list[Tensor](), 0
+        for bucket in buckets:
+            own = order[start : start + len(bucket.rows)]
+            start += len(own)
+            found = None
+            if len({request.policy for request in own}) == 1:  # others are grouped anew for each pass
+                compute = partial(self._computed, own[0].policy)
+                found = self._graphs.scores(bucket, own[0].policy, [request.last for request in own], compute)
+                self.passes += found is not None
+            pieces.append(self._launched([bucket], own) if found is None else found)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _launched(self, buckets: Sequence[Bucket], order: Sequence[Request]) -> Tensor:
+        """Compute a pass step by step; see `_next_scores`."""
+        ids = torch.tensor([request.last for request in order])
+        positions = torch.tensor([row.position for bucket in buckets for row in bucket.rows])
+        attention = DecodeAttention.of(buckets, self._deterministic)
+        hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
+        return self._scores(order, hidden[: len(order)])
+
+    def _computed(self, policy: str, ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
+        """Return the scores of all tokens behind R tokens of one policy, float32 [R, V]; see `Pass`."""
+        rows = [(policy, len(ids))]
+        return self._logits(self._hidden(ids, positions, attention, rows), rows)
+
     def sample(self, requests: Sequence[Request], hidden: Tensor) -> SampledBatch:
         """Sample the next token of B requests from their hidden states, [B, hidden]; the requests stay as they are."""
+        return self._sampled(requests, self._scores(requests, hidden))
+
+    def _scores(self, requests: Sequence[Request], hidden: Tensor) -> Tensor:
+        """Return the scores of all tokens, float32 [B, V], for hidden states [B, hidden] of B requests."""
         lacking = self._min_rows - len(hidden)
         rows = torch.cat((hidden, hidden[:1].expand(lacking, -1))) if lacking > 0 else hidden
-        policies = [(request.policy, 1) for request in requests]
-        logits = self._logits(rows, policies)[: len(requests)]
+        return self._logits(rows, [(request.policy, 1) for request in requests])[: len(requests)]
+
+    def _sampled(self, requests: Sequence[Request], scores: Tensor) -> SampledBatch:
+        """Sample a token of each of B requests from scores [B, V]."""
         self.sampled_tokens += len(requests)
-        return sample(logits, [self._row_sampling(request) for request in requests])
+        return sample(scores, [self._row_sampling(request) for request in requests])
 
     def score(self, policy: str, prompt: TokenSequence, piece: int | None) -> list[float]:
         """Return the log-probability of each token of a prompt but the first, at temperature 1, [P - 1].
@@ -224,7 +270,18 @@ class ModelRunner:
             ids = torch.cat((ids, ids[:1].expand(lacking)))
             positions = torch.cat((positions, positions[..., :1].expand(*positions.shape[:-1], lacking)), dim=-1)
         self.passes += 1
-        ids, positions = ids.to(self._device), positions.to(self._device)
+        return self._hidden(ids.to(self._device), positions.to(self._device), attention, policies, lacking, pictures)
+
+    def _hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: Any,
+        policies: Sequence[tuple[str, int]],
+        lacking: int = 0,
+        pictures: Sequence[Placed] = (),
+    ) -> Tensor:
+        """Return the hidden states of N tokens on the device, [N, hidden]; see `_forward`."""
         if self._mixed is None:
             return self.model.hidden(ids, positions, attention, self.model.picture_rows(pictures))
         return self._mixed.hidden(ids, positions, attention, self._runs(policies, lacking))
@@ -271,6 +328,14 @@ class ModelRunner:
         """Forget the keys and values of a reply."""
         self._cache.remove(row)
 
+    def capacity(self, length: int) -> int:
+        """Return for how many positions there will be room where a reply has so many."""
+        return self._cache.capacity(length)
+
+    def free_unused(self) -> None:
+        """Free what is kept for replies to come."""
+        self._cache.drop_empty()
+
     def clear(self) -> None:
         """Forget all keys and values, after a failure that may have left them incomplete."""
         self._cache = self._new_cache()
@@ -279,7 +344,8 @@ class ModelRunner:
 
     def _new_cache(self) -> KVCache:
         m = self.model
-        return KVCache(m.layers, m.key_heads, m.head_dim, self._dtype, self._device)
+        capacity, kept = (capacity_for, 0) if self._graphs is None else (wide_capacity_for, self._graphs.kept_bytes)
+        return KVCache(m.layers, m.key_heads, m.head_dim, self._dtype, self._device, capacity, kept)
 
 
 @torch.inference_mode()

@@ -12,6 +12,8 @@ from torch import Tensor
 from palestra.types.calls import SamplingParams
 
 _BLOCK = 256  # tokens: about as many as there are blocks in a usual vocabulary
+_CUT_ROWS = 16  # rows that are sorted at the same time
+_TOP = 20  # so many tokens are found for each row that asks for any: the most that the API gives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,17 +47,17 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
         rows: B rows.
     """
     scores = logits.float()
-    if any(_changes(row) for row in rows):
+    changed = any(_changes(row) for row in rows)
+    cut = [n for n, row in enumerate(rows) if row.sampling.temperature and _is_cut(row.sampling)]
+    if (changed or cut) and scores is logits:
         scores = scores.clone()  # the caller's logits stay as they are
-        for number, row in enumerate(rows):
-            _change(scores[number], row)
+    if changed:
+        _change(scores, rows)
     temperatures = [row.sampling.temperature for row in rows]
     if any(t not in (0.0, 1.0) for t in temperatures):
         scores = scores / torch.tensor([t or 1.0 for t in temperatures]).to(scores.device).unsqueeze(1)
-    for number, row in enumerate(rows):
-        if row.sampling.temperature and (row.sampling.top_k or row.sampling.top_p < 1.0):
-            scores = scores.clone() if scores is logits else scores
-            _keep_top(scores[number], row.sampling.top_k, row.sampling.top_p)
+    for start in range(0, len(cut), _CUT_ROWS):
+        _keep_top(scores, cut[start : start + _CUT_ROWS], [row.sampling for row in rows])
     weights = scores.softmax(dim=-1)  # row by row, unlike logsumexp, whose rounding depends on the number of rows
     drawn = _draw(weights, [row.uniform for row in rows])
     if not all(temperatures):
@@ -64,8 +66,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
     # The logarithm of the sum of exponents, without one more pass over the vocabulary: the largest weight is 1 / sum.
     sums = scores.amax(dim=-1) - weights.amax(dim=-1).log()
     picked = scores.gather(1, drawn.unsqueeze(1)).squeeze(1) - sums
-    top = [_top(scores[n] - sums[n], row) if row.sampling.top_logprobs else () for n, row in enumerate(rows)]
-    return SampledBatch(drawn.tolist(), picked.tolist(), top)
+    return SampledBatch(drawn.tolist(), picked.tolist(), _top(scores, sums, rows))
 
 
 def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
@@ -100,39 +101,89 @@ def _changes(row: RowSampling) -> bool:
     return bool(row.banned or s.logit_bias) or penalised or row.allowed is not None
 
 
-def _change(scores: Tensor, row: RowSampling) -> None:
-    """Apply bias, penalties and exclusions to one row, [V], in place."""
-    s = row.sampling
-    if s.logit_bias:
-        ids, biases = zip(*s.logit_bias, strict=True)
-        scores[list(ids)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
-    if row.counts and (s.presence_penalty or s.frequency_penalty):
-        counts = torch.tensor(list(row.counts.values()), dtype=scores.dtype, device=scores.device)
-        scores[list(row.counts)] -= s.presence_penalty + s.frequency_penalty * counts
-    if row.allowed is not None:
-        scores.masked_fill_(~row.allowed.to(scores.device), float("-inf"))
-    if row.banned:
-        banned = list(row.banned)
-        kept = scores[banned].clone()
-        scores[banned] = float("-inf")
-        if row.allowed is not None and not torch.isfinite(scores).any():  # the grammar allows nothing else
-            scores[banned] = kept
+def _is_cut(sampling: SamplingParams) -> bool:
+    return bool(sampling.top_k) or sampling.top_p < 1.0
 
 
-def _keep_top(scores: Tensor, top_k: int, top_p: float) -> None:
-    """Exclude all but the most probable tokens of one row, [V], in place."""
-    ordered, places = scores.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k:
-        keep[top_k:] = False
-    if top_p < 1.0:
-        probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
-        keep &= probabilities.cumsum(-1) - probabilities < top_p
-    keep[0] = True
-    scores[places[~keep]] = float("-inf")
+def _change(scores: Tensor, rows: Sequence[RowSampling]) -> None:
+    """Apply bias, penalties and exclusions to scores [B, V], in place: all rows at once, as a device has to be told."""
+    bias, penalties = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
+    for number, row in enumerate(rows):
+        s = row.sampling
+        bias += [(number, token, value) for token, value in s.logit_bias]
+        if s.presence_penalty or s.frequency_penalty:
+            penalties += [
+                (number, token, s.presence_penalty + s.frequency_penalty * count) for token, count in row.counts.items()
+            ]
+    for entries, sign in ((bias, 1.0), (penalties, -1.0)):
+        if entries:
+            at, tokens, values = zip(*entries, strict=True)
+            where = torch.tensor((at, tokens), device=scores.device)
+            scores[where[0], where[1]] += sign * torch.tensor(values, dtype=scores.dtype, device=scores.device)
+    masks = {number: row.allowed for number, row in enumerate(rows) if row.allowed is not None}
+    if masks:
+        constrained = torch.tensor(list(masks), device=scores.device)
+        scores[constrained] = scores[constrained].masked_fill(
+            ~torch.stack(list(masks.values())).to(scores.device), -torch.inf
+        )
+    _exclude(scores, [(number, token) for number, row in enumerate(rows) for token in row.banned], masks)
 
 
-def _top(logprobs: Tensor, row: RowSampling) -> tuple[tuple[int, float], ...]:
-    """Return ids and log-probabilities of the most probable tokens of one row, [V], best first."""
-    values, ids = logprobs.topk(min(row.sampling.top_logprobs, len(logprobs)))
-    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+def _exclude(scores: Tensor, banned: Sequence[tuple[int, int]], masks: Mapping[int, Tensor]) -> None:
+    """Give tokens probability 0, unless a row's grammar allows nothing else.
+
+    Args:
+        scores: [B, V], changed in place.
+        banned: rows, each with a token.
+        masks: what the grammar of a row allows.
+    """
+    if not banned:
+        return
+    at, tokens = torch.tensor(banned, device=scores.device).unbind(1)
+    before = scores[at, tokens]
+    scores[at, tokens] = -torch.inf
+    if both := sorted(masks.keys() & {number for number, _ in banned}):
+        left = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
+        left[both] = torch.isfinite(scores[both]).any(dim=-1)
+        scores[at, tokens] = torch.where(left[at], -torch.inf, before)
+
+
+def _keep_top(scores: Tensor, numbers: Sequence[int], sampling: Sequence[SamplingParams]) -> None:
+    """Exclude all but the most probable tokens.
+
+    Args:
+        scores: [B, V], changed in place.
+        numbers: of the rows that have a top k or a top p.
+        sampling: of all B rows.
+    """
+    device, size = scores.device, scores.shape[1]
+    at = torch.tensor(numbers, device=device)
+    ordered, places = scores[at].sort(dim=-1, descending=True, stable=True)
+    most = torch.tensor([sampling[n].top_k or size for n in numbers], device=device).unsqueeze(1)
+    keep = torch.arange(size, device=device) < most
+    top_p = torch.tensor([sampling[n].top_p for n in numbers], dtype=scores.dtype, device=device).unsqueeze(1)
+    probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
+    keep &= (probabilities.cumsum(dim=-1) - probabilities < top_p) | (top_p >= 1.0)
+    keep[:, 0] = True
+    scores[at] = ordered.masked_fill(~keep, -torch.inf).gather(1, places.argsort(dim=-1))
+
+
+def _top(scores: Tensor, sums: Tensor, rows: Sequence[RowSampling]) -> list[tuple[tuple[int, float], ...]]:
+    """Return ids and log-probabilities of the most probable tokens of each row, best first, where they are asked for.
+
+    Args:
+        scores: [B, V].
+        sums: [B], the logarithm of the sum of exponents of each row.
+        rows: B rows.
+    """
+    found: list[tuple[tuple[int, float], ...]] = [() for _ in rows]
+    asked = [number for number, row in enumerate(rows) if row.sampling.top_logprobs]
+    if asked:
+        at = torch.tensor(asked, device=scores.device)
+        logprobs = scores[at] - sums[at].unsqueeze(1)
+        # As many for each row as any may ask for: which of equal ones come first must not depend on the rows beside it.
+        most = max(_TOP, *(rows[number].sampling.top_logprobs for number in asked))
+        values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+        for number, one, other in zip(asked, ids.tolist(), values.tolist(), strict=True):
+            found[number] = tuple(zip(one, other, strict=True))[: rows[number].sampling.top_logprobs]
+    return found

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from palestra.engine.embedded.kv_cache import capacity_for
 from palestra.engine.embedded.prefix_cache import PrefixCache
 from palestra.engine.embedded.request import Request
 from palestra.errors import ModelError, PalestraError
@@ -48,7 +47,7 @@ class ServedPolicy:
         """Return the bytes of keys and values that a request's longest reply needs."""
         length = len(request.prompt)
         longest = min(length + request.sampling.max_tokens, self.model.max_positions)
-        return capacity_for(max(longest, length + 1)) * self.model.token_bytes
+        return self.runner.capacity(max(longest, length + 1)) * self.model.token_bytes
 
     def keep_prefix(self, tokens: TokenRun, keys: Tensor, room: int) -> None:
         """Keep keys and values for prompts to come.

@@ -122,7 +122,7 @@ def test_a_decoding_step_sees_its_own_row_and_nothing_else():
     order = [rows.index(row) for bucket in buckets for row in bucket.rows]
     query = torch.randn((1, heads, 6, DIM), generator=generator)  # a sixth row that is no sequence
     key, value = (torch.randn((1, HEADS, 6, DIM), generator=generator) for _ in range(2))
-    out = DecodeAttention(buckets)(1, query, key, value, 0.5)
+    out = DecodeAttention.of(buckets)(1, query, key, value, 0.5)
     for place, number in enumerate(order):
         for head in range(heads):
             keys = torch.cat((prefixes[number][1, 0, head // 2], key[0, head // 2, place : place + 1]))
@@ -146,7 +146,7 @@ def test_nothing_is_left_of_a_row_that_was_not_finite(grown):
     kv.remove(gone)
     rows = [stays, kv.insert(prefix(5, 4.0)), *([other, kv.insert(prefix(70, 5.0))] if grown else [])]
     ones = torch.ones((1, HEADS, len(rows), DIM))
-    assert DecodeAttention(kv.in_order())(0, ones, ones, ones, 0.5).isfinite().all()
+    assert DecodeAttention.of(kv.in_order())(0, ones, ones, ones, 0.5).isfinite().all()
 
 
 @pytest.mark.parametrize("size", [1.0, 8.0])
@@ -164,8 +164,8 @@ def test_products_are_as_exact_as_torchs_kernel(length, size):
         kv.insert(made(1, 2, groups, length - number % 3, dim))
     query, key, value = made(1, heads, rows, dim) * size, made(1, groups, rows, dim), made(1, groups, rows, dim)
     buckets = kv.in_order()
-    by_products = DecodeAttention(buckets, exact=False)(0, query, key, value, dim**-0.5).float()
-    by_kernel = DecodeAttention(buckets, exact=True)(0, query, key, value, dim**-0.5).float()
+    by_products = DecodeAttention.of(buckets, exact=False)(0, query, key, value, dim**-0.5).float()
+    by_kernel = DecodeAttention.of(buckets, exact=True)(0, query, key, value, dim**-0.5).float()
     order = [row for bucket in buckets for row in bucket.rows]
     wanted = torch.stack(
         [
