@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ LEAST_EQUAL_IDS = 0.95  # where two tokens are about as probable, the order of a
 MOST_OF_ATTENTION = {"float32": 1e-4, "bfloat16": 2e-2}  # of the norm
 MOST_SERVED = 0.05  # nats in the mean: both round to bfloat16, each in an order of its own
 LIKE_SMOLLM2 = "576x30x49152"
+SMALL = "512x6x8192"  # for checkpoints: six of them are written
 
 
 def child(part: str, options: Sequence[object], seconds: float) -> tuple[str, dict[str, Any] | None, str]:
@@ -185,8 +186,7 @@ def device_line(rehearsal: bool) -> str | None:
 
 
 def run_parts(
-    names: Sequence[str],
-    model: object,
+    models: Mapping[str, object],
     rehearsal: bool,
     vllm: str | None,
     until: float,
@@ -195,23 +195,22 @@ def run_parts(
     """Run parts, one after another, as long as there is time.
 
     Args:
-        names: of the parts.
-        model: a name or a folder.
+        models: the name of each part, with the model's name or folder.
         rehearsal: whether the CPU stands for a card.
         vllm: an interpreter that has it; None: what needs it is left out.
         until: when all has to be over, of the monotonic clock.
         report: is given what was found so far, after each part.
     """
-    options: list[object] = ["--device", "cpu" if rehearsal else "cuda", "--model", model]
+    options: list[object] = ["--device", "cpu" if rehearsal else "cuda"]
     options += ["--rehearsal"] if rehearsal else []
     found = Part(name="gpu")
-    for name in names:
+    for name, model in models.items():
         if name == "served" and vllm is None:
             continue
         more = ["--vllm", vllm] if name in ("rollout", "served") and vllm else []
         left = until - time.monotonic()
         print(f"{name} ({left:.0f} s left for everything)", file=sys.stderr, flush=True)
-        command, result, problem = child(name, [*options, *more], left)
+        command, result, problem = child(name, [*options, "--model", model, *more], left)
         if result is None:
             found.notes.append(problem)
         else:
@@ -244,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(model, Path(folder) / "model") if is_shape(model) else model
+        small = path if wanted.cpu else write_shape(SMALL, Path(folder) / "small")
 
         def report(found: Part) -> None:
             seconds = time.monotonic() - begin
@@ -251,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file.write(f"# {model} on one device\n\n{device}; {time.strftime('%Y-%m-%d')}; {seconds:.0f} s\n")
                 show(found, Console(file=file, width=160))
 
-        found = run_parts(wanted.only, path, wanted.cpu, wanted.vllm, begin + wanted.seconds, report)
+        models = {name: small if name == "sharded" else path for name in wanted.only}
+        found = run_parts(models, wanted.cpu, wanted.vllm, begin + wanted.seconds, report)
         report(found)
     print(wanted.out.read_text(encoding="utf-8"))
     return int(any("WRONG" in note or "FAILED" in note or "stopped" in note for note in found.notes))

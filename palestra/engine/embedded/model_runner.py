@@ -169,7 +169,7 @@ class ModelRunner:
             own = order[start : start + len(bucket.rows)]
             start += len(own)
             found = None
-            if len({request.policy for request in own}) == 1:  # others are grouped anew for each pass
+            if len({request.policy for request in own}) == 1:  # others are grouped for each pass
                 compute = partial(self._computed, own[0].policy)
                 found = self._graphs.scores(bucket, own[0].policy, [request.last for request in own], compute)
                 self.passes += found is not None
