@@ -106,7 +106,7 @@ def _is_cut(sampling: SamplingParams) -> bool:
 
 
 def _change(scores: Tensor, rows: Sequence[RowSampling]) -> None:
-    """Apply bias, penalties and exclusions to scores [B, V], in place, of all rows together: each copy to a GPU takes its time."""
+    """Apply bias, penalties and exclusions to scores [B, V], in place, with few copies to a GPU for all rows."""
     bias, penalties = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
     for number, row in enumerate(rows):
         s = row.sampling
