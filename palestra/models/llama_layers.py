@@ -13,11 +13,12 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
-from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, normed, split_heads
+from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, split_heads
 from palestra.models.packed_matrix import packed_part
 
 # How far a token sees in layers of each class. Apart from that, these classes differ only in their biases.
@@ -111,11 +112,16 @@ def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
     """Return what a layer computes, [1, N, hidden], with packed matrices and without a gradient."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     first = attention.q_proj, attention.k_proj, attention.v_proj
-    whole = _product(first, normed(stream[0], before.weight, before.variance_epsilon)[0])
+    whole = _product(first, _normed(stream[0], before))
     found = _attended(layer, slot, *split_heads(whole, *_signed(slot, rotation), _heads(attention)))
     x: Tensor = stream[0] + _product([attention.o_proj], found)
-    both = _product([mlp.gate_proj, mlp.up_proj], normed(x, behind.weight, behind.variance_epsilon)[0])
+    both = _product([mlp.gate_proj, mlp.up_proj], _normed(x, behind))
     return x.add_(_product([mlp.down_proj], gated(both))).unsqueeze(0)
+
+
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    """Return the RMS norm of rows, float32 [N, hidden]: the bits of `layer_functions.normed`, by one call."""
+    return F.rms_norm(x, x.shape[1:], norm.weight, norm.variance_epsilon)
 
 
 def _product(layers: Sequence[Any], x: Tensor) -> Tensor:
