@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.pictures.blobs import Blobs
 from palestra.trainer.base import OptimParams, PolicySpec
 from unit.trainer.sharded.ranks import (
     LORA,
@@ -33,12 +32,6 @@ SPECS = {
 }
 WAYS = [(2, 3), (3, 2), (1, 3), (3, 1)]
 WITH_PICTURES = [(1, 2), (2, 1), (2, 3)]
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """Pictures on disk, as a run has them."""
-    return Blobs(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture(scope="module")

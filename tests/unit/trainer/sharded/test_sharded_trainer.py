@@ -23,7 +23,6 @@ from palestra.algorithms.losses import GSPOLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.errors import ConfigError, InvalidAlgorithm, NotFound, TrainerLost, WorkerCrashLoop
 from palestra.models.causal_lm import load_tokenizer
-from palestra.pictures.blobs import Blobs
 from palestra.trainer import checkpoint
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.sharded.trainer import MOST_LOSSES, ShardedTrainer
@@ -48,12 +47,6 @@ from unit.trainer.test_torch_trainer import batch_of_two_groups
 
 pytestmark = pytest.mark.slow
 SILENCE = 15.0
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """Pictures on disk, as a run has them."""
-    return Blobs(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture(scope="module")
