@@ -27,7 +27,8 @@ Sync = Annotated[
 StuckSeconds = Annotated[
     float,
     Field(
-        gt=0,
+        ge=0.1,
+        le=86_400,
         description="With several workers, and with servers of vLLM or SGLang: seconds after which a worker that has "
         "requests and makes no progress is replaced.",
     ),

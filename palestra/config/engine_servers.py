@@ -20,11 +20,13 @@ MOST_PORT = 65_535
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
-_ADDRESS = r"https?://[^\s/?#]+"
+_ADDRESS = r"https?://[^\s/?#@]+"
 
 
 def _address(url: Any) -> Any:
     """Refuse what is no address, and that of a route, such as OpenAI's clients take, with the one that is needed."""
+    if isinstance(url, str) and "@" in url:
+        raise ValueError("the address of a server has no key or password in it; engine.key_variable names a variable")
     if isinstance(url, str) and (found := re.match(f"({_ADDRESS})[/?#]", url)):
         raise ValueError(f"give the server's address alone, without a path: {found[1]}")
     if isinstance(url, str) and re.fullmatch(_ADDRESS, url) is None:

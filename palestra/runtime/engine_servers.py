@@ -191,6 +191,7 @@ def _served(
             rank=None if adapter is None else adapter.rank,
             pictures=model.pictures,
             rendezvous=None if rounds is None or adapter is not None else rounds.rendezvous,
+            folder=None if place.process is None else model.files.folder,
         )
         if isinstance(settings, VllmEngineConfig)
         else SglangApi(connection, model.bounds, stop_ids, model.files.folder, sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -206,6 +207,9 @@ class EngineCore:
     def _append(self, request: Request, sampled: SampledBatch, number: int) -> None:
         """Add the token of row `number` to a reply, and finish the reply where it ends."""
         token, policy = sampled.tokens[number], self.policies[request.policy]
+        if not math.isfinite(sampled.logprobs[number]):
+            self._fail(request, EngineFailure("the model's scores of the next token are no numbers"))
+            return
         request.append(token)
         piece = SampledTokens(
             ids=(token,),

@@ -13,6 +13,7 @@ from palestra.types.calls import SamplingParams
 
 _BLOCK = 256  # tokens: about as many as there are blocks in a usual vocabulary
 _CUT_ROWS = 16  # rows that are sorted at the same time
+_COLDEST = 1e-30  # temperature: less is not one in float32
 _TOP = 20  # so many tokens are found for each row that asks for any: the most that the API gives
 
 
@@ -32,7 +33,7 @@ class SampledBatch:
     """One token of each of B rows."""
 
     tokens: list[int]
-    logprobs: list[float]  # natural logarithms, in the distribution that was sampled from
+    logprobs: list[float]  # natural logarithms, in the distribution that was sampled from; nan: the scores are none
     top: list[tuple[tuple[int, float], ...]]  # the most probable tokens in it, as many as were asked for
 
 
@@ -55,7 +56,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
         _change(scores, rows)
     temperatures = [row.sampling.temperature for row in rows]
     if any(t not in (0.0, 1.0) for t in temperatures):
-        scores = scores / torch.tensor([t or 1.0 for t in temperatures]).to(scores.device).unsqueeze(1)
+        scores = _tempered(scores, temperatures)
     for start in range(0, len(cut), _CUT_ROWS):
         _keep_top(scores, cut[start : start + _CUT_ROWS], [row.sampling for row in rows])
     weights = scores.softmax(dim=-1)  # row by row, unlike logsumexp, whose rounding depends on the number of rows
@@ -64,9 +65,9 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=scores.device)
         drawn = torch.where(greedy, scores.argmax(dim=-1), drawn)
     # The logarithm of the sum of exponents, without one more pass over the vocabulary: the largest weight is 1 / sum.
-    sums = scores.amax(dim=-1) - weights.amax(dim=-1).log()
-    picked = scores.gather(1, drawn.unsqueeze(1)).squeeze(1) - sums
-    return SampledBatch(drawn.tolist(), picked.tolist(), _top(scores, sums, rows))
+    largest, rest = scores.amax(dim=-1, keepdim=True), weights.amax(dim=-1, keepdim=True).log()
+    picked = (scores.gather(1, drawn.unsqueeze(1)) - largest + rest).squeeze(1)
+    return SampledBatch(drawn.tolist(), picked.tolist(), _top(scores, largest, rest, rows))
 
 
 def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
@@ -83,16 +84,26 @@ def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
     sums = blocks.sum(dim=-1).double()
     ends = sums.cumsum(dim=-1)
     target = torch.tensor(uniforms, dtype=torch.float64, device=weights.device).unsqueeze(1) * ends[:, -1:]
-    block = torch.searchsorted(ends, _below(target, ends), right=True)
+    block = torch.searchsorted(ends, _below(target, ends), right=True).clamp_(max=blocks.shape[1] - 1)
     within = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
     target -= ends.gather(1, block) - sums.gather(1, block)
+    target.clamp_(min=0.0)  # it was rounded: below zero, the block's first token would be found, whatever its weight
     found = block * _BLOCK + torch.searchsorted(within, _below(target, within), right=True)
-    return found.squeeze(1)
+    return found.squeeze(1).clamp_(max=weights.shape[1] - 1)  # of scores that are no numbers
 
 
 def _below(target: Tensor, sums: Tensor) -> Tensor:
     """Return numbers [B, 1] of which each is less than the last sum of its row [B, N], in spite of rounding."""
     return torch.minimum(target, torch.nextafter(sums[:, -1:], torch.zeros_like(target)))
+
+
+def _tempered(scores: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Return scores [B, V] by their rows' temperatures; rows with 0 or 1 keep their bits."""
+    device, plain = scores.device, [t in (0.0, 1.0) for t in temperatures]
+    largest = scores.amax(dim=-1, keepdim=True)  # taken off first, so that nothing overflows
+    largest = largest.masked_fill(torch.tensor(plain, device=device).unsqueeze(1), 0.0)
+    divisors = [1.0 if t == 0.0 else max(t, _COLDEST) for t in temperatures]
+    return (scores - largest) / torch.tensor(divisors, device=device).unsqueeze(1)
 
 
 def _changes(row: RowSampling) -> bool:
@@ -161,26 +172,29 @@ def _keep_top(scores: Tensor, numbers: Sequence[int], sampling: Sequence[Samplin
     ordered, places = scores[at].sort(dim=-1, descending=True, stable=True)
     most = torch.tensor([sampling[n].top_k or size for n in numbers], device=device).unsqueeze(1)
     keep = torch.arange(size, device=device) < most
-    top_p = torch.tensor([sampling[n].top_p for n in numbers], dtype=scores.dtype, device=device).unsqueeze(1)
-    probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
+    top_p = torch.tensor([sampling[n].top_p for n in numbers], dtype=torch.float64, device=device).unsqueeze(1)
+    probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1, dtype=torch.float64)
     keep &= (probabilities.cumsum(dim=-1) - probabilities < top_p) | (top_p >= 1.0)
     keep[:, 0] = True
     scores[at] = ordered.masked_fill(~keep, -torch.inf).gather(1, places.argsort(dim=-1))
 
 
-def _top(scores: Tensor, sums: Tensor, rows: Sequence[RowSampling]) -> list[tuple[tuple[int, float], ...]]:
+def _top(
+    scores: Tensor, largest: Tensor, rest: Tensor, rows: Sequence[RowSampling]
+) -> list[tuple[tuple[int, float], ...]]:
     """Return ids and log-probabilities of the most probable tokens of each row, best first, where they are asked for.
 
     Args:
         scores: [B, V].
-        sums: [B], the logarithm of the sum of exponents of each row.
+        largest: [B, 1], the largest score of each row.
+        rest: [B, 1], its log-probability.
         rows: B rows.
     """
     found: list[tuple[tuple[int, float], ...]] = [() for _ in rows]
     asked = [number for number, row in enumerate(rows) if row.sampling.top_logprobs]
     if asked:
         at = torch.tensor(asked, device=scores.device)
-        logprobs = scores[at] - sums[at].unsqueeze(1)
+        logprobs = scores[at] - largest[at] + rest[at]
         # As many for each row as any may ask for: which of equal ones come first must not depend on the rows beside it.
         most = max(_TOP, *(rows[number].sampling.top_logprobs for number in asked))
         values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import httpx2
 
 from palestra.engine.external.bounded import read_body, read_lines
+from palestra.engine.external.shown import shown
 from palestra.errors import EngineFailure, InvalidRequest
 
 CONNECT_SECONDS = 10.0
@@ -176,7 +177,7 @@ class EngineConnection:
 
     def _refuse(self, path: str, answer: httpx2.Response, body: bytes) -> NoReturn:
         """Raise the error that an answer is."""
-        said = _message(body) or answer.reason_phrase
+        said = _message(body) or shown(answer.reason_phrase)
         if answer.status_code in _REFUSED:
             raise InvalidRequest(f"the engine refuses this request: {said}")
         if answer.status_code in _OTHER_KEY:
@@ -203,7 +204,7 @@ def _sent(body: Body | None) -> dict[str, Any]:
 
 def _shown(body: bytes) -> str:
     """Return the beginning of what a server has sent, for a message."""
-    return repr(body[:200].decode(errors="replace"))
+    return repr(shown(body[:200].decode(errors="replace")))
 
 
 def _message(body: bytes) -> str:
@@ -211,7 +212,7 @@ def _message(body: bytes) -> str:
     try:
         return _said(json.loads(body))
     except (ValueError, RecursionError):
-        return " ".join(body[:1000].decode(errors="replace").split())[:300]
+        return shown(body[:1000].decode(errors="replace"))
 
 
 def _said(body: Any) -> str:
@@ -219,4 +220,4 @@ def _said(body: Any) -> str:
     found = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(found, dict):
         found = found.get("message", found.get("detail", found))
-    return " ".join(str(found).split())[:300]
+    return shown(found)

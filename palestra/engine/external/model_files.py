@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,23 @@ class ModelFiles:
         return sum(map(math.prod, self.shapes.values()))
 
 
+# Keys by which a server finds another model, and loads that one: any folder of its machine, or an address.
+_ELSEWHERE = ("speculators_config", "speculators_model_type", "speculators_version", "name_or_path")
+
+
 def read_model_files(folder: Path) -> ModelFiles:
     """Read a model's configuration, and the headers of its safetensors.
 
     Raises:
-        ModelError: a file is missing or damaged.
+        ModelError: a file is missing or damaged, or the configuration names another model, which a server would load.
     """
     try:
         found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        if elsewhere := sorted(set(_ELSEWHERE).intersection(_keys(found))):
+            raise ModelError(
+                f"the model in {folder} names another model in its config.json ({', '.join(elsewhere)}), which the "
+                "engine's server would load in its place; name a model with its own weights"
+            )
         text = found.get("text_config", found)
         shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(folder.glob("model*.safetensors")):
@@ -63,3 +73,14 @@ def read_model_files(folder: Path) -> ModelFiles:
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the model in {folder} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _keys(found: Any) -> Iterator[str]:
+    """Yield all keys of what JSON has said, also those within others."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            yield key
+            yield from _keys(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield from _keys(value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk
+from palestra.engine.external.shown import shown
 from palestra.errors import EngineFailure
 from palestra.types.calls import PolicyVersion, SampledTokens, VersionSpan
 
@@ -94,13 +95,16 @@ class Reply:
             # JSON has 1.5 and true where an id is expected, and an array would make 1 of either.
             if type(token) is not int or not 0 <= token < self._vocab:
                 raise EngineFailure(
-                    f"the engine sampled token {token}, and the policy's model has {self._vocab}; is it another model?"
+                    f"the engine sampled token {shown(token)}, and the policy's model has {self._vocab}; is it another "
+                    "model?"
                 )
             if not math.isfinite(logprob) or logprob > 0:
                 raise EngineFailure(f"the engine says that the logprob of token {token} is {logprob}")
         for token, logprob in (pair for each in chunk.top for pair in each):
             if not 0 <= token < self._vocab or math.isnan(logprob) or logprob > 0:
-                raise EngineFailure(f"the engine says that the logprob of the probable token {token} is {logprob}")
+                raise EngineFailure(
+                    f"the engine says that the logprob of the probable token {shown(token)} is {logprob}"
+                )
 
     def _check_end(self, finish: str) -> None:
         """Refuse an end that the request does not explain: the reply was aborted, say, or cut."""
@@ -109,7 +113,7 @@ class Reply:
         if finish == "length" and self._count >= min(self._most, self._room):
             return
         ended = f"the engine ended a reply after {self._count} of at most {self._most} tokens"
-        raise EngineFailure(f"{ended} for the reason {finish!r}")
+        raise EngineFailure(f"{ended} for the reason {shown(repr(finish))}")
 
     def _split(self, said: tuple[VersionSpan, ...] | None, sent: Sequence[PolicyVersion]) -> Iterator[SampledTokens]:
         """Yield the tokens that were kept, by the versions that the server has named."""
@@ -118,11 +122,14 @@ class Reply:
             raise EngineFailure(f"the engine names the versions of other than the reply's {self._count} tokens")
         if self._passed and (spans[0].version != self._began or spans[0].tokens < self._passed):
             raise EngineFailure(
-                f"the engine says that version {spans[0].version} has sampled what was sampled from {self._began}"
+                f"the engine says that version {shown(spans[0].version)} has sampled what was sampled from "
+                f"{self._began}"
             )
         for span in spans:
             if span.version != self._began and span.version not in sent:
-                raise EngineFailure(f"the engine names the version {span.version}, which it did not have meanwhile")
+                raise EngineFailure(
+                    f"the engine names the version {shown(span.version)}, which it did not have meanwhile"
+                )
         (first, *others), passed = spans, self._passed
         yield from self._pass_on((VersionSpan(first.version, first.tokens - passed), *others))
 

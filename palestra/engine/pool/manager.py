@@ -21,6 +21,7 @@ from palestra.engine.pool.worker import FIRST_VERSION, InferenceWorker, StartedW
 from palestra.engine.replay import Replay
 from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource
+from palestra.terminal import one_line
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import cancelled, race, together
 
@@ -451,13 +452,20 @@ class InferenceManager:
                 log.warning("%s %s; started again", worker.name, why)
                 await asyncio.sleep(pause)
         except PalestraError as error:
-            if not self._failure.done():
-                self._failure.set_result(error)
+            self._fail(error)
+        except Exception as error:
+            log.exception("%s has failed in a way that is a defect", worker.name)
+            self._fail(EngineFailure(f"{worker.name} has failed: {_problem(error)}"))
         finally:
             self._gone = added_loads(worker.own_load, self._gone)
             self._workers.remove(worker)
             del self._tasks[worker]
             await self._notify()
+
+    def _fail(self, error: PalestraError) -> None:
+        """Let the pool as a whole fail; the first reason counts."""
+        if not self._failure.done():
+            self._failure.set_result(error)
 
     async def _serve(self, worker: InferenceWorker) -> str | None:
         """Start a worker and let it serve; return why it ended, or None once it was taken away.
@@ -472,7 +480,7 @@ class InferenceManager:
         worker.begin(started)
         try:
             failing = asyncio.create_task(started.engine.failure())
-            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
+            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(_said(done)))
             try:
                 winner = await race(worker.lost(), self._admit(worker), worker.stuck(lambda: self._paused))
             finally:
@@ -528,6 +536,17 @@ class InferenceManager:
             raise EngineFailure("the engine was stopped")
         if self._failure.done():
             raise self._failure.result()
+
+
+def _said(failure: asyncio.Task[str]) -> str:
+    """Return why an engine has failed; if that could not be found out, why not."""
+    error = failure.exception()
+    return failure.result() if error is None else f"can't be watched: {_problem(error)}"
+
+
+def _problem(error: BaseException) -> str:
+    """Return an error that is a defect, in one line."""
+    return f"{type(error).__name__}: {one_line(str(error))[:300]}"
 
 
 def _whole(prompt: TokenSequence, reply: Sequence[int]) -> TokenSequence:

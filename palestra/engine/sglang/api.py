@@ -14,6 +14,7 @@ from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import EngineConnection
 from palestra.engine.external.reply import Bounds
 from palestra.engine.external.sample_text import SampleText, check_tokenizer
+from palestra.engine.external.shown import problem, shown
 from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.sglang.sampling import sglang_sampling
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
@@ -64,7 +65,7 @@ class SglangApi:
         said = str(settings.get("version", ""))
         if version_of(said) < OLDEST:
             raise ConfigError(
-                f"the engine's server is SGLang {said or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+                f"the engine's server is SGLang {shown(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
             )
         self._check_context(settings)
         await self.resume()  # a server that is paused would not answer what is asked next
@@ -91,7 +92,7 @@ class SglangApi:
         for key, more in limits.items():
             limit = settings.get(key)
             if isinstance(limit, int) and limit + more < needed:
-                raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {limit}")
+                raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {shown(limit)}")
 
     async def _check_vocabulary(self) -> None:
         """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
@@ -141,8 +142,8 @@ class SglangApi:
             if [each[1] for each in said] != ids:
                 raise EngineFailure("the engine scored other tokens than those that it was asked for")
             return [float(each[0]) for each in said[1:]]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineFailure(f"the engine's scores can't be read: {type(error).__name__}: {error}") from error
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise EngineFailure(f"the engine's scores can't be read: {problem(error)}") from error
 
     async def pause(self) -> None:
         """Stop, and put running replies back into the queue, from where they are computed again; see `EngineApi`."""
@@ -160,7 +161,7 @@ class SglangApi:
             await in_thread(lambda: self._fill(folder, path))
             answer = await self._http.post("/update_weights_from_disk", body, _LOADING)
             if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise EngineFailure(f"the server did not take version {version}: {answer}")
+                raise EngineFailure(f"the server did not take version {version}: {shown(answer)}")
         finally:
             await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
@@ -177,7 +178,9 @@ class SglangApi:
         body = {"lora_name": name, "lora_path": str(folder)}
         answer = await self._http.post("/load_lora_adapter", body, _LOADING)
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EngineFailure(f"the server did not take the adapter: {answer}; docs/engines.md has its command")
+            raise EngineFailure(
+                f"the server did not take the adapter: {shown(answer)}; docs/engines.md has its command"
+            )
 
     async def unload_adapter(self, name: str) -> None:
         """Let the server forget an adapter; see `EngineApi`."""
@@ -248,4 +251,4 @@ def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
             count,
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error
+        raise EngineFailure(f"the engine sent a reply that can't be read: {problem(error)}") from error

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.engine.external.api import Chunk
+from palestra.engine.external.shown import problem
 from palestra.errors import EngineFailure
 from palestra.types.calls import PolicyVersion, VersionSpan
 
@@ -47,7 +48,7 @@ def chunk_of(choice: Mapping[str, Any], top: int, names_versions: bool) -> Chunk
             versions=None if spans is None or finish is None else _spans(spans),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise EngineFailure(f"the engine sent a reply that can't be read: {type(error).__name__}: {error}") from error
+        raise EngineFailure(f"the engine sent a reply that can't be read: {problem(error)}") from error
 
 
 def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[int, float], ...]:

@@ -18,6 +18,7 @@ from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import Body, EngineConnection
 from palestra.engine.external.reply import Bounds
 from palestra.engine.external.sample_text import SampleText, check_tokenizer
+from palestra.engine.external.shown import problem, shown
 from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.vllm.answers import chunk_of, list_of
 from palestra.engine.vllm.pictures import VllmPictures
@@ -36,6 +37,7 @@ _DAY = 86_400.0  # for broadcasts, whose caller looks at their progress, and giv
 _UPLOADS = 2  # requests with pictures that are prepared and sent at the same time, of hundreds of MB each
 _PIECE = 1 << 20  # bytes of a request with pictures that are sent at a time
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_MOST_RANKS, _MOST_COUNT = 1024, 1e18  # that a server may say it has, and that it may count
 _METRICS = {
     "vllm:kv_cache_usage_perc": "kv_share",
     "vllm:prompt_tokens_total": "prefilled_tokens",
@@ -63,6 +65,7 @@ class VllmApi:
         rank: int | None = None,
         pictures: VllmPictures | None = None,
         rendezvous: Rendezvous | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Prepare to ask a server.
 
@@ -75,7 +78,9 @@ class VllmApi:
             rank: of the adapters that it gets; None: it gets whole weights.
             pictures: prepares those of prompts; None: the model reads text only.
             rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
+            folder: of the model with which the server was started; None: it is known to whoever started it.
         """
+        self._folder = folder
         self._http, self._bounds = connection, bounds
         self._stop_ids, self._seeded, self._sample, self._rank = stop_ids, seeded, sample, rank
         self._pictures, self._weights, self.sees = pictures, "", pictures is not None
@@ -96,7 +101,9 @@ class VllmApi:
         found = await self._http.get("/version", _QUICK)
         said = str(found.get("version", "")) if isinstance(found, dict) else ""
         if version_of(said) < OLDEST:
-            raise ConfigError(f"the engine's server is vLLM {said or '(unknown)'}; {dotted(OLDEST)} or newer is needed")
+            raise ConfigError(
+                f"the engine's server is vLLM {shown(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+            )
         try:
             settings = await self._http.get("/server_info?config_format=json", _QUICK)
         except PalestraError as error:
@@ -106,9 +113,9 @@ class VllmApi:
             if self._rendezvous is not None:
                 self._check_torch(str(settings["system_env"]["torch_version"]))
                 self._check_replicas(settings["vllm_config"]["parallel_config"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"the engine's server describes itself in a way that can't be read: {type(error).__name__}: {error}"
+                f"the engine's server describes itself in a way that can't be read: {problem(error)}"
             ) from error
         if self._rendezvous is not None:
             try:
@@ -140,6 +147,12 @@ class VllmApi:
                 f"the engine's server needs --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}' and Palestra's "
                 "--worker-extension-cls; docs/engines.md has the command"
             )
+        if self._folder is not None and model.get("model", str(self._folder)) != str(self._folder):
+            raise ConfigError(
+                f"the engine's server has loaded {shown(model['model'])}, and not the model in {self._folder}"
+            )
+        if type(model["max_model_len"]) is not int:
+            raise ConfigError(f"the engine's server has a --max-model-len of {shown(model['max_model_len'])}")
         if model["max_model_len"] < self._bounds.max_context:
             raise ConfigError(
                 f"max_context is {self._bounds.max_context}, and the engine's server has --max-model-len "
@@ -153,14 +166,16 @@ class VllmApi:
                 "the engine's server has --data-parallel-size, with which weights can't be broadcast; start a server "
                 "for each replica, or set engine.weight_transfer = 'file'"
             )
-        self.ranks = int(parallel["world_size"])
+        self.ranks = parallel["world_size"]
+        if type(self.ranks) is not int or not 1 <= self.ranks <= _MOST_RANKS:
+            raise ValueError(f"world_size is {self.ranks}")
 
     def _check_torch(self, said: str) -> None:
         """Compare the server's torch with this process's, because ranks of a group have to speak the same protocol."""
         if version_of(said) != version_of(torch.__version__):
             raise ConfigError(
-                f"the engine's server has torch {said}, and this process {torch.__version__}: to broadcast weights "
-                "both need the same version; install it, or set engine.weight_transfer = 'file'"
+                f"the engine's server has torch {shown(said)}, and this process {torch.__version__}: to broadcast "
+                "weights both need the same version; install it, or set engine.weight_transfer = 'file'"
             )
 
     async def _check_vocabulary(self) -> None:
@@ -203,7 +218,7 @@ class VllmApi:
             raise EngineFailure(f"the engine scored {len(said)} of {len(ids)} tokens")
         try:
             return [float(each[str(token)]["logprob"]) for token, each in zip(ids[1:], said[1:], strict=True)]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise EngineFailure("the engine scored other tokens than those that it was asked for") from error
 
     async def pause(self) -> None:
@@ -272,7 +287,7 @@ class VllmApi:
         """
         body = {"method": method, "args": [orjson.dumps(argument).decode()]}
         problems = list_of(await self._http.post("/collective_rpc", body, seconds), "results")
-        if wrong := [str(problem) for problem in problems if problem]:
+        if wrong := [shown(problem) for problem in problems if problem]:
             raise EngineServerError(f"{self.address}: {wrong[0]}")
 
     async def finish_update(self, version: PolicyVersion) -> None:
@@ -305,9 +320,9 @@ class VllmApi:
         found: dict[str, float] = {}
         for line in (await self._http.get_text("/metrics", _QUICK)).splitlines():
             if (key := _METRICS.get(line.partition("{")[0])) is not None:
-                found[key] = found.get(key, 0.0) + _count(line)
+                found[key] = min(found.get(key, 0.0) + _count(line), _MOST_COUNT)
         return Counters(
-            kv_share=found.get("kv_share", 0.0),
+            kv_share=min(max(found.get("kv_share", 0.0), 0.0), 1.0),
             prefilled_tokens=int(found.get("prefilled_tokens", 0)),
             passes=int(found.get("passes", 0)),
         )

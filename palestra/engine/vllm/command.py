@@ -36,6 +36,7 @@ _CARDS = "CUDA_VISIBLE_DEVICES"
 # so that the server counts them as the job does.
 _KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", _CARDS, "CUDA_HOME", "CUDA_DEVICE_ORDER")
 _KEPT_BEGINNINGS = ("VLLM_", "NCCL_", "OMP_", "KMP_", "HF_HOME")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +120,7 @@ def vllm_command(
     budget = max(config.prefill_tokens, max_context) if config.seeds else config.prefill_tokens
     command = [str(config.python), "-m", _MODULE]
     command += ["--model", str(folder), "--uds", str(address.socket)]
+    command += ["--config-format", "hf", "--load-format", "safetensors"]  # the files that were looked at, and no others
     command += ["--dtype", config.dtype, "--max-model-len", str(max_context)]
     command += ["--max-num-seqs", str(config.max_batch), "--max-num-batched-tokens", str(budget)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
@@ -155,7 +157,11 @@ def vllm_variables(
         private: folder for the sockets between its processes.
         place: what it computes with.
     """
-    kept = {key: value for key, value in os.environ.items() if key in _KEPT or key.startswith(_KEPT_BEGINNINGS)}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key in _KEPT or (key.startswith(_KEPT_BEGINNINGS) and not any(word in key for word in _SECRET))
+    }
     found = kept | {
         "PYTHONPATH": str(WORKER),
         "VLLM_API_KEY": address.key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 
@@ -17,7 +18,9 @@ LOOPBACK = "127.0.0.1"
 class Rendezvous:
     """A store of this process, which listens at one address, and tells the ranks of every group how to find the others.
 
-    The store asks for no key. A program that reaches it can join a group whose name it knows, and names are random.
+    The store asks for no key. What ranks leave there is sealed under the name of their group (`SealedStore`), which
+    servers get over their own, authenticated connections; so a program that reaches the store can disturb a meeting,
+    and no more.
 
     Attributes:
         host: address at which the store listens.
@@ -45,11 +48,16 @@ class Rendezvous:
             )
         name, _, port = (address or LOOPBACK).partition(":")
         try:
+            if ipaddress.ip_address(socket.gethostbyname(name)).is_unspecified:
+                raise ConfigError(
+                    f"engine.weights_address is {address!r}, which would listen on all networks of this machine; name "
+                    "one address of it"
+                )
             listening = socket.create_server((name, int(port or 0)))
             self.host, self.port = listening.getsockname()[:2]
             # A store that makes its own socket would listen at all addresses of the machine.
             self._store = open_store(self.host, self.port, seconds, listening.detach())
-        except OSError as error:
+        except (OSError, RuntimeError, OverflowError) as error:
             raise ConfigError(
                 f"nothing can listen at {address or LOOPBACK} for servers that get weights (engine.weights_address): "
                 f"{error}"

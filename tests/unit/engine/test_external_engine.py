@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from contextlib import asynccontextmanager, suppress
 
@@ -618,6 +619,14 @@ async def test_settings_that_can_not_be_read_are_one_line(vllm, tmp_path, info):
             ScriptedVllm.info | {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 32}},
             "max_context is 64, and the engine's server has --max-model-len 32",
         ),
+        (
+            "info",
+            {**ScriptedVllm.info, "model_config": ScriptedVllm.info["model_config"] | {"max_model_len": math.nan}},
+            "has a --max-model-len of nan",
+        ),
+        ("number", "0.²", r"is vLLM 0\.²; 0\.32 or newer is needed"),
+        ("number", "0." + "9" * 5000, r"is vLLM 0\.9{190,}…; 0\.32 or newer is needed"),
+        ("number", "x\n\x1b[2Jy", r"is vLLM x ␛\[2Jy; 0\.32 or newer is needed"),
     ],
 )
 async def test_a_vllm_server_that_does_not_fit_is_refused_before_the_first_call(vllm, tmp_path, attribute, value, said):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.embedded.sampling import RowSampling, sample
+from palestra.engine.embedded.sampling import RowSampling, _draw, _keep_top, sample
 from palestra.engine.rng import uniform
 from palestra.types.calls import SamplingParams
 
@@ -258,3 +258,45 @@ def test_what_is_drawn_does_not_depend_on_the_rows_beside_it():
     together = run(scores, 1.0, uniforms)
     alone = [run(scores[n : n + 1], 1.0, uniforms[n : n + 1]) for n in range(40)]
     assert together == ([tokens[0] for tokens, _ in alone], [logprobs[0] for _, logprobs in alone])
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-39, 5e-324])
+def test_any_temperature_above_zero_is_one(temperature):
+    """Scores by such a temperature would be infinite in float32, and the difference of two of them no number."""
+    drawn = sample(
+        torch.tensor([[0.0, 300.0, 299.0], [1.0, 2.0, 0.0]]), [row_of(0.9, temperature), row_of(0.999, 1.0)]
+    )
+    assert drawn.tokens == [1, 2]
+    assert drawn.logprobs[0] == 0.0
+    assert drawn.logprobs[1] == pytest.approx(-2.40760596, abs=1e-6)
+
+
+def test_scores_that_are_no_numbers_are_said_of_their_row_alone():
+    scores = logits(3)
+    scores[1] = math.nan
+    drawn = sample(scores, [row_of(0.4), row_of(0.4), row_of(0.4)])
+    assert math.isnan(drawn.logprobs[1])
+    assert [drawn.tokens[n] for n in (0, 2)] == [sample(scores[n : n + 1], [row_of(0.4)]).tokens[0] for n in (0, 2)]
+
+
+def test_no_token_without_probability_is_drawn_beside_the_end_of_a_block():
+    """Where sums are rounded, what is left of a number within its block may be below zero."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        row = torch.randn(20 * 256, generator=generator) * 14
+        row[::256] = -math.inf
+        weights = row.softmax(-1)
+        ends = weights.view(-1, 256).sum(-1).double().cumsum(0)
+        near = [int(end * 2**53) + step for end in (ends / ends[-1]).tolist() for step in range(-2, 3)]
+        uniforms = [k * 2.0**-53 for k in near if 0 <= k < 2**53]
+        assert (weights[_draw(weights.expand(len(uniforms), -1), uniforms)] > 0).all()
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999999])
+def test_a_top_p_keeps_as_many_tokens_as_float64_does(top_p):
+    scores = logits(1, scale=6.0, vocabulary=50_000)
+    weights = scores[0].double().softmax(-1).sort(descending=True).values
+    wanted = int((weights.cumsum(0) - weights < top_p).sum())
+    kept = scores.clone()
+    _keep_top(kept, [0], [row_of(0.5, top_p=top_p).sampling])
+    assert int(kept.isfinite().sum()) == wanted

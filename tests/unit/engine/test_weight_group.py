@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from palestra.engine.vllm.rendezvous import Rendezvous
-from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
+from palestra.engine.vllm.worker.palestra_weight_group import (
+    SealedStore,
+    WeightGroup,
+    WeightLayout,
+    own_address,
+    reach_store,
+)
 from palestra.errors import ConfigError
 
 SHAPES = [(3, 5), (7,), (40, 2), (1, 1), (6,)]
@@ -146,3 +152,29 @@ def test_nccl_without_a_gpu_is_refused_before_anything_listens():
     with pytest.raises(ConfigError, match="'nccl' needs a GPU in the job's process, and there is none; take 'gloo'"):
         Rendezvous(None, "nccl", 5.0)
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_who_reaches_the_store_can_neither_read_nor_take_part_in_what_ranks_say():
+    open_to_all = dist.HashStore()
+    ours, theirs = SealedStore(open_to_all, "name"), SealedStore(open_to_all, "another name")
+    ours.set("0/1", b"127.0.0.1:4711" * 20)
+    assert ours.get("0/1") == b"127.0.0.1:4711" * 20
+    assert ours.check(["0/1"])
+    assert not theirs.check(["0/1"])
+    (left,) = keys = open_to_all.list_keys()
+    assert "0/1" not in left
+    assert b"4711" not in bytes(open_to_all.get(left))
+    ours.set("0/2", b"")
+    assert ours.get("0/2") == b""
+    (other,) = set(open_to_all.list_keys()) - set(keys)
+    open_to_all.set(other, bytes(open_to_all.get(left)))  # an entry in the place of another
+    for forged in ("0/2", "0/1"):
+        with pytest.raises(RuntimeError, match=r"^a program that is no rank of this group has changed what the ranks"):
+            ours.get(forged)
+        open_to_all.set(left, b"short")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "0", "0.0.0.0:29600"])
+def test_an_address_of_all_networks_is_refused(address):
+    with pytest.raises(ConfigError, match=r"would listen on all networks of this machine; name one address of it$"):
+        Rendezvous(address, "gloo", 5.0)

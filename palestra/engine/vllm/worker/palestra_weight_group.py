@@ -7,7 +7,10 @@ known to it. The trainer is rank 0. Gloo and NCCL are used alike; a backend's na
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from torch import Tensor
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # of the numbers that a backend moves
 BUCKET_BYTES = 64 * 2**20  # in one broadcast; a larger tensor has one for itself
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+_SALT, _SEAL = 16, 32  # bytes of each entry of a store
 _dist: Any = dist  # its type stubs leave out the stores and the backends
 
 
@@ -106,6 +110,65 @@ def reach_store(host: str, port: int, seconds: float) -> Any:
     return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
+class SealedStore(_dist.Store):  # type: ignore[misc]
+    """What ranks of one group leave for one another in a store that asks for no key.
+
+    Who reaches the store finds neither the group's entries by their names nor what is in them, so that nobody can take
+    a rank's place. Entries that others have changed are refused. Each is encrypted and signed under keys that follow
+    from the group's name, which the ranks are told elsewhere.
+    """
+
+    def __init__(self, store: Any, name: str) -> None:
+        """Seal entries of a store under the name of a group, which can't be guessed."""
+        super().__init__()
+        self._store, self._keys = store, {use: _keyed(name.encode(), use) for use in ("name", "value", "seal")}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Leave an entry."""
+        plain, salt = value.encode() if isinstance(value, str) else bytes(value), secrets.token_bytes(_SALT)
+        hidden = self._veiled(plain, salt)
+        self._store.set(self._hidden(key), salt + self._seal(key, salt + hidden) + hidden)
+
+    def get(self, key: str) -> bytes:
+        """Return an entry, and wait for it.
+
+        Raises:
+            RuntimeError: a stranger has changed it, or it does not come in time.
+        """
+        found = bytes(self._store.get(self._hidden(key)))
+        salt, seal, hidden = found[:_SALT], found[_SALT : _SALT + _SEAL], found[_SALT + _SEAL :]
+        if not hmac.compare_digest(seal, self._seal(key, salt + hidden)):
+            raise RuntimeError("a program that is no rank of this group has changed what the ranks say to one another")
+        return self._veiled(hidden, salt)
+
+    def wait(self, keys: Sequence[str], *limit: timedelta) -> None:
+        """Return when there are entries."""
+        self._store.wait([self._hidden(key) for key in keys], *limit)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether there are entries."""
+        return bool(self._store.check([self._hidden(key) for key in keys]))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove an entry; returns whether there was one."""
+        return bool(self._store.delete_key(self._hidden(key)))
+
+    def _hidden(self, key: str) -> str:
+        return _keyed(self._keys["name"], key).hex()
+
+    def _seal(self, key: str, content: bytes) -> bytes:
+        return hashlib.blake2b(key.encode() + b"\0" + content, key=self._keys["seal"], digest_size=_SEAL).digest()
+
+    def _veiled(self, content: bytes, salt: bytes) -> bytes:
+        """Encrypt, or decrypt."""
+        stream = hashlib.shake_256(self._keys["value"] + salt).digest(len(content))
+        return bytes(a ^ b for a, b in zip(content, stream, strict=True))
+
+
+def _keyed(key: bytes, text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), key=key, digest_size=32).digest()
+
+
 class WeightGroup:
     """One rank of the group."""
 
@@ -114,7 +177,7 @@ class WeightGroup:
 
         Args:
             store: by which the ranks find one another; see `reach_store`.
-            name: of the group, which no other one of the store has.
+            name: of the group, which no other one of the store has, and nobody but its ranks knows.
             backend: `gloo` or `nccl`.
             rank: of this process; 0: it sends the weights.
             size: number of ranks.
@@ -125,8 +188,8 @@ class WeightGroup:
             RuntimeError: the other ranks do not come in time, or can't be reached.
         """
         self._device, limit = torch.device(DEVICES[backend]), timedelta(seconds=seconds)
-        own = _dist.PrefixStore(name, store)
-        own.set_timeout(limit)
+        store.set_timeout(limit)
+        own = self._store = SealedStore(store, name)  # kept, because C++ does not keep what Python has made
         if backend == "gloo":
             options = _dist.distributed_c10d.ProcessGroupGloo._Options()
             options._devices = [_dist.distributed_c10d.ProcessGroupGloo.create_device(hostname=address)]
