@@ -247,7 +247,7 @@ class EngineCore:
 
 def _failure(error: Exception) -> PalestraError:
     """Return the error for the caller: a grammar over its bound is the request's fault, all else the engine's."""
-    if isinstance(error, GrammarRefused):
+    if isinstance(error, GrammarRefused | EngineFailure):
         return error
     return EngineFailure(f"{type(error).__name__}: {error}")
 

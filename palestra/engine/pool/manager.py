@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.base import Engine, EngineLoad, EngineRequest
 from palestra.engine.pool.call_counts import CallCounts
 from palestra.engine.pool.placement import place
 from palestra.engine.pool.prefixes import block_hashes
@@ -479,8 +479,8 @@ class InferenceManager:
             started = await self._start(worker.number)
         worker.begin(started)
         try:
-            failing = asyncio.create_task(started.engine.failure())
-            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(_said(done)))
+            failing = asyncio.create_task(_failure_of(started.engine))
+            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
             try:
                 winner = await race(worker.lost(), self._admit(worker), worker.stuck(lambda: self._paused))
             finally:
@@ -538,10 +538,13 @@ class InferenceManager:
             raise self._failure.result()
 
 
-def _said(failure: asyncio.Task[str]) -> str:
-    """Return why an engine has failed; if that could not be found out, why not."""
-    error = failure.exception()
-    return failure.result() if error is None else f"can't be watched: {_problem(error)}"
+async def _failure_of(engine: Engine) -> str:
+    """Return when an engine has failed, and say why; or why that can't be found out."""
+    try:
+        return await engine.failure()
+    except Exception as error:
+        log.exception("an engine could not be watched, which is a defect")
+        return f"can't be watched: {_problem(error)}"
 
 
 def _problem(error: BaseException) -> str:

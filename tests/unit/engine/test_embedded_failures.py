@@ -210,3 +210,27 @@ async def test_a_reply_that_comes_to_a_bound_of_its_grammar_fails_alone_and_by_t
     finally:
         await engine.close()
         grammars.close()
+
+
+async def test_scores_that_are_no_numbers_fail_their_call_alone(tiny, reference):
+    real = tiny.logits
+
+    def logits(hidden, *more):
+        found = real(hidden, *more)
+        if len(found) > 1:
+            found[0] = float("nan")
+        return found
+
+    async with serving(tiny) as engine:
+        others = [engine.generate(engine_request(prompt(4, s), FOREVER)) for s in range(3)]
+        for call in others:
+            await anext(call)
+        tiny.logits = logits
+        for call in (others[0], others[2]):  # the last row takes the place of the first; then one is left
+            with pytest.raises(EngineFailure, match=r"^the model's scores of the next token are no numbers$"):
+                await all_of(call)
+        for _ in range(100):
+            assert (await anext(others[1])).ids
+        tiny.logits = real
+        assert (await reply(engine, prompt(4), GREEDY))[0]
+        await others[1].aclose()

@@ -797,3 +797,19 @@ def test_what_a_server_can_not_have_of_models_that_see_is_refused_before_it_is_a
     }
     with pytest.raises(ConfigError, match=said):
         read_served_models(JobConfig.model_validate(settings), {}, None)
+
+
+async def test_metrics_that_no_server_can_have_are_bounded(vllm, tmp_path):
+    async with on_server(vllm, tmp_path) as engine:
+        vllm.metrics = "vllm:prompt_tokens_total{} 1e308\n" * 2 + "vllm:kv_cache_usage_perc{} 1e308\n"
+        found = await engine._policies["policy"].api.counters()
+        assert found.kv_share == 1.0
+        assert found.prefilled_tokens == 10**18
+
+
+async def test_a_server_can_not_fill_the_console(vllm, tmp_path):
+    vllm.info = {"model_config": "x" * 10**6}
+    async with on_server(vllm, tmp_path) as engine:
+        with pytest.raises(ConfigError) as refused:
+            await pieces_of(engine)
+    assert len(str(refused.value)) < 400

@@ -303,3 +303,12 @@ def test_vllm_has_no_need_of_palestra_to_import_the_module_that_it_shares_with_t
     code = "import sys, palestra_weight_group; print('palestra' in sys.modules)"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, env={"PYTHONPATH": str(WORKER)}, text=True).strip() == "False"
+
+
+def test_no_key_of_another_server_is_in_the_environment_of_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_KEY", "of another server")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    config, address = VllmEngineConfig(python=Path("/venv/bin/python")), Address(url="http://engine", key="k")
+    found = vllm_variables(config, address, tmp_path, CORES)
+    assert "VLLM_KEY" not in found
+    assert (found["VLLM_API_KEY"], found["VLLM_LOGGING_LEVEL"]) == ("k", "DEBUG")

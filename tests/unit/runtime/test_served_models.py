@@ -107,3 +107,18 @@ def test_a_damaged_file_is_named(folder, tmp_path):
     next(broken.glob("*.safetensors")).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     with pytest.raises(ModelError, match="can't be read"):
         read_served_models(job_of(broken), {})
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"speculators_config": {"verifier": {"name_or_path": "/secret"}}},
+        {"speculators_model_type": "eagle3"},
+        {"text_config": {"draft": [{"name_or_path": "s3://bucket/key"}]}},
+    ],
+)
+def test_a_model_that_names_another_one_is_refused(folder, tmp_path, elsewhere):
+    """vLLM would load that one: any folder of its machine, or an address."""
+    said = refused(job_of(copied(folder, tmp_path / "made", **elsewhere)))
+    assert "names another model in its config.json (" in said
+    assert said.endswith("name a model with its own weights")

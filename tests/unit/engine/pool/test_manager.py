@@ -372,3 +372,24 @@ async def test_a_score_whose_worker_dies_is_computed_by_another():
 
         house.started[0].score = dies
         assert await pool.score("policy", TokenSequence(PROMPT)) == [-1.0] * 63
+
+
+async def test_a_defect_in_the_start_of_a_worker_ends_the_pool_with_a_line():
+    """Nobody would wait for a worker that nobody starts again."""
+    house = Glasshouse(fails=[ValueError("invalid literal for int()\nwith base 10: '²'")])
+    said = r"^inference worker 0 has failed: ValueError: invalid literal for int\(\) with base 10: '²'$"
+    with pytest.raises(EngineFailure, match=said):
+        async with pool_of(house):
+            raise AssertionError("it is open")
+
+
+async def test_a_worker_that_can_not_be_watched_is_replaced():
+    house = Glasshouse()
+
+    async def failure():
+        raise OverflowError("cannot convert float infinity to integer")
+
+    house.on_start = lambda engine: setattr(engine, "failure", failure) if len(house.started) == 1 else None
+    async with pool_of(house, replicas=1) as pool:
+        await until(lambda: len(house.started) == 2)
+        assert await reply_of(pool) == await expected(3)
