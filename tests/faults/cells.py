@@ -57,7 +57,9 @@ class Moment:
 
     def fault(self, component: str) -> str:
         """What arms a machine so that servers stop there."""
-        return f"{self.point}:{self.passes[component not in (WORKER, *BACKENDS)]}:STOP"
+        # Of two engine workers, each has about half of the passes.
+        alone = component not in (WORKER, *BACKENDS) and (component, self.point) != (NODE, "during_generation")
+        return f"{self.point}:{self.passes[alone]}:STOP"
 
 
 # A job with workers has 20 claims and ends, 40 chats; one that plays itself claims several at once.

@@ -26,6 +26,9 @@ def start_over_nodes(world: World, cell: Cell) -> Job:
     """Start a job whose own process is on a machine that is armed, and all others on one that is armed as well."""
     fault, cancelled = cell.moment.fault(cell.component), cell.moment.asks_to_cancel
     machine = world.machine(fault)
+    if world.far is not None:  # of a cell that has failed
+        world.far.node.kill()
+        until(lambda: not world.alive(LOST_CPUS), "it is known to be gone")
     world.far = Machine(world.add_node(LOST_CPUS, fault, FAR), LOST_CPUS)
     config = (LONG if cancelled else GAMES) | POOL | {"environment": {**GAMES["environment"], "runners": 1}}
     job = world.service.client().submit(config, cpus=machine.cpus, bundles=BUNDLES)
