@@ -151,8 +151,8 @@ def add_training(part: Part, command: str, found: dict[str, Any]) -> None:
     part.add(STEP, row, command, **columns)
     part.notes.append(
         "MFU is of the products' rate that was measured here, and without attention between positions (15 % more "
-        "operations with the shape of SmolLM2-135M, 3 % with that of Llama 3.2 1B); sync: from the trainer's weights to "
-        "the engine's"
+        "operations with the shape of SmolLM2-135M, 3 % with that of Llama 3.2 1B); sync: from the trainer's weights "
+        "to the engine's"
     )
 
 
