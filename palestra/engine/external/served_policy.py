@@ -127,7 +127,7 @@ class ServedPolicy:
             ConfigError: it does not fit.
             EngineFailure: it does not answer.
         """
-        await self.api.check()
+        await self.api.check(self.dtype)
         await self.api.set_version(self.version)
 
     def version_of(self, name: str) -> PolicyVersion:
