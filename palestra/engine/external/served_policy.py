@@ -249,7 +249,7 @@ class ServedPolicy:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Return numbers of which one grows with whatever the server computes."""
+        """Return numbers of which one grows when the server computes."""
         return self.counters.passes, self.counters.prefilled_tokens, self.sampled_tokens
 
     async def close(self) -> None:

@@ -117,7 +117,7 @@ class SglangApi:
         raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
-        """Stream a reply; each event repeats what came before it, unless the server was told otherwise."""
+        """Stream a reply; each event repeats what came before it, unless the server is set to repeat nothing."""
         top = request.sampling.top_logprobs
         body = {
             "input_ids": request.prompt.ids.tolist(),

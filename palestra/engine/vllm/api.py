@@ -78,7 +78,7 @@ class VllmApi:
             rank: of the adapters that it gets; None: it gets whole weights.
             pictures: prepares those of prompts; None: the model reads text only.
             rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
-            folder: of the model with which the server was started; None: it is known to whoever started it.
+            folder: of the model with which the server was started; None: it is not compared.
         """
         self._folder = folder
         self._http, self._bounds = connection, bounds
@@ -233,7 +233,7 @@ class VllmApi:
             raise EngineFailure("the engine scored other tokens than those that it was asked for") from error
 
     async def pause(self) -> None:
-        """Stop between two passes, and keep all requests with their keys and values; see `EngineApi`."""
+        """Stop between two passes, and keep all requests, whose keys and values are computed again; see `EngineApi`."""
         await self._http.post("/pause", {}, _QUICK, {"mode": "keep"})
 
     async def resume(self) -> None:
