@@ -155,7 +155,7 @@ class ServerProcess:
         causes = [error for error in found if not any(word in error for word in _CONSEQUENCE)]
         reason = _PYDANTIC.sub("", (causes or found or [self._last_line()])[0])[:300]
         remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
-        return reason if remedy is None else f"{reason}; {remedy}"
+        return reason if remedy is None else f"{reason.rstrip('.')}; {remedy}"
 
 
 def _listens(address: Address) -> bool:
