@@ -85,7 +85,7 @@ libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with
 partners: $(DEV) $(PARTNERS)/mcp/installed.txt $(PARTNERS)/openenv/installed.txt $(PARTNERS)/verifiers/installed.txt $(PARTNERS)/nemo-gym/installed.txt  ## environments and tools of other projects, each against the real one: MCP, OpenEnv, verifiers, NeMo Gym
 	$(BIN)/pytest tests/partners -m partners
 
-vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/vllm, for engine.kind = "vllm" (2 GB)
+vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/vllm, for engine.kind = "vllm" (3.4 GB)
 	@echo 'engine.python = "$(abspath $(VLLM))/bin/python"'
 
 engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about a quarter of an hour on two quiet cores

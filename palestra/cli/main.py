@@ -78,6 +78,9 @@ COMMANDS = (
     completion,
 )
 
+# Names that other tools give to what a command here does.
+_SAME = {"status": "; did you mean `palestra watch` or `palestra top`?"}
+
 
 def parser() -> CommandParser:
     """Return the parser of all commands and their options."""
@@ -107,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = next((word for word in given if not word.startswith("-")), None)
     known = commands_of(top)
     if name is not None and name not in known:
-        hint = nearest(name, known, "`palestra {}`") or f"; there are {', '.join(known)}"
+        hint = _SAME.get(name) or nearest(name, known, "`palestra {}`") or f"; there are {', '.join(known)}"
         say(f"palestra: there is no command {name!r}{hint}", file=sys.stderr)
         return 2
     parsed, left = top.parse_known_args(given)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
         rules=Rules() if arguments.rules is None else load_rules(arguments.rules),
         pass_env=tuple(arguments.pass_env),
     )
+
+    for warning in options.rules.engines.warnings(options.pass_env, os.environ):
+        say(f"palestra: {warning}", file=sys.stderr)
 
     def ready(url: str, first: Any) -> None:
         say(f"control plane at {url}, its state in {arguments.state_dir}; the page is {url}/dashboard")

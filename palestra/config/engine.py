@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -93,6 +93,8 @@ _WorkersTable = Annotated[
 
 class MixedEngineConfig(Section):
     """`kind = "mixed"`, or a list of `workers`: one pool of inference workers of several kinds."""
+
+    key_of_tables: ClassVar[str] = "workers"
 
     kind: Literal["mixed"] = Field("mixed", description="The kind of engine; each has keys of its own.")
     workers: tuple[_WorkersTable, ...] = Field(

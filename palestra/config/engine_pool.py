@@ -12,7 +12,9 @@ InFlightUpdates = Annotated[
     Literal["continue", "finish"],
     Field(
         description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
-        "weights (each token records its version); `finish`: the weights wait until the replies are complete."
+        "weights (each token records its version); `finish`: the weights wait until the replies are complete, except "
+        "that a reply whose worker has died is sampled again under the weights of then, and may keep tokens that were "
+        "passed on before."
     ),
 ]
 

@@ -57,6 +57,17 @@ Urls = Annotated[
     AfterValidator(_each_once),
     PlainSerializer(lambda urls: urls[0] if len(urls) == 1 else list(urls), str | list[str]),
 ]
+
+
+def _from_home(python: Path) -> Path:
+    """Return a path in which `~` is replaced by the home directory."""
+    try:
+        return python.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{str(python)!r} begins in the home directory of nobody; give the whole path") from error
+
+
+Interpreter = Annotated[Path, AfterValidator(_from_home)]
 NEEDS_PLACE = "give python, an interpreter that has vLLM, or url, a server that runs already: one of the two"
 # Keys of a server that the job starts, which would have no effect on one that runs already.
 _OF_STARTED = (
@@ -74,10 +85,11 @@ class VllmEngineConfig(PooledEngineConfig):
     """`kind = "vllm"`: a vLLM server, which the job starts in an environment of its own, or which runs already."""
 
     kind: Literal["vllm"] = Field("vllm", description="The kind of engine; each has keys of its own.")
-    python: Path | None = Field(
+    python: Interpreter | None = Field(
         None,
         description="Interpreter of an environment with vLLM 0.32 or newer, with which the job starts a server for "
-        "each policy, and for each of several workers. None: `url` names a server, or a service has the interpreter.",
+        "each policy, and for each of several workers. A relative path begins in the folder in which the job is "
+        "started, `~` in the home directory. None: `url` names a server, or a service has the interpreter.",
     )
     url: Urls | None = Field(
         None,
@@ -104,9 +116,9 @@ class VllmEngineConfig(PooledEngineConfig):
     weights_address: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?$",
-        description="With `gloo` and `nccl`: address of the job's machine, by which the servers reach it, such as "
-        "`10.0.0.5`, or `10.0.0.5:29600` with a port. Only a private network may reach it. None: all servers are on "
-        "this machine, and nothing else is listened to.",
+        description="With `url`, and `gloo` or `nccl`: address of the job's machine, by which the servers reach it, "
+        "such as `10.0.0.5`, or `10.0.0.5:29600` with a port. Only a private network may reach it. None: all servers "
+        "are on this machine, and nothing else is listened to.",
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Precision of the engine's products, weights, keys and values."

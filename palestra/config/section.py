@@ -105,6 +105,9 @@ def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section]
         return f"{dotted!r} has a new name; write {dotted_key((*path, rename.now))}{value}"
     if having := [kind_of(other) for other in others if key in other.model_fields]:
         only = f"{others[0].chosen_by} = {', '.join(map(repr, having))}"
+        if section.key_of_tables:
+            tables = dotted_key((*path, section.key_of_tables))
+            return f"{dotted!r} is a key of {only} only; write it into the tables of these kinds in {tables}"
         return f"{dotted!r} is a key of {only} only; known keys here: {', '.join(known)}"
     # The policies' tables have names of their own that TRL has, too, with another meaning: `epsilon` is AdamW's there.
     if path[:1] != ["policies"] and key not in known and (other_name := key_of_other_name(key)) is not None:
@@ -218,4 +221,5 @@ class Section(BaseModel, metaclass=_InWords):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     chosen_by: ClassVar[str] = "kind"  # key whose value chooses one of several sections that a field may hold
+    key_of_tables: ClassVar[str] = ""  # key of a list of tables, into which the keys of other kinds belong
     form_of_name: ClassVar[str] = ""  # how that value looks where it has no default, because users choose it

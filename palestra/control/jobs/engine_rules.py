@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -65,6 +65,34 @@ class EngineRules:
                 self._place_of(table)
             except ConfigError as error:
                 raise InvalidRequest(f"{key}: {error}", f"{key}.{'kind' if table.url is None else 'url'}") from error
+
+    def warnings(self, passed: Collection[str], variables: Mapping[str, str]) -> list[str]:
+        """Return what jobs of these engines would lack on this machine, one line for each rule.
+
+        A warning and no error: jobs may run on other machines, and the rest of the service works.
+
+        Args:
+            passed: names of the variables that jobs get from this process.
+            variables: the environment of this process.
+        """
+        found = []
+        if self.vllm_python is not None and not os.access(self.vllm_python, os.X_OK):
+            found.append(
+                f"engines.vllm.python is {str(self.vllm_python)!r}, and there is no such program on this machine; jobs "
+                "with engine.kind = 'vllm' fail where there is none"
+            )
+        if self.vllm_python is not None and self.vllm_python.is_dir():
+            found.append(
+                f"engines.vllm.python is {str(self.vllm_python)!r}, a folder; give the interpreter in it, such as its "
+                "bin/python"
+            )
+        for url, server in self.servers.items():
+            variable = server.key_variable
+            if variable is None or (variable in passed and variables.get(variable)):
+                continue
+            remedy = "is not set here" if variable in passed else f"jobs do not get; add --pass-env {variable}"
+            found.append(f"engines.servers: the key of {url} is in the variable {variable}, which {remedy}")
+        return found
 
     def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration of a job that starts, with the operator's interpreter, variables and folders.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from palestra.engine.base import EngineRequest
 from palestra.types.calls import PolicyVersion, TokenSequence, VersionSpan
 
@@ -59,10 +61,13 @@ class EngineApi(Protocol):
     splits_versions: bool
     sees: bool
 
-    async def check(self) -> None:
+    async def check(self, dtype: torch.dtype) -> None:
         """Ask the server whether it fits the policy and can be given weights, and let it go on if it is paused.
 
         A job that was killed may have left it so.
+
+        Args:
+            dtype: of the weights that it is given.
 
         Raises:
             ConfigError: it does not; the message says what to change.

@@ -14,11 +14,13 @@ import httpx2
 
 from palestra.engine.external.bounded import read_body, read_lines
 from palestra.engine.external.shown import shown
-from palestra.errors import EngineFailure, InvalidRequest
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
 _JSON = {"content-type": "application/json"}
+_MARKUP = (b"<!doctype", b"<html", b"<?xml")  # pages for a browser, which say no more than the status
+_REFUSES = "the engine refuses this request: "
 _OTHER_KEY = (401, 403)  # statuses that say that the key is missing or another one
 
 # Of a request: what becomes JSON, or the pieces of JSON that is made already, which are not kept once they are sent.
@@ -77,6 +79,32 @@ class EngineConnection:
             EngineFailure: there is no answer in time, or an error.
         """
         return self._json(path, await self._sent("GET", path, None, seconds))
+
+    async def identify(self, path: str, seconds: float, program: str) -> Any:
+        """Return the JSON of a route that says what a server is.
+
+        Args:
+            path: of the route.
+            seconds: how long the server may take.
+            program: that the server has to be, such as `vLLM`.
+
+        Raises:
+            ConfigError: the server does not have the route, or answers with something else than JSON.
+            EngineFailure: there is no answer in time, or another error.
+        """
+        try:
+            body = await self._sent("GET", path, None, seconds)
+        except InvalidRequest as error:
+            said = str(error).removeprefix(_REFUSES)
+        else:
+            try:
+                return json.loads(body)
+            except (ValueError, RecursionError):
+                said = f"{_shown(body)}, which is no JSON"
+        raise ConfigError(
+            f"{self._address} answers, but is no {program} server (GET {path}: {said}); start {program} there as "
+            "docs/engines.md says, or correct engine.url"
+        )
 
     async def get_text(self, path: str, seconds: float) -> str:
         """Return the answer to a GET request as it is; see `get`."""
@@ -177,9 +205,10 @@ class EngineConnection:
 
     def _refuse(self, path: str, answer: httpx2.Response, body: bytes) -> NoReturn:
         """Raise the error that an answer is."""
-        said = _message(body) or shown(answer.reason_phrase)
         if answer.status_code in _REFUSED:
-            raise InvalidRequest(f"the engine refuses this request: {said}")
+            status = shown(f"{answer.status_code} {answer.reason_phrase}".rstrip())
+            raise InvalidRequest(f"{_REFUSES}{_message(body) or status}")
+        said = _message(body) or shown(answer.reason_phrase)
         if answer.status_code in _OTHER_KEY:
             said += "; engine.key_variable has to name the variable with the key that the engine's server was given"
         raise EngineFailure(f"{self._address}{path} answered {answer.status_code}: {said}")
@@ -192,7 +221,7 @@ class EngineConnection:
         if isinstance(event, dict) and (refused := event.get("error")):
             # A stream has begun with 200 before the request was looked at.
             if isinstance(refused, dict) and refused.get("code") in _REFUSED:
-                raise InvalidRequest(f"the engine refuses this request: {_said(event)}")
+                raise InvalidRequest(f"{_REFUSES}{_said(event)}")
             raise EngineFailure(f"{self._address}{path}: {_said(event)}")
         return event
 
@@ -208,7 +237,9 @@ def _shown(body: bytes) -> str:
 
 
 def _message(body: bytes) -> str:
-    """Return what a server says of an error, in one line; "": nothing."""
+    """Return what a server says of an error, in one line; "": nothing, or a page for a browser."""
+    if body.lstrip()[:20].lower().startswith(_MARKUP):
+        return ""
     try:
         return _said(json.loads(body))
     except (ValueError, RecursionError):

@@ -26,6 +26,14 @@ _LOOK_SECONDS = 0.25
 _TAIL_BYTES = 65_536
 # Lines of a traceback's end: "ValueError: Head size 16 is not supported", perhaps behind a logger's prefix.
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_.]*(?:Error|Exception)|Value error)[:,] .+)$")
+# What pydantic appends to a mistake in the server's arguments: "[type=value_error, input_value=…".
+_PYDANTIC = re.compile(r"\s*\[type=\w+, input_value=.*$")
+# Settings of the job that cause an error, by words of it.
+_REMEDIES = {
+    "tensor parallel size": "change engine.tensor_parallel",
+    "Unsupported CPU attention configuration": "vLLM's build for CPUs can't serve attention heads of this size: take "
+    "another model, or engine.kind = 'embedded'",
+}
 _CONSEQUENCE = (
     "validation error for",
     "See root cause above",
@@ -139,10 +147,15 @@ class ServerProcess:
         return (self._said() or ["(none)"])[-1].strip()[:300]
 
     def _reason(self) -> str:
-        """Return the first error of the log that is not the consequence of another, or else its last line."""
+        """Return the first error of the log that is not the consequence of another, or else its last line.
+
+        A setting of the job that causes the error is named.
+        """
         found = [match[1] for line in self._said() if (match := _ERROR.search(line.rstrip()))]
         causes = [error for error in found if not any(word in error for word in _CONSEQUENCE)]
-        return (causes or found or [self._last_line()])[0][:300]
+        reason = _PYDANTIC.sub("", (causes or found or [self._last_line()])[0])[:300]
+        remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
+        return reason if remedy is None else f"{reason.rstrip('.')}; {remedy}"
 
 
 def _listens(address: Address) -> bool:

@@ -32,8 +32,8 @@ class Reply:
     """The tokens of one reply, as they arrive.
 
     A server says only with the last token which version of the weights has sampled which tokens. As long as no update
-    has begun since the request was sent, all tokens are of the version with which it began, and are passed on at once;
-    afterwards they are kept until the server has said which ones are.
+    has begun since the request was sent, all tokens are of the version with which it began, and are passed on as they
+    come; afterwards they are kept until the server has said which ones are.
     """
 
     def __init__(self, request: EngineRequest, began: PolicyVersion, bounds: Bounds) -> None:

@@ -11,6 +11,8 @@ from palestra.errors import ConfigError, InvalidRequest
 # Words, names, numbers, code, other scripts: places at which tokenizers differ.
 TEXT = "Tokenizers differ: 1,234.5 km, naïve Zürich, def f(x):\n    return x**2  # 東京, Москва 🙂\n"
 
+OTHER_MODEL = "start it with the policy's model, or correct engine.url or the policy's model"  # what to do
+
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
@@ -51,5 +53,5 @@ async def check_tokenizer(http: EngineConnection, sample: SampleText, seconds: f
         shown = f"{len(said)} other tokens" if isinstance(said, list) else "no tokens"
         raise ConfigError(
             f"the engine's server has another tokenizer than the policy's model: it makes {shown} of a text of "
-            f"{len(sample.ids)}; start it with the policy's model"
+            f"{len(sample.ids)}; {OTHER_MODEL}"
         )

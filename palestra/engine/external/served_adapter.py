@@ -72,7 +72,7 @@ class ServedAdapter(ServedPolicy):
 
     async def begin(self) -> None:
         """Ask the server whether it fits, and load the adapter with which the policy begins; see `ServedPolicy`."""
-        await self.api.check()
+        await self.api.check(self.dtype)
         if self.first is not None:
             await self.take(self.name, WrittenWeights(self.first, is_own=False), self.version, False, False)
 

@@ -127,7 +127,7 @@ class ServedPolicy:
             ConfigError: it does not fit.
             EngineFailure: it does not answer.
         """
-        await self.api.check()
+        await self.api.check(self.dtype)
         await self.api.set_version(self.version)
 
     def version_of(self, name: str) -> PolicyVersion:
@@ -249,7 +249,7 @@ class ServedPolicy:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Return numbers of which one grows with whatever the server computes."""
+        """Return numbers of which one grows when the server computes."""
         return self.counters.passes, self.counters.prefilled_tokens, self.sampled_tokens
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ class Stillness:
 
         Args:
             now: seconds of any clock.
-            progress: numbers of which one grows with whatever the server computes.
+            progress: numbers of which one grows when the server computes.
         """
         self._since, self._progress = now, progress
 

@@ -9,11 +9,13 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import EngineConnection
 from palestra.engine.external.reply import Bounds
-from palestra.engine.external.sample_text import SampleText, check_tokenizer
+from palestra.engine.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
 from palestra.engine.external.shown import problem, shown
 from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.sglang.sampling import sglang_sampling
@@ -52,13 +54,17 @@ class SglangApi:
         self._sample = sample
         self._http, self._bounds, self._stop_ids, self._folder = connection, bounds, stop_ids, folder
 
-    async def check(self) -> None:
+    async def check(self, dtype: torch.dtype) -> None:
         """Compare the server's version, context, vocabulary and tokenizer with what the policy needs; see `EngineApi`.
+
+        Args:
+            dtype: of the weights; not compared, because SGLang says only the precision that it was started with, which
+                is `auto` in general.
 
         Raises:
             ConfigError: one of them does not fit.
         """
-        found = await self._http.get("/get_model_info", _QUICK)
+        found = await self._http.identify("/get_model_info", _QUICK, "SGLang")
         if not isinstance(found, dict) or not found.get("is_generation", True):
             raise ConfigError("the engine's server has a model that does not generate")
         settings = await self._settings()
@@ -101,15 +107,17 @@ class SglangApi:
         try:
             await self._http.post("/generate", {"input_ids": [size - 1], **body}, _QUICK)
         except InvalidRequest as error:
-            raise ConfigError(f"the engine's server has another vocabulary than the policy's model: {error}") from error
+            raise ConfigError(
+                f"the engine's server has another vocabulary than the policy's model ({error}); {OTHER_MODEL}"
+            ) from error
         try:
             await self._http.post("/generate", {"input_ids": [size], **body}, _QUICK)
         except InvalidRequest:
             return
-        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model")
+        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
-        """Stream a reply; each event repeats what came before it, unless the server was told otherwise."""
+        """Stream a reply; each event repeats what came before it, unless the server is set to repeat nothing."""
         top = request.sampling.top_logprobs
         body = {
             "input_ids": request.prompt.ids.tolist(),

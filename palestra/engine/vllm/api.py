@@ -17,7 +17,7 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import Body, EngineConnection
 from palestra.engine.external.reply import Bounds
-from palestra.engine.external.sample_text import SampleText, check_tokenizer
+from palestra.engine.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
 from palestra.engine.external.shown import problem, shown
 from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.vllm.answers import chunk_of, list_of
@@ -78,7 +78,7 @@ class VllmApi:
             rank: of the adapters that it gets; None: it gets whole weights.
             pictures: prepares those of prompts; None: the model reads text only.
             rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
-            folder: of the model with which the server was started; None: it is known to whoever started it.
+            folder: of the model with which the server was started; None: it is not compared.
         """
         self._folder = folder
         self._http, self._bounds = connection, bounds
@@ -92,13 +92,16 @@ class VllmApi:
         """Return where the server listens, for messages."""
         return self._http.address
 
-    async def check(self) -> None:
+    async def check(self, dtype: torch.dtype) -> None:
         """Compare the server's version, settings, context, vocabulary and tokenizer with what the policy needs.
+
+        Args:
+            dtype: of the weights that the policy is sent.
 
         Raises:
             ConfigError: one of them does not fit.
         """
-        found = await self._http.get("/version", _QUICK)
+        found = await self._http.identify("/version", _QUICK, "vLLM")
         said = str(found.get("version", "")) if isinstance(found, dict) else ""
         if version_of(said) < OLDEST:
             raise ConfigError(
@@ -109,7 +112,7 @@ class VllmApi:
         except PalestraError as error:
             raise ConfigError(f"the engine's server needs VLLM_SERVER_DEV_MODE=1: {error}") from error
         try:
-            self._check_settings(settings["vllm_config"])
+            self._check_settings(settings["vllm_config"], str(dtype).removeprefix("torch."))
             if self._rendezvous is not None:
                 self._check_torch(str(settings["system_env"]["torch_version"]))
                 self._check_replicas(settings["vllm_config"]["parallel_config"])
@@ -131,9 +134,15 @@ class VllmApi:
         if self._sample is not None:
             await check_tokenizer(self._http, self._sample, _QUICK)
 
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Compare the server's settings with what the policy needs."""
+    def _check_settings(self, settings: Mapping[str, Any], dtype: str) -> None:
+        """Compare the server's settings with what the policy needs, and its precision with `engine.dtype`."""
         model = settings["model_config"]
+        computes_in = str(model.get("dtype", dtype)).removeprefix("torch.")
+        if computes_in != dtype:
+            raise ConfigError(
+                f"engine.dtype is {dtype!r}, and the engine's server computes in {shown(computes_in)}; start it with "
+                f"--dtype {dtype}, or change engine.dtype"
+            )
         if model["logprobs_mode"] != "processed_logprobs":
             raise ConfigError("the engine's server needs --logprobs-mode processed_logprobs")
         if self._rank is not None:
@@ -188,8 +197,10 @@ class VllmApi:
         except InvalidRequest as error:
             if f"Token id {size} is" in str(error):
                 return
-            raise ConfigError(f"the engine's server has another vocabulary than the policy's model: {error}") from error
-        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model")
+            raise ConfigError(
+                f"the engine's server has another vocabulary than the policy's model ({error}); {OTHER_MODEL}"
+            ) from error
+        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply, one token or more a chunk; see `EngineApi`."""
@@ -222,7 +233,7 @@ class VllmApi:
             raise EngineFailure("the engine scored other tokens than those that it was asked for") from error
 
     async def pause(self) -> None:
-        """Stop between two passes, and keep all requests with their keys and values; see `EngineApi`."""
+        """Stop between two passes, and keep all requests, whose keys and values are computed again; see `EngineApi`."""
         await self._http.post("/pause", {}, _QUICK, {"mode": "keep"})
 
     async def resume(self) -> None:

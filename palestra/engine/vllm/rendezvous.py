@@ -59,8 +59,8 @@ class Rendezvous:
             self._store = open_store(self.host, self.port, seconds, listening.detach())
         except (OSError, RuntimeError, OverflowError) as error:
             raise ConfigError(
-                f"nothing can listen at {address or LOOPBACK} for servers that get weights (engine.weights_address): "
-                f"{error}"
+                f"nothing can listen at {address or LOOPBACK} for servers that get weights: {_reason(error)}; give an "
+                "address of this machine as engine.weights_address, and a free port or none"
             ) from error
 
     def new_name(self) -> str:
@@ -80,3 +80,9 @@ class Rendezvous:
         # A connection of its own: on one that groups share, a meeting to which no rank comes would delay the next.
         store = reach_store(self.host, self.port, self.seconds)
         return WeightGroup(store, name, self.backend, 0, size, self.host, self.seconds)
+
+
+def _reason(error: Exception) -> str:
+    """Return why nothing can listen, without the place, which Python repeats."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said.partition(" (while")[0]

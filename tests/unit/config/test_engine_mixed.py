@@ -54,6 +54,7 @@ def test_workers_have_what_is_of_the_whole_pool():
         (pool(HERE, FOUND | {"sed": True}), r"unknown key 'engine\.workers\.1\.sed'; did you mean 'seeds'\?"),
         (pool({"seeds": True}, FOUND), r"'engine\.workers\.0\.seeds' is a key of kind = 'vllm' only"),
         (pool(HERE, FOUND, replicas=2), r"'engine\.replicas' is a key of kind = 'embedded', 'vllm', 'sglang', 'fake' "),
+        (pool(HERE, FOUND, dtype="float32"), r"only; write it into the tables of these kinds in engine\.workers$"),
         (pool(HERE, FOUND | {"sync": "all"}), r"workers\.1\.sync is of the whole pool; write it beside workers"),
         (pool(HERE | {"stuck_seconds": 5}, FOUND), r"workers\.0\.stuck_seconds is of the whole pool"),
         (pool(HERE, FOUND | {"dtype": "float32"}), r"workers\.1\.dtype is 'float32', and workers\.0\.dtype is 'bf"),

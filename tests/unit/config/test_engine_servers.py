@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from palestra.config import (
@@ -134,3 +136,10 @@ def test_a_run_goes_on_where_its_server_has_moved():
     assert digest(python="/venv/bin/python", startup_seconds=5) == first
     assert digest(url="http://a:1", dtype="float32") != first
     assert digest(url="http://a:1", seeds=True) != first
+
+
+def test_an_interpreter_may_begin_in_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert VllmEngineConfig(python="~/vllm/bin/python").python == Path("/home/me/vllm/bin/python")
+    with pytest.raises(ConfigError, match="begins in the home directory of nobody; give the whole path"):
+        VllmEngineConfig(python="~no-such-user/bin/python")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from palestra.cli.main import main
 from palestra.config import parse_config
 from palestra.control.jobs.engine_rules import EngineRules
 from palestra.control.jobs.launcher import Ending
@@ -235,3 +236,32 @@ async def test_a_job_is_started_with_the_operators_variable_for_its_environment_
 def test_a_configuration_without_servers_is_left_as_it_is():
     for config in ({}, {"engine": {"threads": 2}}, {"engine": {"kind": "fake"}}, {"steps": 3, "engine": {}}):
         assert EngineRules().filled(config) == config
+
+
+def test_what_jobs_would_lack_is_said_when_the_service_starts(tmp_path, rules):
+    missing, *keys = rules.engines.warnings((), {"SERVER_KEY": "k"})
+    assert f"engines.vllm.python is '{tmp_path}/venv/bin/python', and there is no such program on this" in missing
+    assert [line.partition(" is in ")[2] for line in keys] == [
+        "the variable SERVER_KEY, which jobs do not get; add --pass-env SERVER_KEY"
+    ] * 2
+    assert "is not set here" in rules.engines.warnings(["SERVER_KEY"], {})[1]
+    program = tmp_path / "venv" / "bin" / "python"
+    program.mkdir(parents=True)
+    (folder,) = rules.engines.warnings(["SERVER_KEY"], {"SERVER_KEY": "k"})
+    assert "a folder; give the interpreter in it" in folder
+    program.rmdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert rules.engines.warnings(["SERVER_KEY"], {"SERVER_KEY": "k"}) == []
+    assert EngineRules().warnings((), {}) == []
+
+
+def test_the_service_warns_of_its_rules_before_it_starts(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rules.toml").write_text(RULES)
+
+    async def serve_control(options, ready):
+        pass
+
+    monkeypatch.setattr("palestra.runtime.ray.serve.serve_control", serve_control)
+    assert main(["serve", "--rules", str(tmp_path / "rules.toml"), "--state-dir", str(tmp_path / "state")]) == 0
+    assert "palestra: engines.vllm.python is " in capsys.readouterr().err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from palestra.config import JobConfig
 from palestra.engine.base import Engine, EngineRequest
@@ -498,6 +500,27 @@ async def test_a_stream_that_begins_with_a_refusal_is_one(vllm, tmp_path):
             await pieces_of(engine)
 
 
+@pytest.mark.parametrize(
+    ("status", "page", "said"),
+    [
+        (404, "<!DOCTYPE HTML>\n<html>no such file</html>", r"GET {route}: 404 Not Found\); start {program} there"),
+        (404, "Not Found", r"GET {route}: Not Found\)"),
+        (200, "<html>hello</html>", r"GET {route}: '<html>hello</html>', which is no JSON\)"),
+    ],
+)
+async def test_another_program_at_the_address_is_told_from_the_engines_server(server, tmp_path, status, page, said):
+    async def answer(request):
+        return web.Response(status=status, text=page, content_type="text/html")
+
+    server.route = answer
+    program, route = ("vLLM", "/version") if isinstance(server, ScriptedVllm) else ("SGLang", "/get_model_info")
+    async with on_server(server, tmp_path) as engine:
+        with pytest.raises(ConfigError, match=said.format(program=program, route=route)) as raised:
+            await pieces_of(engine)
+    assert re.match(rf"http://\S+ answers, but is no {program} server", str(raised.value))
+    assert "or correct engine.url" in str(raised.value)
+
+
 async def test_a_wrong_key_is_said(vllm, tmp_path):
     async with on_server(vllm, tmp_path, key="another") as engine:
         with pytest.raises(EngineFailure, match=r"answered 401: Unauthorized; engine\.key_variable has to name"):
@@ -624,6 +647,11 @@ async def test_settings_that_can_not_be_read_are_one_line(vllm, tmp_path, info):
             {**ScriptedVllm.info, "model_config": ScriptedVllm.info["model_config"] | {"max_model_len": math.nan}},
             "has a --max-model-len of nan",
         ),
+        (
+            "info",
+            {**ScriptedVllm.info, "model_config": ScriptedVllm.info["model_config"] | {"dtype": "torch.bfloat16"}},
+            r"engine\.dtype is 'float32', and the engine's server computes in bfloat16; start it with --dtype float32",
+        ),
         ("number", "0.²", r"is vLLM 0\.²; 0\.32 or newer is needed"),
         ("number", "0." + "9" * 5000, r"is vLLM 0\.9{190,}…; 0\.32 or newer is needed"),
         ("number", "x\n\x1b[2Jy", r"is vLLM x ␛\[2Jy; 0\.32 or newer is needed"),
@@ -676,7 +704,9 @@ async def test_an_sglang_server_that_fits_is_taken_by_either_name_of_the_route(t
         assert await pieces_of(engine)
 
 
-@pytest.mark.parametrize(("size", "said"), [(258, "another vocabulary"), (260, "more tokens than the 259")])
+@pytest.mark.parametrize(
+    ("size", "said"), [(258, "another vocabulary"), (260, "more tokens than the 259.*correct engine.url")]
+)
 async def test_another_vocabulary_is_found(server, tmp_path, monkeypatch, size, said):
     monkeypatch.setattr("unit.engine.engine_servers.VOCABULARY", size)
     async with on_server(server, tmp_path) as engine:

