@@ -31,7 +31,7 @@ class Result:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.seconds:.0f} s" if self.outcome == "passed" else self.outcome
+        return f"{self.seconds:.0f} s" if self.outcome == "passed" and self.seconds else self.outcome
 
     @classmethod
     def read(cls, said: str) -> Result:
