@@ -10,14 +10,13 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig, past_name
 from palestra.envs.task_splits import Split
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
-from palestra.learner import Learner, RunFolder, policy_spec
+from palestra.learner import Learner, Report, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.renderers.seen_pictures import layout_fact, write_layout
@@ -51,7 +50,6 @@ from palestra.types.progress import JobProgress
 from palestra.types.records import Task
 
 log = logging.getLogger("palestra")
-Report = Callable[[str, dict[str, Any]], None]
 
 
 @asynccontextmanager
@@ -196,7 +194,17 @@ async def local_job(
                 watchdog = _watchdog(plane, work, plays_itself=pool is not None or fleet is not None)
                 async with fleet or contextlib.nullcontext():
                     yield LocalJob(
-                        work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal, fleet, watchdog
+                        work,
+                        plane,
+                        parts.engine,
+                        url_of(listener),
+                        folder,
+                        resumed,
+                        pool,
+                        renewal,
+                        fleet,
+                        watchdog,
+                        report,
                     )
         finally:
             await _closed("engine", parts.engine.close())

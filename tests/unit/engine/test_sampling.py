@@ -263,9 +263,7 @@ def test_what_is_drawn_does_not_depend_on_the_rows_beside_it():
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-39, 5e-324])
 def test_any_temperature_above_zero_is_one(temperature):
     """Scores by such a temperature would be infinite in float32, and the difference of two of them no number."""
-    drawn = sample(
-        torch.tensor([[0.0, 300.0, 299.0], [1.0, 2.0, 0.0]]), [row_of(0.9, temperature), row_of(0.999, 1.0)]
-    )
+    drawn = sample(torch.tensor([[0.0, 300.0, 299.0], [1.0, 2.0, 0.0]]), [row_of(0.9, temperature), row_of(0.999, 1.0)])
     assert drawn.tokens == [1, 2]
     assert drawn.logprobs[0] == 0.0
     assert drawn.logprobs[1] == pytest.approx(-2.40760596, abs=1e-6)
