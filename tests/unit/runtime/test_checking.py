@@ -15,6 +15,7 @@ from palestra.envs.catalog import catalog_entry
 from palestra.runtime import checking
 from palestra.runtime.checking import check_job, existing_parent, model_facts
 from palestra.runtime.environments import environment_of
+from unit.engine.scripted_vllm import write_interpreter
 
 FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
 TINY = {"model": "tiny-random", "server": {"port": 0}}
@@ -134,7 +135,41 @@ def test_an_engine_whose_environment_has_no_vllm_or_whose_key_is_not_set(tmp_pat
     assert "torch sees no CUDA device" in mixed["engine.workers.0.device"]
     assert "that variable is not set here" in found(**TINY, engine=served)["engine.key_variable"]
     monkeypatch.setenv("ENGINE_KEY", "k")
-    assert found(**TINY, engine=served) == {}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        served["url"] = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert found(**TINY, engine=served) == {}
+
+
+def test_servers_for_which_there_is_too_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.runtime.server_places.available_bytes", lambda: 2**30)
+    engine = {"kind": "vllm", "python": str(write_interpreter(tmp_path))}
+    said = found(**TINY, engine=engine | {"replicas": 8})
+    assert "for 8 servers, and 1.0 GiB are free" in said["engine.replicas"]
+    assert "for 1 server, and" in found(**TINY, engine=engine)["engine.cache_gib"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "words"),
+    [
+        ({}, "engine.url", "nothing answers at http://127.0.0.1:9 ("),
+        ({"weight_transfer": "nccl"}, "engine.weight_transfer", "needs a GPU"),
+        (
+            {"weight_transfer": "gloo", "weights_address": "nonsense"},
+            "engine.weights_address",
+            "nothing can listen at nonsense",
+        ),
+    ],
+)
+def test_servers_that_are_not_there_or_can_not_be_sent_weights(monkeypatch, engine, key, words):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = found(**TINY, engine={"kind": "vllm", "url": "http://127.0.0.1:9"} | engine)
+    assert words in said[key]
+
+
+def test_cpu_offload_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = found(**TINY, trainer={"devices": 2, "cpu_offload": True})
+    assert "this trainer is on CPUs" in said["trainer.cpu_offload"]
 
 
 def test_groups_that_can_not_teach():
