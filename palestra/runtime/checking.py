@@ -36,6 +36,7 @@ from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.early_checks import check_trainer, impossible_servers
 from palestra.runtime.environments import environment_of
+from palestra.runtime.memory import available_bytes
 from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, copies_of
 from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
@@ -95,15 +96,6 @@ def existing_parent(folder: Path) -> Path:
     """Return the folder, or the nearest folder above it that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def available_bytes() -> int:
-    """Return the memory that this process may still get: what the kernel says, or less where the job is limited."""
-    from palestra.models.device import memory_bytes
-
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), memory_bytes())
-    return min(free, memory_bytes())
 
 
 def model_facts(folder: Path) -> ModelFacts:

@@ -59,7 +59,7 @@ class LocalJob:
             renewal: what is done when what trains the job is lost; None: that ends with this process.
             fleet: processes that play the job's environment; None: it has none.
             watchdog: ends the job when it is stuck; None: nothing is trained.
-            report: is called with the events that are no part of the work, and their data; None: nobody is told.
+            report: is called with the events that are no part of the work, and their data; None: none is.
         """
         self._report = report
         self._fleet, self._watchdog = fleet, watchdog
@@ -151,7 +151,7 @@ class LocalJob:
             await self._renewed(renewal)
 
     async def _renewed(self, renewal: Renewal) -> Learner | None:
-        """Begin anew, and record that."""
+        """Begin again at the newest checkpoint, and record that."""
         text = f"{renewal.base.loss}; the job goes on from its newest checkpoint"
         self.progress.enter("going on from the newest checkpoint")
         await self._event(renewal.base.event_of_loss, text)
@@ -160,7 +160,7 @@ class LocalJob:
     async def _tell_of_workers(self, pool: InferenceManager) -> NoReturn:
         """Record each inference worker that is lost, or does not start, where the others go on."""
         while True:
-            text = await pool.told()
+            text = await pool.next_loss()
             try:
                 await self._event("engine_worker_lost", text)
             except StoreError as unrecorded:  # a full disk, perhaps, which is no reason to end the job

@@ -13,7 +13,7 @@ from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, deal_c
 from palestra.errors import ConfigError
 from palestra.models.device import MEMORY_VARIABLE, allowed_cores
 from palestra.runtime.cards import Card, deal_cards, trainer_cards, visible_cards
-from palestra.runtime.checking import available_bytes
+from palestra.runtime.memory import available_bytes
 from palestra.runtime.model_sizes import BYTES, TRAINED_BYTES
 from palestra.runtime.served_models import ServedModel
 

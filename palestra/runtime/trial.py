@@ -21,7 +21,7 @@ from palestra.runtime.checking import existing_parent
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
-from palestra.runtime.memory_peak import MemoryPeak
+from palestra.runtime.memory import MemoryPeak
 from palestra.runtime.tasks import task_of
 from palestra.runtime.trial_play import (
     STAND_IN_WORDS,

@@ -217,7 +217,7 @@ class InferenceManager:
         Left out are workers that do not serve now, and those whose kind has no scores.
 
         Raises:
-            EngineFailure: the pool was closed, or has failed; or a worker that goes on has no answer.
+            EngineFailure: the pool was closed, or has failed; or a worker that still serves has no answer.
         """
         self._check_known(policy)
         found = []
@@ -376,8 +376,8 @@ class InferenceManager:
         """Return when a worker can't be kept running, and say which and why."""
         return str(await asyncio.shield(self._failure))
 
-    async def told(self) -> str:
-        """Return the next line about a worker that was lost, or did not start, while the pool goes on."""
+    async def next_loss(self) -> str:
+        """Return the next line about a worker that was lost, or did not start, and does not end the pool."""
         return await self._news.get()
 
     async def close(self) -> None:
@@ -396,7 +396,7 @@ class InferenceManager:
         """Change the number of workers while requests are answered, and return when it is reached.
 
         Workers that are taken away get no new requests, finish those that they have, and are ended then. Workers that
-        are added start one after another. The change goes on where the caller is cancelled.
+        are added start one after another. The change is carried out also where the caller is cancelled.
 
         Args:
             replicas: at least one.
@@ -496,7 +496,7 @@ class InferenceManager:
         """Begin to start one more worker.
 
         Args:
-            later: whether others serve already, so that the pool goes on if this one does not start.
+            later: whether others serve already, so that the pool stays if this one does not start.
         """
         options = self._options
         kind = options.kinds[self._numbers] if options.kinds else ""
@@ -558,7 +558,7 @@ class InferenceManager:
             await asyncio.sleep(pause)
 
     def _tell(self, text: str) -> None:
-        """Keep a line for those who run the job; see `told`. The oldest is dropped where nobody reads them."""
+        """Keep a line for those who run the job; see `next_loss`. The oldest of many is dropped."""
         log.info("%s", text)
         if self._news.full():
             self._news.get_nowait()

@@ -423,7 +423,7 @@ async def test_a_worker_that_is_added_and_does_not_start_fails_the_change_alone(
         with pytest.raises(PalestraError, match=str(error)):
             await asyncio.wait_for(pool.resize(4), 10)
         assert [worker.state for worker in pool.load().workers] == ["ready", "ready"]
-        assert str(error) in await asyncio.wait_for(pool.told(), 10)
+        assert str(error) in await asyncio.wait_for(pool.next_loss(), 10)
         assert await reply_of(pool) == await expected(3)
         await asyncio.wait_for(pool.resize(3), 10)
         assert len(pool.load().workers) == 3
@@ -461,7 +461,7 @@ async def test_a_worker_that_is_lost_is_told_to_those_who_run_the_job():
     house = Glasshouse()
     async with pool_of(house) as pool:
         house.started[1].break_now("was killed by SIGKILL")
-        said = await asyncio.wait_for(pool.told(), 10)
+        said = await asyncio.wait_for(pool.next_loss(), 10)
         assert said == "inference worker 1 was killed by SIGKILL; another one is started"
 
 

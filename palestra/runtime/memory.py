@@ -1,4 +1,4 @@
-"""The most memory that a job takes on this machine: of its own process, and of those that it has started."""
+"""The memory that a job may still get on this machine, and the most that the job takes with all of its processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ import time
 from pathlib import Path
 from typing import Self
 
+from palestra.models.device import memory_bytes
+
 LOOK_SECONDS = 0.02  # between two looks at the memory of this process
 OTHERS_SECONDS = 0.5  # between two looks at the others, for which the kernel walks through their pages
+
+
+def available_bytes() -> int:
+    """Return the memory that this process may still get: what the kernel says, or less where the job is limited."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), memory_bytes())
+    return min(free, memory_bytes())
 
 
 class MemoryPeak:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from palestra.runtime.memory_peak import MemoryPeak, descendants
+from palestra.runtime.memory import MemoryPeak, descendants
 
 MIB = 2**20
 GRANDCHILD = "held = bytearray(b'x' * (96 * 2**20)); print('ready', flush=True); input()"
