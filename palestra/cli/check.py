@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the job, try it for two steps where nothing stands against it, print both, and return the exit code."""
     from palestra.client.arguments import checked_amount
     from palestra.config import find_mistakes
-    from palestra.runtime.checking import Finding, available_bytes, check_job
+    from palestra.runtime.checking import Finding, check_job
+    from palestra.runtime.memory import available_bytes
     from palestra.runtime.starting_points import with_checkpoints
 
     limit_seconds = checked_amount("--trial-seconds", arguments.trial_seconds, above_zero=True, endless=True)

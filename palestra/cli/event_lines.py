@@ -7,6 +7,7 @@ from typing import Any
 
 from palestra.terminal import one_line
 from palestra.types.metrics import of_policies
+from palestra.types.states import LOSSES
 
 
 def trained_of_several(config: Mapping[str, Any]) -> str:
@@ -36,6 +37,8 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
         return _step(data, one_line(policy))
     if kind == "warning":
         return one_line(f"warning: {data['text']}")
+    if kind in LOSSES:
+        return one_line(data["text"])
     if kind == "serving":
         return one_line(f"serving {data['model']}")
     if kind == "served":

@@ -34,8 +34,11 @@ from palestra.errors import ConfigError, InvalidEnvironment, ModelError, Palestr
 from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
+from palestra.runtime.early_checks import check_trainer, impossible_servers
 from palestra.runtime.environments import environment_of
+from palestra.runtime.memory import available_bytes
 from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, copies_of
+from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import read_files
 from palestra.types.conversations import read_conversation
@@ -93,15 +96,6 @@ def existing_parent(folder: Path) -> Path:
     """Return the folder, or the nearest folder above it that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def available_bytes() -> int:
-    """Return the memory that this process may still get: what the kernel says, or less where the job is limited."""
-    from palestra.models.device import memory_bytes
-
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), memory_bytes())
-    return min(free, memory_bytes())
 
 
 def model_facts(folder: Path) -> ModelFacts:
@@ -171,6 +165,11 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
                 text="deterministic = true is only kept on a CPU, and this machine would use its GPU; "
                 f"set {key} = 'cpu', or deterministic = false",
             )
+    if config.trainer.cpu_offload and "cuda" not in parts.values():
+        try:
+            check_trainer(config, HERE)
+        except ConfigError as error:
+            yield Finding(key="trainer.cpu_offload", text=str(error))
 
 
 def _engine_server(config: JobConfig) -> Iterator[Finding]:
@@ -180,11 +179,13 @@ def _engine_server(config: JobConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding(key="engine.python", text=str(error))
     for key, table in _engine_tables(config).items():
-        if isinstance(table, VllmEngineConfig) and table.python is not None:
-            try:
+        try:
+            if isinstance(table, VllmEngineConfig) and table.python is not None:
                 installed_vllm(table.python)
-            except ConfigError as error:
-                yield Finding(key=f"{key}.python", text=str(error))
+            for wrong, text in impossible_servers(config, key, table):
+                yield Finding(key=wrong, text=text)
+        except ConfigError as error:
+            yield Finding(key=f"{key}.python", text=str(error))
         variable = getattr(table, "key_variable", None)
         if variable is not None and not os.environ.get(variable):
             yield Finding(

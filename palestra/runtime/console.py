@@ -18,9 +18,9 @@ from rich.text import Text
 
 from palestra.config import JobConfig
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
-from palestra.terminal import TerminalConsole
+from palestra.terminal import TerminalConsole, one_line
 from palestra.types.metrics import of_policies
-from palestra.types.states import TurnState
+from palestra.types.states import LOSSES, TurnState
 
 if TYPE_CHECKING:
     from palestra.runtime.local_job import LocalJob
@@ -106,6 +106,8 @@ class Console:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(f"[yellow]warning:[/] {escape(data['text'])}")
+        elif kind in LOSSES:
+            self._say(escape(one_line(data["text"])))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
         """Print where the results are, or how to continue, when the job is over or was stopped.
@@ -249,7 +251,7 @@ class ServingConsole(Console):
     """Shows an inference job on a terminal, or as plain lines."""
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Print the totals when the job has ended; other events are not shown.
+        """Print the totals when the job has ended, and what was lost; other events are not shown.
 
         Args:
             kind: kind of the event.
@@ -258,6 +260,8 @@ class ServingConsole(Console):
         if kind == "served":
             tokens = data["prompt_tokens"] + data["completion_tokens"]
             self._out.print(f"served {data['calls']:,} calls, {tokens:,} tokens")
+        elif kind in LOSSES:
+            self._say(escape(one_line(data["text"])))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
         """Print how to serve the model again.

@@ -18,7 +18,7 @@ from palestra.config import (
     WorkersConfig,
     require_place,
 )
-from palestra.engine.pool.manager import START_SECONDS, InferenceManager, PoolOptions, StartWorker
+from palestra.engine.pool.manager import START_SECONDS, CheckRoom, InferenceManager, PoolOptions, StartWorker
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
 from palestra.grammars.pool import Grammars
@@ -95,7 +95,9 @@ async def _served_parts(
     models = await in_thread(lambda: read_served_models(config, weights, pictures))
     shown = None if pictures is None else pictures.folder
     workers = await in_thread(lambda: workers_of(config, settings.tables, models, weights, shown, places))
-    engine = await _opened(config, settings, workers.start, _keep_in(settings, places.folder), workers.most)
+    engine = await _opened(
+        config, settings, workers.start, _keep_in(settings, places.folder), workers.most, workers.check_room
+    )
     try:
         runtimes = await in_thread(lambda: served_runtimes(config, models, engine))
         return await in_thread(
@@ -109,7 +111,12 @@ async def _served_parts(
 
 
 async def _opened(
-    config: JobConfig, settings: EngineConfig, start: StartWorker, keep: Keep, most: int | None = None
+    config: JobConfig,
+    settings: EngineConfig,
+    start: StartWorker,
+    keep: Keep,
+    most: int | None = None,
+    check_room: CheckRoom | None = None,
 ) -> InferenceManager:
     """Return a pool whose workers serve."""
     tables = settings.tables
@@ -124,7 +131,7 @@ async def _opened(
         ),
         kinds=tuple(table.kind for table in tables for _ in range(table.worker_count)) if len(tables) > 1 else (),
     )
-    pool = InferenceManager(start, list(config.policies), keep, options)
+    pool = InferenceManager(start, list(config.policies), keep, options, check_room)
     await pool.open()
     return pool
 

@@ -10,18 +10,18 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig, past_name
 from palestra.envs.task_splits import Split
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
-from palestra.learner import Learner, RunFolder, policy_spec
+from palestra.learner import Learner, Report, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
+from palestra.runtime.early_checks import check_heads, check_trainer
 from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.environments import environment_of
 from palestra.runtime.event_loop import tune_gc
@@ -51,7 +51,6 @@ from palestra.types.progress import JobProgress
 from palestra.types.records import Task
 
 log = logging.getLogger("palestra")
-Report = Callable[[str, dict[str, Any]], None]
 
 
 @asynccontextmanager
@@ -196,7 +195,17 @@ async def local_job(
                 watchdog = _watchdog(plane, work, plays_itself=pool is not None or fleet is not None)
                 async with fleet or contextlib.nullcontext():
                     yield LocalJob(
-                        work, plane, parts.engine, url_of(listener), folder, resumed, pool, renewal, fleet, watchdog
+                        work,
+                        plane,
+                        parts.engine,
+                        url_of(listener),
+                        folder,
+                        resumed,
+                        pool,
+                        renewal,
+                        fleet,
+                        watchdog,
+                        report,
                     )
         finally:
             await _closed("engine", parts.engine.close())
@@ -256,6 +265,7 @@ async def _parts(
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
+    await in_thread(lambda: check_trainer(config, places))  # before an engine takes minutes to start
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
     if config.engine.pooled or places.engine is not None:
         return await pooled_parts(config, config.engine, weights, pictures, places), None
@@ -321,6 +331,7 @@ async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], N
         ready: is called with the job when its data plane listens.
     """
     tune_gc()
+    await in_thread(lambda: check_heads(config))
     async with local_job(config, report) as job:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

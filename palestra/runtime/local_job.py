@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.engine.base import Engine
+from palestra.engine.pool.manager import InferenceManager
 from palestra.errors import EngineFailure, PalestraError, StoreError
-from palestra.learner import Learner, RunFolder
+from palestra.learner import Learner, Report, RunFolder
 from palestra.runners import RunnerPool
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.runner_fleet import RunnerFleet
@@ -43,6 +44,7 @@ class LocalJob:
         renewal: Renewal | None = None,
         fleet: RunnerFleet | None = None,
         watchdog: Watchdog | None = None,
+        report: Report | None = None,
     ) -> None:
         """Assemble a job; `run` runs it.
 
@@ -57,7 +59,9 @@ class LocalJob:
             renewal: what is done when what trains the job is lost; None: that ends with this process.
             fleet: processes that play the job's environment; None: it has none.
             watchdog: ends the job when it is stuck; None: nothing is trained.
+            report: is called with the events that are no part of the work, and their data; None: none is.
         """
+        self._report = report
         self._fleet, self._watchdog = fleet, watchdog
         self._renewal, self._stopping = renewal, False
         self._work, self.plane, self.url, self.folder = work, plane, url, folder
@@ -100,6 +104,8 @@ class LocalJob:
     async def _play_and_work(self) -> None:
         """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
         parts: list[Coroutine[Any, Any, None]] = [self._work_on(), self._engine_failed(), self._store_lost()]
+        if isinstance(self._engine, InferenceManager):
+            parts.append(self._tell_of_workers(self._engine))
         if self._pool is not None:
             parts.append(self._pool.run())
         if self._fleet is not None:
@@ -145,11 +151,27 @@ class LocalJob:
             await self._renewed(renewal)
 
     async def _renewed(self, renewal: Renewal) -> Learner | None:
-        """Begin anew, and record that."""
+        """Begin again at the newest checkpoint, and record that."""
         text = f"{renewal.base.loss}; the job goes on from its newest checkpoint"
-        self.progress.enter(text)
-        await self.plane.store.log.add_event(renewal.base.event_of_loss, {"step": self.progress.step, "text": text})
+        self.progress.enter("going on from the newest checkpoint")
+        await self._event(renewal.base.event_of_loss, text)
         return await renewal.renew()
+
+    async def _tell_of_workers(self, pool: InferenceManager) -> NoReturn:
+        """Record each inference worker that is lost, or does not start, where the others go on."""
+        while True:
+            text = await pool.next_loss()
+            try:
+                await self._event("engine_worker_lost", text)
+            except StoreError as unrecorded:  # a full disk, perhaps, which is no reason to end the job
+                log.error("%s (could not be recorded: %s)", text, unrecorded)
+
+    async def _event(self, kind: str, text: str) -> None:
+        """Record an event that is no part of the work, and say it."""
+        data = {"step": self.progress.step, "text": text}
+        await self.plane.store.log.add_event(kind, data)
+        if self._report is not None:
+            self._report(kind, data)
 
     async def _engine_failed(self) -> None:
         """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""

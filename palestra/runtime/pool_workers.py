@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.config import EmbeddedEngineConfig, JobConfig, VllmEngineConfig, WorkersConfig
-from palestra.engine.pool.manager import StartWorker
+from palestra.engine.pool.manager import CheckRoom, StartWorker
 from palestra.engine.pool.worker import StartedWorker
 from palestra.engine.vllm.command import installed_vllm
 from palestra.errors import ConfigError
@@ -28,11 +28,13 @@ class Workers:
         start: starts a worker, by its number among those of its kind.
         count: at the start.
         most: that there may be; None: any number.
+        check_room: see `InferenceManager`.
     """
 
     start: StartWorker
     count: int
     most: int | None
+    check_room: CheckRoom | None = None
 
 
 def workers_of(
@@ -95,7 +97,7 @@ def _of_kind(
         threads = max(available_cores() // (table.replicas * len(models) + others), 1)
         table = table.model_copy(update={"threads": table.threads or threads})
     servers = ServerWorkers(config, table, models, trainer_is_here=places.trainer is None)
-    return Workers(servers.start, table.worker_count, servers.most)
+    return Workers(servers.start, table.worker_count, servers.most, servers.check_room)
 
 
 def processes_of(

@@ -40,7 +40,7 @@ class Renewable(Protocol):
         ...
 
     async def renew(self) -> None:
-        """Begin anew, without policies.
+        """Begin again, without policies.
 
         Raises:
             PalestraError: it was lost again, and `is_lost` says so; or it can't be had any more.
@@ -78,10 +78,10 @@ class Renewal:
             return False
 
     async def renew(self) -> Learner | None:
-        """Begin anew, again if there is another loss meanwhile.
+        """Begin again, again if there is another loss meanwhile.
 
         Raises:
-            PalestraError: the job can't begin anew.
+            PalestraError: the job can't begin again.
         """
         while True:
             try:

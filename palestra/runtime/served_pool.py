@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.pool.worker import StartedWorker
-from palestra.errors import EngineFailure, PalestraError, ServerFailed
+from palestra.errors import ConfigError, Conflict, EngineFailure, PalestraError, ServerFailed
 from palestra.runtime.engine_servers import EngineServers, weight_rounds
 from palestra.runtime.served_models import ServedModel
 from palestra.runtime.server_places import ServerPlaces
@@ -48,9 +48,35 @@ class ServerWorkers:
             self._places.check_memory(range(settings.worker_count))  # at first all are started together
         self.most = settings.worker_count if self._places is None else self._places.most
         self._free: asyncio.PriorityQueue[int] = asyncio.PriorityQueue()
+        self._taken = [False] * self.most
         for place in range(self.most):
             self._free.put_nowait(place)
         self._served: set[int] = set()  # places that have had a worker
+
+    async def check_room(self, count: int) -> None:
+        """Refuse workers for which there is too little memory, before one of them is started.
+
+        Args:
+            count: of the workers that are about to start beside those that serve.
+
+        Raises:
+            Conflict: so many GiB are missing.
+        """
+        if (places := self._places) is not None:
+            # On GPUs those of the cards that no worker has yet; on CPUs their number alone counts.
+            free = [place for place in range(self.most) if places.is_cpu or not self._taken[place]][:count]
+            try:
+                await in_thread(lambda: places.check_memory(free))
+            except ConfigError as error:
+                raise Conflict(
+                    f"there is no room for {count} more inference worker{'s' * (count > 1)}, and the job goes on with "
+                    f"those that it has: {error}"
+                ) from error
+
+    def _leave(self, place: int) -> None:
+        """Let the next worker have a place."""
+        self._taken[place] = False
+        self._free.put_nowait(place)
 
     async def start(self, number: int) -> StartedWorker:
         """Start the servers of a worker, or find them, and return when they can be asked.
@@ -63,10 +89,11 @@ class ServerWorkers:
             PalestraError: no start can succeed: the servers can't serve the model, say.
         """
         place = await self._free.get()
+        self._taken[place] = True
         try:
             worker = await self._started(place)
         except BaseException as error:
-            self._free.put_nowait(place)
+            self._leave(place)
             # The first workers have shown that the servers fit. So a later failure may pass: for a moment there is too
             # little memory, say, or a server of another model was started at one of our addresses.
             is_first = place < self._settings.worker_count and place not in self._served
@@ -80,7 +107,12 @@ class ServerWorkers:
         return worker
 
     async def _started(self, place: int) -> StartedWorker:
-        servers = await in_thread(lambda: self._begun(place))
+        begun = asyncio.ensure_future(in_thread(lambda: self._begun(place)))
+        try:
+            servers = await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            begun.add_done_callback(_end_unwanted)
+            raise
         try:
             engine = await in_thread(servers.engine, "palestra-engine-worker")
             await self._reach(engine, place)
@@ -91,7 +123,7 @@ class ServerWorkers:
 
         def kill() -> None:
             servers.kill()
-            self._free.put_nowait(place)
+            self._leave(place)
 
         return StartedWorker(engine, kill, servers.process)
 
@@ -118,3 +150,9 @@ class ServerWorkers:
                 await engine.close()
                 raise
             await asyncio.sleep(AGAIN_SECONDS)
+
+
+def _end_unwanted(begun: asyncio.Future[EngineServers]) -> None:
+    """End servers whose start was broken off before it was known that they have begun."""
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result().kill()

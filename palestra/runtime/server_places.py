@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import torch
 from palestra.config import JobConfig, VllmEngineConfig
 from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, deal_cores, installed_vllm
 from palestra.errors import ConfigError
-from palestra.models.device import allowed_cores
+from palestra.models.device import MEMORY_VARIABLE, allowed_cores
 from palestra.runtime.cards import Card, deal_cards, trainer_cards, visible_cards
-from palestra.runtime.checking import available_bytes
+from palestra.runtime.memory import available_bytes
 from palestra.runtime.model_sizes import BYTES, TRAINED_BYTES
 from palestra.runtime.served_models import ServedModel
 
@@ -144,14 +145,20 @@ class ServerPlaces:
 
     def _check_machine(self, models: Sequence[ServedModel]) -> None:
         """Compare what servers on CPUs need, one for each model, with the memory of the machine."""
-        cache = cpu_cache_gib(self._settings) * GIB
-        needed = sum(self._weight_bytes(each) * _COPIES + cache + _SERVER_BYTES for each in models)
+        cache = cpu_cache_gib(self._settings)
+        needed = sum(self._weight_bytes(each) * _COPIES + cache * GIB + _SERVER_BYTES for each in models)
         free = available_bytes()
         if needed > free:
+            servers = f"{len(models)} server{'s' * (len(models) > 1)}"
+            remedies = ["use fewer workers (engine.replicas)"] if len(models) > len(self._models) else []
+            remedies += [f"lower engine.cache_gib (now {cache})"] if cache > 1 else []
+            limited = MEMORY_VARIABLE in os.environ
+            remedies += ["submit the job with more --memory-gib"] if limited else []
             raise ConfigError(
-                f"vLLM needs about {needed / GIB:.1f} GiB of memory for {len(models)} model(s), and {free / GIB:.1f} "
-                f"GiB are free: {(needed - free) / GIB:.1f} GiB are missing; lower engine.cache_gib, or choose a "
-                "smaller model"
+                f"vLLM needs about {needed / GIB:.1f} GiB of memory for {servers}, and {free / GIB:.1f} "
+                f"GiB are {'left to this job' if limited else 'free'}: {(needed - free) / GIB:.1f} GiB are missing; "
+                f"{', '.join(remedies)}"
+                f"{', or ' if remedies else ''}choose a smaller model"
             )
 
     def _check_card(self, card: Card, starting: Sequence[tuple[ServedModel, OnCards]]) -> None:
@@ -161,7 +168,7 @@ class ServerPlaces:
         taken = sum(place.memory_share for _, place in starting) * card.memory_bytes
         if taken > card.free_bytes:
             raise ConfigError(
-                f"vLLM takes {taken / GIB:.1f} GiB of card {card.name} for {len(starting)} model(s), and "
+                f"vLLM takes {taken / GIB:.1f} GiB of card {card.name} for {len(starting)} server(s), and "
                 f"{card.free_bytes / GIB:.1f} GiB are free: {(taken - card.free_bytes) / GIB:.1f} GiB are missing; end "
                 "what else uses the card, or lower engine.gpu_memory_utilization"
             )

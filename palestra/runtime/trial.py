@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from palestra.config import JobConfig, SeatsConfig, UpdatesConfig
 from palestra.disk import in_new_folder
@@ -26,6 +24,7 @@ from palestra.runtime.checking import existing_parent
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
+from palestra.runtime.memory import MemoryPeak
 from palestra.runtime.tasks import task_of
 from palestra.runtime.trial_play import (
     STAND_IN_WORDS,
@@ -43,7 +42,6 @@ from palestra.types.metrics import row_of_policy
 T = TypeVar("T")
 STEPS = 2  # the first step makes the optimizer's moments and warms up; the second one is measured
 REPLY_TOKENS = 64  # of a reply in the trial
-LOOK_SECONDS = 0.02  # between two looks at the memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +49,7 @@ class Estimate:
     """What a step of the job takes on this machine.
 
     Attributes:
-        memory_bytes: most resident memory of the process.
+        memory_bytes: most memory of the process, and of those that it starts.
         gpu_bytes: most memory of the GPU; 0 where none is used.
         episodes: of a step.
         calls: model calls of a step.
@@ -103,6 +101,7 @@ class Measured:
         teaching_share: share of the groups whose episodes got different rewards from the environment.
         idle_bytes: resident memory when the models were loaded.
         peak_bytes: most resident memory.
+        others_bytes: most memory of the processes that the job has started, such as engine servers.
         gpu_bytes: most memory of the GPU.
         load_seconds: until the data plane listened.
         checkpoint_bytes: of the checkpoint that the trial wrote.
@@ -114,6 +113,7 @@ class Measured:
     teaching_share: float
     idle_bytes: int
     peak_bytes: int
+    others_bytes: int = 0
     gpu_bytes: int
     load_seconds: float
     checkpoint_bytes: int
@@ -255,7 +255,7 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
     long_row = call_tokens * longer / max(config.trainer.micro_batch_tokens or 1024, call_tokens)
     peak = seen.idle_bytes + (seen.peak_bytes - seen.idle_bytes) * max(1.0, long_row)
     return Estimate(
-        memory_bytes=int(peak),
+        memory_bytes=int(peak) + seen.others_bytes,
         gpu_bytes=seen.gpu_bytes,
         episodes=(config.rollout.group_size if plays else 1) * config.rollout.groups_per_step,
         calls=round(calls * larger),
@@ -339,7 +339,7 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
 
     report("loading the model")
     began = time.monotonic()
-    with _MemoryPeak() as memory:
+    with MemoryPeak() as memory:
         async with asyncio.timeout(limit_seconds), local_job(trial, heard, trial_play(config)) as job:
             loaded, idle = time.monotonic() - began, memory.now()
             if has_stand_in(config):
@@ -365,6 +365,7 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
         teaching_share=teaching,
         idle_bytes=idle,
         peak_bytes=memory.peak,
+        others_bytes=memory.others,
         gpu_bytes=_gpu_peak(),
         load_seconds=loaded,
         checkpoint_bytes=sum(
@@ -389,35 +390,6 @@ def _of_all_policies(row: Mapping[str, float], rivals: Sequence[str]) -> dict[st
     found = {name: sum(each.get(name, 0.0) for each in own) / len(own) for name in shares}
     found |= {name: max(each[name] for each in own) for name in counts}
     return {**row, **found}
-
-
-class _MemoryPeak:
-    """Looks at the resident memory of this process, from a thread, as long as it is entered."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="palestra-memory", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def now(self) -> int:
-        """Return the resident memory in bytes; 0 where there is no /proc."""
-        try:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-        except OSError:
-            return 0
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-    def _watch(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
-            self.peak = max(self.peak, self.now())
 
 
 def _gpu_peak() -> int:

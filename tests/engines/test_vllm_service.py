@@ -71,7 +71,7 @@ def test_two_jobs_have_a_server_each_which_is_killed_or_cancelled_with_its_job(s
     killed.kill()
     view = hurt.wait()
     assert (view.state, view.starts) == ("completed", 1), (view, hurt.logs())
-    assert "started again" in "".join(hurt.logs())
+    assert "another one is started" in "".join(hurt.logs())
     rows = metrics_of(service, hurt.job_id)
     assert [row["step"] for row in rows if row["step"]] == [1, 2, 3, 4], "each step once"
     until(lambda: not service.processes_of(hurt.job_id), "nothing of it is left", 30)
@@ -97,7 +97,7 @@ def test_a_server_in_a_bundle_of_its_own_is_replaced_and_the_job_goes_on(service
     assert (view.state, view.starts) == ("completed", 1), (view, job.logs())
     rows = metrics_of(service, job.job_id)
     assert [row["step"] for row in rows if row["step"]] == [1, 2, 3, 4, 5, 6]
-    assert "started again" in "".join(job.logs())
+    assert "another one is started" in "".join(job.logs())
     until(lambda: not service.processes_of(job.job_id), "nothing of it is left", 30)
 
 

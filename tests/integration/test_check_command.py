@@ -152,9 +152,9 @@ def test_a_start_that_fails_is_named_with_its_key(job_file, capsys):
 
 @pytest.mark.slow
 def test_a_job_that_needs_more_memory_than_is_free(job_file, capsys, monkeypatch):
-    from palestra.runtime import checking
+    from palestra.runtime import memory
 
-    monkeypatch.setattr(checking, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
     assert main(["check", "job.toml"]) == 1
     assert "trainer.micro_batch_tokens" in capsys.readouterr().out
 

@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 
 from palestra.engine.base import Engine, EngineLoad, EngineRequest
 from palestra.engine.pool.call_counts import CallCounts
+from palestra.engine.pool.change import NumberChange
 from palestra.engine.pool.placement import place
 from palestra.engine.pool.prefixes import block_hashes
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
@@ -30,11 +31,14 @@ MOST_FAILURES = 5  # of one place in a row; then the pool as a whole has failed
 STEADY_SECONDS = 60.0  # a worker that has served for so long ends the row
 BACKOFF_SECONDS = 0.25  # before the second start in a row; doubled with each further one
 START_SECONDS = 900.0  # to load the models, unless the options say otherwise
+MOST_NEWS = 100  # lines about workers that are kept until they are read
 MOST_ATTEMPTS = 3  # workers that one request may lose: a request that kills its worker must not kill them all
 
 StartWorker = Callable[[int], Awaitable[StartedWorker]]
 """Starts the worker of a place, and returns when it has the weights of the start. A PalestraError that is no
 EngineFailure says that no start can succeed."""
+CheckRoom = Callable[[int], Awaitable[None]]
+"""Raises a PalestraError if the machine has no room for so many workers beside those that serve."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,7 @@ class InferenceManager:
         policies: Collection[str],
         keep: Callable[[str, WeightSource], Awaitable[KeptWeights]],
         options: PoolOptions,
+        check_room: CheckRoom | None = None,
     ) -> None:
         """Prepare a pool; `open` starts its workers.
 
@@ -82,8 +87,12 @@ class InferenceManager:
             policies: names of those that every worker has from its start.
             keep: keeps weights of a policy, named first, for workers that need them later.
             options: how the pool behaves.
+            check_room: is asked before workers are added to a pool that serves; None: there is room.
         """
         self._start, self._first, self._keep, self._options = start, frozenset(policies), keep, options
+        self._check_room = check_room
+        self._change: NumberChange | None = None  # of the number of workers: the newest
+        self._news: asyncio.Queue[str] = asyncio.Queue(MOST_NEWS)
         self._wanted: dict[str, WantedPolicy] = {}
         self._workers: list[InferenceWorker] = []
         self._gone = EngineLoad(waiting=0, running=0)  # what workers that were taken away have done
@@ -102,7 +111,10 @@ class InferenceManager:
             PalestraError: one of them can't be started.
         """
         try:
-            await self._resize(self._options.replicas)
+            self._check_number(self._options.replicas)
+            added = [self._added_worker(later=False) for _ in range(self._options.replicas)]
+            await race(self._until(lambda: all(worker.is_ready for worker in added)), asyncio.shield(self._failure))
+            self._check_open()
         except BaseException:
             await self.close()
             raise
@@ -205,7 +217,7 @@ class InferenceManager:
         Left out are workers that do not serve now, and those whose kind has no scores.
 
         Raises:
-            EngineFailure: the pool was closed, or has failed; or a worker that goes on has no answer.
+            EngineFailure: the pool was closed, or has failed; or a worker that still serves has no answer.
         """
         self._check_known(policy)
         found = []
@@ -364,64 +376,131 @@ class InferenceManager:
         """Return when a worker can't be kept running, and say which and why."""
         return str(await asyncio.shield(self._failure))
 
+    async def next_loss(self) -> str:
+        """Return the next line about a worker that was lost, or did not start, and does not end the pool."""
+        return await self._news.get()
+
     async def close(self) -> None:
         """End all workers; requests in flight fail with EngineFailure."""
         self._closed = True
         await self._notify()
+        change = self._change
+        if change is not None:
+            change.end(EngineFailure("the engine was stopped"))
         try:
-            await cancelled(*self._tasks.values())
+            await cancelled(*self._tasks.values(), *([change.work] if change is not None and change.work else []))
         finally:
             self._wanted.clear()  # frees the weights
 
     async def resize(self, replicas: int) -> None:
         """Change the number of workers while requests are answered, and return when it is reached.
 
-        Workers that are taken away get no new requests, finish those that they have, and are ended then.
+        Workers that are taken away get no new requests, finish those that they have, and are ended then. Workers that
+        are added start one after another. The change is carried out also where the caller is cancelled.
 
         Args:
             replicas: at least one.
 
         Raises:
-            Conflict: the pool has workers of several kinds.
-            PalestraError: a worker can't be started, or the pool was closed.
+            Conflict: the pool has workers of several kinds; or another call has asked for another number meanwhile.
+            PalestraError: there is no room for the workers, or one of them can't be started, and those that serve go
+                on; or the pool was closed.
         """
         if self._options.kinds:  # it would not be said which kind becomes more, or fewer
             raise Conflict(
                 "this job has inference workers of several kinds, whose number stays as it is; change engine.workers, "
                 "and start the job again"
             )
-        await self._resize(replicas)
+        self._check_number(replicas)
+        self._check_open()
+        change = self._change
+        if change is None or change.ended.done() or change.replicas != replicas:
+            await self._check_room_for(replicas)
+            self._check_open()
+            change = self._changed_to(replicas)
+        await race(asyncio.shield(change.ended), asyncio.shield(self._failure))
+        self._check_open()
+        if (error := change.ended.result()) is not None:
+            raise error
 
-    async def _resize(self, replicas: int) -> None:
-        """Change the number of workers; see `resize`."""
+    def _check_number(self, replicas: int) -> None:
+        """Refuse a number of workers that the pool can't have.
+
+        Raises:
+            InvalidRequest: it is too small or too large.
+        """
         if replicas < 1:
             raise InvalidRequest("a pool has at least one worker", "replicas")
         if self._options.most is not None and replicas > self._options.most:
             raise InvalidRequest(
                 f"replicas is {replicas}, and this job has room for {self._options.most} workers", "replicas"
             )
-        self._check_open()
-        stay = [worker for worker in self._workers if not worker.is_draining]
+
+    async def _check_room_for(self, replicas: int) -> None:
+        """Refuse workers for which the machine has no room, before one of them is started.
+
+        Raises:
+            PalestraError: there is no room for them.
+        """
+        stay = self._staying()
+        if replicas > len(stay) and self._check_room is not None:
+            # Also those that start now or again are still to take their memory.
+            await self._check_room(replicas - sum(worker.is_ready for worker in stay))
+
+    def _staying(self) -> list[InferenceWorker]:
+        """Return the workers that are not being taken away."""
+        return [worker for worker in self._workers if not worker.is_draining]
+
+    def _changed_to(self, replicas: int) -> NumberChange:
+        """Begin a change of the number of workers, in the place of another one that is under way.
+
+        Workers that are to be taken away take no further request from now on.
+        """
+        before = self._change
+        if before is not None and not before.ended.done():
+            if before.replicas == replicas:
+                return before
+            before.overtake(replicas)
+        stay = self._staying()
+        # First those that do not serve: the start of one that is not wanted any more is broken off.
         for worker in sorted(stay, key=lambda one: (one.is_ready, -one.requests))[: max(len(stay) - replicas, 0)]:
             worker.drain()
-        added = [self._added_worker() for _ in range(replicas - len(stay))]
-        leaving = [self._tasks[worker] for worker in self._workers if worker.is_draining]
-        await race(self._reached(added, leaving), asyncio.shield(self._failure))
-        self._check_open()
+        self._change = NumberChange(replicas, asyncio.get_running_loop().create_future())
+        self._change.work = asyncio.create_task(self._carry_out(self._change))
+        return self._change
 
-    async def _reached(self, added: Sequence[InferenceWorker], leaving: Sequence[asyncio.Task[None]]) -> None:
-        """Return when the workers that were added serve, or were taken away again, and those that leave are gone."""
+    async def _carry_out(self, change: NumberChange) -> None:
+        """Wait for the workers that leave, and add those that are missing, one after another.
+
+        A worker that loads a model needs more memory than one that has it, and the others sample meanwhile.
+        """
+        leaving = [self._tasks[worker] for worker in self._workers if worker.is_draining]
         if leaving:
             await asyncio.wait(leaving)
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._closed or all(worker.is_ready or worker.is_draining for worker in added)
-            )
+        starting = [worker for worker in self._staying() if not worker.has_served]  # of a change that was overtaken
+        while (problem := await self._problem_of(starting)) is None and len(self._staying()) < change.replicas:
+            starting = [self._added_worker(later=True)]
+        change.end(problem)
 
-    def _added_worker(self) -> InferenceWorker:
+    async def _problem_of(self, starting: Sequence[InferenceWorker]) -> PalestraError | None:
+        """Wait until workers serve or were given up, and return why one of them was; None: all serve."""
+        await self._until(lambda: all(worker.has_served or worker not in self._workers for worker in starting))
+        return next((worker.problem for worker in starting if worker.problem is not None), None)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Return when a condition of the pool's workers holds, or the pool was closed."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or condition())
+
+    def _added_worker(self, *, later: bool) -> InferenceWorker:
+        """Begin to start one more worker.
+
+        Args:
+            later: whether others serve already, so that the pool stays if this one does not start.
+        """
         options = self._options
         kind = options.kinds[self._numbers] if options.kinds else ""
-        worker = InferenceWorker(self._numbers, options.prefix_tokens, options.stuck_seconds, kind)
+        worker = InferenceWorker(self._numbers, options.prefix_tokens, options.stuck_seconds, kind, later=later)
         self._numbers += 1
         self._workers.append(worker)
         self._tasks[worker] = asyncio.create_task(self._keep_running(worker))
@@ -431,44 +510,67 @@ class InferenceManager:
 
     async def _keep_running(self, worker: InferenceWorker) -> None:
         """Run a worker, and others in its place, until it is taken away or can't be kept running."""
-        failures = 0
         try:
-            while True:
-                try:
-                    why = await self._serve(worker)
-                except EngineFailure as error:
-                    why = f"did not start: {error}"
-                except TimeoutError:
-                    why = f"did not start within {self._options.start_seconds:g} s"
-                if why is None:
-                    return
-                # Without its start, which takes a server longer than that.
-                served = 0.0 if worker.served_since is None else time.monotonic() - worker.served_since
-                failures = 1 if served > STEADY_SECONDS else failures + 1
-                if failures >= MOST_FAILURES:
-                    raise EngineFailure(f"{worker.name} {why} (the last of {failures} failures in a row)")
-                worker.restarts += 1
-                pause = BACKOFF_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0
-                log.warning("%s %s; started again", worker.name, why)
-                await asyncio.sleep(pause)
+            await race(self._run(worker), worker.left())
         except PalestraError as error:
-            self._fail(error)
+            self._give_up(worker, error)
         except Exception as error:
             log.exception("%s has failed in a way that is a defect", worker.name)
-            self._fail(EngineFailure(f"{worker.name} has failed: {_problem(error)}"))
+            self._give_up(worker, EngineFailure(f"{worker.name} has failed: {_problem(error)}"))
         finally:
             self._gone = added_loads(worker.own_load, self._gone)
             self._workers.remove(worker)
             del self._tasks[worker]
             await self._notify()
 
+    def _give_up(self, worker: InferenceWorker, error: PalestraError) -> None:
+        """Let the pool fail with a worker that can't be kept running, unless the pool has served without the worker."""
+        if not worker.later or worker.has_served:
+            self._fail(error)
+            return
+        worker.problem = error
+        self._tell(f"{error}; it is taken away, and the others go on")
+
+    async def _run(self, worker: InferenceWorker) -> NoReturn:
+        """Run a worker, and others in its place.
+
+        Raises:
+            PalestraError: it can't be kept running; or it was added later, and did not come to serve.
+        """
+        failures = 0
+        while True:
+            try:
+                why = await self._serve(worker)
+            except EngineFailure as error:
+                why = f"did not start: {error}"
+            except TimeoutError:
+                why = f"did not start within {self._options.start_seconds:g} s"
+            if worker.later and not worker.has_served:
+                raise EngineFailure(f"{worker.name} {why}")
+            # Without its start, which takes a server longer than that.
+            served = 0.0 if worker.served_since is None else time.monotonic() - worker.served_since
+            failures = 1 if served > STEADY_SECONDS else failures + 1
+            if failures >= MOST_FAILURES:
+                raise EngineFailure(f"{worker.name} {why} (the last of {failures} failures in a row)")
+            worker.restarts += 1
+            pause = BACKOFF_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0
+            self._tell(f"{worker.name} {why}; another one is started")
+            await asyncio.sleep(pause)
+
+    def _tell(self, text: str) -> None:
+        """Keep a line for those who run the job; see `next_loss`. The oldest of many is dropped."""
+        log.info("%s", text)
+        if self._news.full():
+            self._news.get_nowait()
+        self._news.put_nowait(text)
+
     def _fail(self, error: PalestraError) -> None:
         """Let the pool as a whole fail; the first reason counts."""
         if not self._failure.done():
             self._failure.set_result(error)
 
-    async def _serve(self, worker: InferenceWorker) -> str | None:
-        """Start a worker and let it serve; return why it ended, or None once it was taken away.
+    async def _serve(self, worker: InferenceWorker) -> str:
+        """Start a worker and let it serve; return why it ended.
 
         Raises:
             EngineFailure: it did not start.
@@ -482,18 +584,18 @@ class InferenceManager:
             failing = asyncio.create_task(_failure_of(started.engine))
             failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
             try:
-                winner = await race(worker.lost(), self._admit(worker), worker.stuck(lambda: self._paused))
+                winner = await race(worker.lost(), self._admitted(worker), worker.stuck(lambda: self._paused))
             finally:
                 await cancelled(failing)
-            return str(winner.result) if winner.index != 1 else None
+            return winner.result
         finally:
             worker.end()
             started.kill()
             await started.engine.close()
             await self._notify()
 
-    async def _admit(self, worker: InferenceWorker) -> None:
-        """Give a worker what is wanted of all, let it serve, and return when it was taken away and is idle."""
+    async def _admitted(self, worker: InferenceWorker) -> str:
+        """Give a worker what is wanted of all, let it serve, and return when it is given up."""
         paused = False
         while True:
             try:
@@ -505,9 +607,9 @@ class InferenceManager:
                 break
             paused = self._paused
             await self._pause(worker)
-        worker.is_ready, worker.served_since = True, time.monotonic()
+        worker.is_ready, worker.has_served, worker.served_since = True, True, time.monotonic()
         await self._notify()
-        await worker.left()
+        return await worker.lost()
 
     def _drop(self, refused: WantedPolicy | None, error: ModelError) -> None:
         """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does.

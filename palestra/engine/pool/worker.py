@@ -13,7 +13,7 @@ from palestra.engine.base import Engine, EngineLoad, WorkerLoad
 from palestra.engine.pool.placement import Candidate
 from palestra.engine.pool.prefixes import PrefixIndex
 from palestra.engine.pool.wanted import WantedPolicy, leftover, missing
-from palestra.errors import EngineFailure, ModelError
+from palestra.errors import EngineFailure, ModelError, PalestraError
 from palestra.types.calls import PolicyVersion
 from palestra.waiting import together
 
@@ -48,7 +48,9 @@ class StartedWorker:
 class InferenceWorker:
     """One place of a pool: a worker, or the next one in its place."""
 
-    def __init__(self, number: int, prefix_tokens: int, stuck_seconds: float, kind: str = "") -> None:
+    def __init__(
+        self, number: int, prefix_tokens: int, stuck_seconds: float, kind: str = "", *, later: bool = False
+    ) -> None:
         """Make a place without a worker yet.
 
         Args:
@@ -56,8 +58,9 @@ class InferenceWorker:
             prefix_tokens: see `PrefixIndex`.
             stuck_seconds: a worker that has work and does none for so long is stuck.
             kind: of the workers at this place, in a pool of several kinds; "": all workers are alike.
+            later: whether the place was added to a pool that serves.
         """
-        self.kind = kind
+        self.kind, self.later = kind, later
         self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
         self.engine: Engine | None = None
         self.process: int | None = None
@@ -65,7 +68,8 @@ class InferenceWorker:
         self.requests = 0  # that are being answered
         self.restarts = 0
         self.refused: WantedPolicy | None = None  # the last policy whose weights it could not take
-        self.is_ready = self.is_draining = False
+        self.problem: PalestraError | None = None  # why a worker that was added did not come to serve
+        self.is_ready = self.is_draining = self.has_served = False
         self.served_since: float | None = None  # monotonic time; None: not since its last start
         self._left = asyncio.Event()
         self._calls = 0  # other calls that it is answering: updates, scores

@@ -99,3 +99,9 @@ def test_of_several_policies_each_has_its_reward_and_its_checkpoint():
     assert "white validation  1.00" in describe("step", row, "")
     assert describe("saved", {"step": 3, "policy": "black"}, "") == "black saved after step 3"
     assert describe("saved", {"step": 3, "policy": "white"}, "white") == "saved after step 3"
+
+
+@pytest.mark.parametrize("kind", ["engine_worker_lost", "trainer_lost", "base_lost"])
+def test_what_a_job_has_lost_is_a_line(kind):
+    text = "inference worker 1 was killed by SIGKILL; another one is started"
+    assert describe(kind, {"step": 3, "text": text}, "a") == text

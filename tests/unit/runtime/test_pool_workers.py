@@ -175,6 +175,9 @@ class Scripted:
     async def start(self, number):
         raise NotImplementedError
 
+    async def check_room(self, count):
+        raise NotImplementedError
+
 
 def threads_of(orders) -> list[int | None]:
     return [getattr(table, "threads", None) for table, _ in orders]

@@ -20,7 +20,7 @@ from palestra.config import JobConfig
 from palestra.engine.external.model_files import ModelFiles
 from palestra.engine.pool import manager
 from palestra.engine.pool.manager import InferenceManager, PoolOptions
-from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError, ServerFailed
+from palestra.errors import ConfigError, Conflict, EngineFailure, InvalidRequest, ModelError, ServerFailed
 from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
 from palestra.renderers import ByteTokenizer
@@ -75,7 +75,7 @@ async def pool_of(folder: Path, engine, **options):
     )
     workers = ServerWorkers(config, config.engine, [model])
     given = PoolOptions(replicas=config.engine.worker_count, most=workers.most, **options)
-    pool = InferenceManager(workers.start, ["policy"], keep, given)
+    pool = InferenceManager(workers.start, ["policy"], keep, given, workers.check_room)
     await asyncio.wait_for(pool.open(), 60)
     try:
         yield pool
@@ -440,9 +440,37 @@ async def test_a_server_that_is_not_ready_in_time_is_not_started_again_at_the_st
 
 async def test_the_pool_does_not_open_where_there_is_too_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra.runtime.server_places.available_bytes", lambda: 2**30)
-    with pytest.raises(ConfigError, match=r"for 2 model\(s\), and 1\.0 GiB are free: 5\.0 GiB are missing"):
+    with pytest.raises(ConfigError, match=r"for 2 servers, and 1\.0 GiB are free: 5\.0 GiB are missing; use fewer"):
         async with pool_of(tmp_path, started(tmp_path)):
             pass
+
+
+async def test_servers_for_which_there_is_too_little_memory_are_not_added_and_the_others_go_on(tmp_path, monkeypatch):
+    async with pool_of(tmp_path, started(tmp_path, replicas=1)) as pool:
+        (first,) = (worker.process for worker in pool.load().workers)
+        monkeypatch.setattr("palestra.runtime.server_places.available_bytes", lambda: 7 * 2**30)
+        with pytest.raises(Conflict, match=r"no room for 3 more inference workers.* 9\.0 GiB .*: 2\.0 GiB are missing"):
+            await pool.resize(4)
+        assert [worker.process for worker in pool.load().workers] == [first]
+        await asyncio.wait_for(pool.resize(2), 60)
+        assert [worker.state for worker in pool.load().workers] == ["ready", "ready"]
+
+
+async def test_a_server_that_is_not_wanted_any_more_is_not_waited_for(tmp_path):
+    engine = started(tmp_path, replicas=1)
+    async with pool_of(tmp_path, engine) as pool:
+        python = Path(engine["python"])
+        python.write_text(python.read_text().replace("PYTHONPATH=", "exec sleep 600; PYTHONPATH="))
+        more = asyncio.ensure_future(pool.resize(2))
+        log = tmp_path / "run" / "engine-policy-1.log"
+        await until(log.exists)
+        await asyncio.wait_for(pool.resize(1), 20)
+        with pytest.raises(Conflict, match="change to 2 inference workers was overtaken"):
+            await more
+        assert len(pool.load().workers) == 1
+        assert not [one for one in psutil.Process().children() if str(log.parent) in "".join(one.cmdline())]
+        assert len(psutil.Process().children()) == 1
+        assert {version for _, version in await reply_of(pool)} == {FIRST}
 
 
 @pytest.mark.slow

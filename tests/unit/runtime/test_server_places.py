@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -153,9 +154,7 @@ def card(free: float, whole: float = 80, name: str = "1") -> Card:
 
 def test_a_card_that_others_use_is_refused_with_how_much_is_missing(places):
     found = places(ONE, [card(79, name="0"), card(60)])
-    said = (
-        r"takes 72\.0 GiB of card 1 for 1 model.*60\.0 GiB are free: 12\.0 GiB are missing; end what else uses the card"
-    )
+    said = r"takes 72\.0 GiB of card 1 for 1 server.*60\.0 GiB are free: 12\.0 GiB are missing; end what else uses"
     with pytest.raises(ConfigError, match=said):
         found.check_memory([0])
     places(ONE, [card(79, name="0"), card(73)]).check_memory([0])
@@ -164,7 +163,7 @@ def test_a_card_that_others_use_is_refused_with_how_much_is_missing(places):
 
 def test_all_servers_that_share_a_card_are_counted(places):
     found = places(TWO, [card(79, name="0"), card(71)])  # 36 GiB for each server
-    with pytest.raises(ConfigError, match=r"takes 72\.0 GiB of card 1 for 2 model.* 1\.0 GiB are missing"):
+    with pytest.raises(ConfigError, match=r"takes 72\.0 GiB of card 1 for 2 server.* 1\.0 GiB are missing"):
         found.check_memory([0])
 
 
@@ -216,13 +215,36 @@ def test_a_card_of_which_nothing_is_known_is_left_to_vllm(places):
     places(ONE, 2, parameters=1000 * GIB).check_memory([0])
 
 
-def test_too_little_memory_of_the_machine_is_said_with_how_much_is_missing(places, monkeypatch):
+@pytest.mark.parametrize(
+    ("workers", "cache", "said"),
+    [
+        (1, 1, "3.0 GiB of memory for 1 server, and 2.0 GiB are free: 1.0 GiB are missing; choose a smaller model"),
+        (
+            1,
+            3,
+            "5.0 GiB of memory for 1 server, and 2.0 GiB are free: 3.0 GiB are missing; lower engine.cache_gib "
+            "(now 3), or choose a smaller model",
+        ),
+        (
+            3,
+            1,
+            "9.0 GiB of memory for 3 servers, and 2.0 GiB are free: 7.0 GiB are missing; use fewer workers "
+            "(engine.replicas), or choose a smaller model",
+        ),
+    ],
+)
+def test_too_little_memory_of_the_machine_is_said_with_what_helps(places, monkeypatch, workers, cache, said):
     monkeypatch.setattr(server_places, "available_bytes", lambda: 2 * GIB)
-    found = places(ONE, 0, "vllm-cpu", cache_gib=1)
-    with pytest.raises(ConfigError, match=r"needs about 3\.0 GiB of memory for 1 model.* 1\.0 GiB are missing; lower"):
-        found.check_memory([0])
-    with pytest.raises(ConfigError, match=r"needs about 9\.0 GiB of memory for 3 model.* 7\.0 GiB are missing; lower"):
-        found.check_memory(range(3))
+    found = places(ONE, 0, "vllm-cpu", cache_gib=cache)
+    with pytest.raises(ConfigError, match=re.escape(f"vLLM needs about {said}") + "$"):
+        found.check_memory(range(workers))
+
+
+def test_too_little_memory_of_a_service_is_said_with_the_option_that_asks_for_more(places, monkeypatch):
+    monkeypatch.setattr(server_places, "available_bytes", lambda: 2 * GIB)
+    monkeypatch.setenv("PALESTRA_MEMORY_GIB", "2")
+    with pytest.raises(ConfigError, match=r"2\.0 GiB are left to this job: .*; submit .* more --memory-gib, or"):
+        places(ONE, 0, "vllm-cpu").check_memory([0])
 
 
 def test_a_place_of_a_server_on_cards_says_its_part(places):

