@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from unit.building import engine_request
 from unit.engine.calling import all_of
 
@@ -126,7 +127,7 @@ async def test_a_server_at_an_address_is_asked_for_its_tokenizer_and_repeats_its
     async with started(model, tmp_path, threads=1) as engine:
         api = served(engine).api
         api._sample = tokenized(load_tokenizer(str(model)))
-        await api.check()
+        await api.check(torch.float32)
         found = await api._http.post(
             GENERATE, {"token_ids": [5, 6], "sampling_params": {}, "return_token_ids": True}, 60
         )
@@ -134,4 +135,4 @@ async def test_a_server_at_an_address_is_asked_for_its_tokenizer_and_repeats_its
         other = load_tokenizer("SmolLM2-135M-Instruct")
         api._sample = tokenized(other)
         with pytest.raises(ConfigError, match="another tokenizer than the policy's model: it makes"):
-            await api.check()
+            await api.check(torch.float32)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from service import GAMES, Service, metrics_of, until
+from service import GAMES, Service, lives, metrics_of, until
 
 from engines.models import vllm_python, write_model
 from palestra.errors import InvalidRequest
@@ -82,7 +82,7 @@ def test_two_jobs_have_a_server_each_which_is_killed_or_cancelled_with_its_job(s
     long.cancel()
     assert long.wait().state == "cancelled"
     until(lambda: not service.processes_of(long.job_id), "nothing of it is left", 30)
-    assert not any(one.is_running() for one in left)
+    until(lambda: not any(map(lives, left)), "its servers are gone", 30)
 
 
 def test_a_server_in_a_bundle_of_its_own_is_replaced_and_the_job_goes_on(service):

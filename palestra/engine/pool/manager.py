@@ -369,6 +369,7 @@ class InferenceManager:
             passes=sum(load.passes for load in loads),
             prefilled_tokens=sum(load.prefilled_tokens for load in loads),
             sampled_tokens=self._calls.sampled_tokens,
+            moved_bytes=sum(load.moved_bytes for load in loads),
             workers=tuple(worker.view() for worker in self._workers),
         )
 

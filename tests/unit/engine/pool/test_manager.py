@@ -223,6 +223,8 @@ async def test_a_worker_to_which_weights_come_bit_by_bit_is_not_stuck(moves):
         engine.sync_weights, engine.load = slow, lambda: replace(load(), moved_bytes=moved[0])
         await asyncio.wait_for(pool.sync_weights("policy", PolicyVersion(0, 1), WEIGHTS), 10)
         assert (engine in house.alive) == moves
+        if moves:
+            assert pool.load().moved_bytes == 20
         await until(lambda: pool.version("policy") == PolicyVersion(0, 1))
 
 
