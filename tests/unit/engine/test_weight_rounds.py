@@ -305,13 +305,20 @@ async def test_a_server_that_always_answers_with_an_error_is_the_only_one_withou
 async def test_where_the_call_that_leads_is_cancelled_another_one_leads(place):
     place.seconds = 2.0
     rounds, servers = servers_of(place, 2)
-    source, begun = LocalWeights(WEIGHTS), threading.Event()
-    servers[0].at = lambda number: begun.set()
+    source, begun, goes_on = LocalWeights(WEIGHTS), threading.Event(), threading.Event()
+
+    def waits(number: int) -> None:
+        begun.set()
+        goes_on.wait(20)
+
+    servers[0].at = waits
     leading = asyncio.ensure_future(servers[0].take(rounds, source))
     other = asyncio.ensure_future(servers[1].take(rounds, source))
     while not begun.is_set():
         await asyncio.sleep(0.005)
     leading.cancel()
+    await asyncio.sleep(0)
+    goes_on.set()
     await asyncio.wait_for(other, 20)
     assert servers[1].has_all()
     assert leading.cancelled()

@@ -468,8 +468,7 @@ async def test_a_server_that_is_not_wanted_any_more_is_not_waited_for(tmp_path):
         with pytest.raises(Conflict, match="change to 2 inference workers was overtaken"):
             await more
         assert len(pool.load().workers) == 1
-        assert not [one for one in psutil.Process().children() if str(log.parent) in "".join(one.cmdline())]
-        assert len(psutil.Process().children()) == 1
+        await until(lambda: len(psutil.Process().children()) == 1)  # a process that had just begun is ended as well
         assert {version for _, version in await reply_of(pool)} == {FIRST}
 
 
