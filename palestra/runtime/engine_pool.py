@@ -18,7 +18,8 @@ from palestra.config import (
     WorkersConfig,
     require_place,
 )
-from palestra.engine.pool.manager import START_SECONDS, CheckRoom, InferenceManager, PoolOptions, StartWorker
+from palestra.engine.pool.manager import InferenceManager
+from palestra.engine.pool.options import START_SECONDS, CheckRoom, PoolOptions, StartWorker
 from palestra.engine.pool.wanted import KeptWeights
 from palestra.errors import EngineFailure
 from palestra.grammars.pool import Grammars

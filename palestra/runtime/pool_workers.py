@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.config import EmbeddedEngineConfig, JobConfig, VllmEngineConfig, WorkersConfig
-from palestra.engine.pool.manager import CheckRoom, StartWorker
+from palestra.engine.pool.options import CheckRoom, StartWorker
 from palestra.engine.pool.worker import StartedWorker
 from palestra.engine.vllm.command import installed_vllm
 from palestra.errors import ConfigError

@@ -18,7 +18,8 @@ from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.engine.fake import FakeEngine, digits_script
-from palestra.engine.pool.manager import InferenceManager, PoolOptions
+from palestra.engine.pool.manager import InferenceManager
+from palestra.engine.pool.options import PoolOptions
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure
 from palestra.models.causal_lm import load_causal_lm

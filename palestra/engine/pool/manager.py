@@ -5,64 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NoReturn
 
 import numpy as np
 
-from palestra.engine.base import Engine, EngineLoad, EngineRequest
+from palestra.engine.base import EngineLoad, EngineRequest
 from palestra.engine.pool.call_counts import CallCounts
 from palestra.engine.pool.change import NumberChange
+from palestra.engine.pool.keeper import WorkerKeeper, problem_of
+from palestra.engine.pool.options import CheckRoom, PoolOptions, StartWorker
 from palestra.engine.pool.placement import place
 from palestra.engine.pool.prefixes import block_hashes
+from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
-from palestra.engine.pool.worker import FIRST_VERSION, InferenceWorker, StartedWorker, added_loads
+from palestra.engine.pool.worker import FIRST_VERSION, InferenceWorker, added_loads
 from palestra.engine.replay import Replay
 from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource
-from palestra.terminal import one_line
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import cancelled, race, together
 
 log = logging.getLogger("palestra.engine")
-MOST_FAILURES = 5  # of one place in a row; then the pool as a whole has failed
-STEADY_SECONDS = 60.0  # a worker that has served for so long ends the row
-BACKOFF_SECONDS = 0.25  # before the second start in a row; doubled with each further one
-START_SECONDS = 900.0  # to load the models, unless the options say otherwise
-MOST_NEWS = 100  # lines about workers that are kept until they are read
 MOST_ATTEMPTS = 3  # workers that one request may lose: a request that kills its worker must not kill them all
-
-StartWorker = Callable[[int], Awaitable[StartedWorker]]
-"""Starts the worker of a place, and returns when it has the weights of the start. A PalestraError that is no
-EngineFailure says that no start can succeed."""
-CheckRoom = Callable[[int], Awaitable[None]]
-"""Raises a PalestraError if the machine has no room for so many workers beside those that serve."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolOptions:
-    """How a pool behaves.
-
-    Attributes:
-        replicas: workers at the start.
-        most: workers that there may be, because each needs a place of its own; None: any number.
-        sync: whether new weights reach the workers one after another, so that the others go on, or all together.
-        stuck_seconds: a worker that has work and does none for so long is replaced.
-        prefix_tokens: tokens of each policy whose place is remembered, for each worker.
-        start_seconds: how long the start of a worker may take.
-        kinds: of the workers, by their number, where a request that one kind refuses may be one for another. The number
-            of workers stays as it is then. (): all workers are alike.
-    """
-
-    replicas: int
-    most: int | None = None
-    sync: Literal["rolling", "all"] = "rolling"
-    stuck_seconds: float = 60.0
-    prefix_tokens: int = 32768
-    start_seconds: float = START_SECONDS
-    kinds: tuple[str, ...] = ()
 
 
 class InferenceManager:
@@ -89,20 +53,17 @@ class InferenceManager:
             options: how the pool behaves.
             check_room: is asked before workers are added to a pool that serves; None: there is room.
         """
-        self._start, self._first, self._keep, self._options = start, frozenset(policies), keep, options
+        self._first, self._keep, self._options = frozenset(policies), keep, options
         self._check_room = check_room
+        self._state = PoolState()
+        self._keeper = WorkerKeeper(self._state, start, options.start_seconds)
         self._change: NumberChange | None = None  # of the number of workers: the newest
-        self._news: asyncio.Queue[str] = asyncio.Queue(MOST_NEWS)
-        self._wanted: dict[str, WantedPolicy] = {}
         self._workers: list[InferenceWorker] = []
         self._gone = EngineLoad(waiting=0, running=0)  # what workers that were taken away have done
         self._tasks: dict[InferenceWorker, asyncio.Task[None]] = {}
-        self._changed = asyncio.Condition()
         self._rolling = asyncio.Lock()
         self._numbers = 0
-        self._paused = self._closed = False
         self._calls = CallCounts()
-        self._failure: asyncio.Future[PalestraError] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
         """Start the workers, and return when all of them serve.
@@ -113,8 +74,10 @@ class InferenceManager:
         try:
             self._check_number(self._options.replicas)
             added = [self._added_worker(later=False) for _ in range(self._options.replicas)]
-            await race(self._until(lambda: all(worker.is_ready for worker in added)), asyncio.shield(self._failure))
-            self._check_open()
+            await race(
+                self._state.until(lambda: all(worker.is_ready for worker in added)), asyncio.shield(self._state.failure)
+            )
+            self._state.check_open()
         except BaseException:
             await self.close()
             raise
@@ -157,7 +120,7 @@ class InferenceManager:
                 except ReplyLost:
                     raise
                 except EngineFailure:
-                    if self._closed or not await worker.has_failed(engine):
+                    if self._state.closed or not await worker.has_failed(engine):
                         raise
                 losses += 1
                 replay.begin_again()
@@ -182,14 +145,14 @@ class InferenceManager:
             EngineFailure: the pool was closed, or has failed.
         """
         while True:
-            self._check_open()
+            self._state.check_open()
             able = [worker for worker in self._workers if worker.kind not in refusals]
             if refusals and not able:
                 raise next(iter(refusals.values()))
             if serving := [worker for worker in able if worker.serves]:
                 return serving
-            async with self._changed:
-                await self._changed.wait()
+            async with self._state.changed:
+                await self._state.changed.wait()
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
         """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
@@ -206,7 +169,7 @@ class InferenceManager:
             except InvalidRequest as error:
                 refusals[worker.kind] = error
             except EngineFailure:
-                if self._closed or not await worker.has_failed(engine):
+                if self._state.closed or not await worker.has_failed(engine):
                     raise
                 losses += 1
         raise EngineFailure(f"{MOST_ATTEMPTS} inference workers died while they scored this prompt")
@@ -230,7 +193,7 @@ class InferenceManager:
             except InvalidRequest:
                 continue
             except EngineFailure:
-                if self._closed or not await worker.has_failed(engine):
+                if self._state.closed or not await worker.has_failed(engine):
                     raise
         return found
 
@@ -243,23 +206,23 @@ class InferenceManager:
         which. When this returns, no worker that serves has the older ones.
         """
         self._check_known(policy)
-        like = self._wanted[policy].like if policy in self._wanted else None
+        like = self._state.wanted[policy].like if policy in self._state.wanted else None
         kept = await self._keep(policy, source)
         await self._want(WantedPolicy(name=policy, like=like, version=version, weights=kept))
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
         """Give every worker one more policy; see `Engine.add_policy`."""
         self._check_known(like)
-        known = self._wanted.get(like)
+        known = self._state.wanted.get(like)
         root = like if known is None or known.like is None else known.like
         kept = await self._keep(name, source) if source is not None else None if known is None else known.weights
         await self._want(WantedPolicy(name=name, like=root, version=version, weights=kept))
 
     async def remove_policy(self, name: str) -> None:
         """Free the memory of an added policy in every worker; see `Engine.remove_policy`."""
-        policy = self._wanted.get(name)
+        policy = self._state.wanted.get(name)
         if policy is not None and policy.like is not None:
-            del self._wanted[name]
+            del self._state.wanted[name]
             await self._hand_out()
 
     async def _want(self, policy: WantedPolicy) -> None:
@@ -268,19 +231,19 @@ class InferenceManager:
         Raises:
             ModelError: the first worker refuses the weights; all then keep what they had.
         """
-        self._check_open()
-        before = self._wanted.get(policy.name)
-        self._wanted[policy.name] = policy
+        self._state.check_open()
+        before = self._state.wanted.get(policy.name)
+        self._state.wanted[policy.name] = policy
         try:
             await self._hand_out()
         except ModelError:
-            if self._wanted.get(policy.name) is policy:
+            if self._state.wanted.get(policy.name) is policy:
                 if before is None:
-                    del self._wanted[policy.name]
+                    del self._state.wanted[policy.name]
                 else:
-                    self._wanted[policy.name] = before
+                    self._state.wanted[policy.name] = before
             raise
-        self._check_open()
+        self._state.check_open()
 
     async def _hand_out(self) -> None:
         """Bring all workers to what is wanted; one that starts meanwhile takes it before it serves.
@@ -311,7 +274,7 @@ class InferenceManager:
         The worker in its place takes the weights before it serves.
         """
         try:
-            await worker.take(self._wanted)
+            await worker.take(self._state.wanted)
         except ModelError as error:
             return error
         except EngineFailure as error:
@@ -322,27 +285,16 @@ class InferenceManager:
 
     async def pause(self) -> None:
         """Let no worker begin another forward pass until `resume`; see `Engine.pause`."""
-        self._paused = True
+        self._state.paused = True
         await self._tell_paused()
 
     async def resume(self) -> None:
         """Let all workers go on after `pause`; see `Engine.resume`."""
-        self._paused = False
+        self._state.paused = False
         await self._tell_paused()
 
     async def _tell_paused(self) -> None:
-        await together(*(self._pause(worker) for worker in self._workers if worker.is_ready))
-
-    async def _pause(self, worker: InferenceWorker) -> None:
-        """Tell one worker whether the pool is paused."""
-        engine = worker.engine
-        if engine is None:
-            return
-        try:
-            with worker.answering():
-                await (engine.pause() if self._paused else engine.resume())
-        except EngineFailure as error:
-            worker.lose(f"could not be paused: {error}")
+        await together(*(self._keeper.pause(worker) for worker in self._workers if worker.is_ready))
 
     def version(self, policy: str) -> PolicyVersion:
         """Return the oldest version that a worker which serves has; see `Engine.version`.
@@ -355,7 +307,7 @@ class InferenceManager:
         """
         self._check_known(policy)
         served = [worker.version(policy) for worker in self._workers if worker.serves]
-        known = self._wanted.get(policy)
+        known = self._state.wanted.get(policy)
         return min(served, default=FIRST_VERSION if known is None else known.version)
 
     def load(self) -> EngineLoad:
@@ -375,23 +327,23 @@ class InferenceManager:
 
     async def failure(self) -> str:
         """Return when a worker can't be kept running, and say which and why."""
-        return str(await asyncio.shield(self._failure))
+        return str(await asyncio.shield(self._state.failure))
 
     async def next_loss(self) -> str:
         """Return the next line about a worker that was lost, or did not start, and does not end the pool."""
-        return await self._news.get()
+        return await self._state.news.get()
 
     async def close(self) -> None:
         """End all workers; requests in flight fail with EngineFailure."""
-        self._closed = True
-        await self._notify()
+        self._state.closed = True
+        await self._state.notify()
         change = self._change
         if change is not None:
             change.end(EngineFailure("the engine was stopped"))
         try:
             await cancelled(*self._tasks.values(), *([change.work] if change is not None and change.work else []))
         finally:
-            self._wanted.clear()  # frees the weights
+            self._state.wanted.clear()  # frees the weights
 
     async def resize(self, replicas: int) -> None:
         """Change the number of workers while requests are answered, and return when it is reached.
@@ -413,14 +365,14 @@ class InferenceManager:
                 "and start the job again"
             )
         self._check_number(replicas)
-        self._check_open()
+        self._state.check_open()
         change = self._change
         if change is None or change.ended.done() or change.replicas != replicas:
             await self._check_room_for(replicas)
-            self._check_open()
+            self._state.check_open()
             change = self._changed_to(replicas)
-        await race(asyncio.shield(change.ended), asyncio.shield(self._failure))
-        self._check_open()
+        await race(asyncio.shield(change.ended), asyncio.shield(self._state.failure))
+        self._state.check_open()
         if (error := change.ended.result()) is not None:
             raise error
 
@@ -485,13 +437,8 @@ class InferenceManager:
 
     async def _problem_of(self, starting: Sequence[InferenceWorker]) -> PalestraError | None:
         """Wait until workers serve or were given up, and return why one of them was; None: all serve."""
-        await self._until(lambda: all(worker.has_served or worker not in self._workers for worker in starting))
+        await self._state.until(lambda: all(worker.has_served or worker not in self._workers for worker in starting))
         return next((worker.problem for worker in starting if worker.problem is not None), None)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Return when a condition of the pool's workers holds, or the pool was closed."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or condition())
 
     def _added_worker(self, *, later: bool) -> InferenceWorker:
         """Begin to start one more worker.
@@ -507,152 +454,33 @@ class InferenceManager:
         self._tasks[worker] = asyncio.create_task(self._keep_running(worker))
         return worker
 
-    # The life of a worker
-
     async def _keep_running(self, worker: InferenceWorker) -> None:
         """Run a worker, and others in its place, until it is taken away or can't be kept running."""
         try:
-            await race(self._run(worker), worker.left())
+            await race(self._keeper.run(worker), worker.left())
         except PalestraError as error:
             self._give_up(worker, error)
         except Exception as error:
             log.exception("%s has failed in a way that is a defect", worker.name)
-            self._give_up(worker, EngineFailure(f"{worker.name} has failed: {_problem(error)}"))
+            self._give_up(worker, EngineFailure(f"{worker.name} has failed: {problem_of(error)}"))
         finally:
             self._gone = added_loads(worker.own_load, self._gone)
             self._workers.remove(worker)
             del self._tasks[worker]
-            await self._notify()
+            await self._state.notify()
 
     def _give_up(self, worker: InferenceWorker, error: PalestraError) -> None:
         """Let the pool fail with a worker that can't be kept running, unless the pool has served without the worker."""
         if not worker.later or worker.has_served:
-            self._fail(error)
+            self._state.fail(error)
             return
         worker.problem = error
-        self._tell(f"{error}; it is taken away, and the others go on")
-
-    async def _run(self, worker: InferenceWorker) -> NoReturn:
-        """Run a worker, and others in its place.
-
-        Raises:
-            PalestraError: it can't be kept running; or it was added later, and did not come to serve.
-        """
-        failures = 0
-        while True:
-            try:
-                why = await self._serve(worker)
-            except EngineFailure as error:
-                why = f"did not start: {error}"
-            except TimeoutError:
-                why = f"did not start within {self._options.start_seconds:g} s"
-            if worker.later and not worker.has_served:
-                raise EngineFailure(f"{worker.name} {why}")
-            # Without its start, which takes a server longer than that.
-            served = 0.0 if worker.served_since is None else time.monotonic() - worker.served_since
-            failures = 1 if served > STEADY_SECONDS else failures + 1
-            if failures >= MOST_FAILURES:
-                raise EngineFailure(f"{worker.name} {why} (the last of {failures} failures in a row)")
-            worker.restarts += 1
-            pause = BACKOFF_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0
-            self._tell(f"{worker.name} {why}; another one is started")
-            await asyncio.sleep(pause)
-
-    def _tell(self, text: str) -> None:
-        """Keep a line for those who run the job; see `next_loss`. The oldest of many is dropped."""
-        log.info("%s", text)
-        if self._news.full():
-            self._news.get_nowait()
-        self._news.put_nowait(text)
-
-    def _fail(self, error: PalestraError) -> None:
-        """Let the pool as a whole fail; the first reason counts."""
-        if not self._failure.done():
-            self._failure.set_result(error)
-
-    async def _serve(self, worker: InferenceWorker) -> str:
-        """Start a worker and let it serve; return why it ended.
-
-        Raises:
-            EngineFailure: it did not start.
-            PalestraError: it can't be started.
-        """
-        worker.served_since = None
-        async with asyncio.timeout(self._options.start_seconds):
-            started = await self._start(worker.number)
-        worker.begin(started)
-        try:
-            failing = asyncio.create_task(_failure_of(started.engine))
-            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
-            try:
-                winner = await race(worker.lost(), self._admitted(worker), worker.stuck(lambda: self._paused))
-            finally:
-                await cancelled(failing)
-            return winner.result
-        finally:
-            worker.end()
-            started.kill()
-            await started.engine.close()
-            await self._notify()
-
-    async def _admitted(self, worker: InferenceWorker) -> str:
-        """Give a worker what is wanted of all, let it serve, and return when it is given up."""
-        paused = False
-        while True:
-            try:
-                await worker.take(self._wanted)
-            except ModelError as error:
-                self._drop(worker.refused, error)
-                continue
-            if paused == self._paused and not worker.lacks(self._wanted):
-                break
-            paused = self._paused
-            await self._pause(worker)
-        worker.is_ready, worker.has_served, worker.served_since = True, True, time.monotonic()
-        await self._notify()
-        return await worker.lost()
-
-    def _drop(self, refused: WantedPolicy | None, error: ModelError) -> None:
-        """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does.
-
-        Raises:
-            ModelError: it is no added policy, and without it there is nothing to sample from.
-        """
-        if refused is None or refused.like is None or self._wanted.get(refused.name) is not refused:
-            raise error
-        log.error("%r can't be sampled from any more: %s", refused.name, error)
-        del self._wanted[refused.name]
-
-    async def _notify(self) -> None:
-        """Wake those who wait for a worker, or for a change of the pool."""
-        async with self._changed:
-            self._changed.notify_all()
+        self._state.tell(f"{error}; it is taken away, and the others go on")
 
     def _check_known(self, policy: str) -> None:
-        if policy not in self._first and policy not in self._wanted:
-            known = ", ".join(map(repr, (*sorted(self._first), *sorted(self._wanted.keys() - self._first))))
+        if policy not in self._first and policy not in self._state.wanted:
+            known = ", ".join(map(repr, (*sorted(self._first), *sorted(self._state.wanted.keys() - self._first))))
             raise ModelError(f"this engine has the policies {known}, not {policy!r}")
-
-    def _check_open(self) -> None:
-        """Raise the error of a pool that was closed, or has failed."""
-        if self._closed:
-            raise EngineFailure("the engine was stopped")
-        if self._failure.done():
-            raise self._failure.result()
-
-
-async def _failure_of(engine: Engine) -> str:
-    """Return when an engine has failed, and say why; or why that can't be found out."""
-    try:
-        return await engine.failure()
-    except Exception as error:
-        log.exception("an engine could not be watched, which is a defect")
-        return f"can't be watched: {_problem(error)}"
-
-
-def _problem(error: BaseException) -> str:
-    """Return an error that is a defect, in one line."""
-    return f"{type(error).__name__}: {one_line(str(error))[:300]}"
 
 
 def _whole(prompt: TokenSequence, reply: Sequence[int]) -> TokenSequence:

@@ -18,8 +18,9 @@ import torch
 
 from palestra.config import JobConfig
 from palestra.engine.external.model_files import ModelFiles
-from palestra.engine.pool import manager
-from palestra.engine.pool.manager import InferenceManager, PoolOptions
+from palestra.engine.pool import keeper
+from palestra.engine.pool.manager import InferenceManager
+from palestra.engine.pool.options import PoolOptions
 from palestra.errors import ConfigError, Conflict, EngineFailure, InvalidRequest, ModelError, ServerFailed
 from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
@@ -336,7 +337,7 @@ async def test_a_server_that_does_not_fit_is_said_before_anything_is_sampled(tmp
 
 
 async def test_an_address_without_a_server_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "BACKOFF_SECONDS", 0.01)
     async with listening(ScriptedVllm()) as port:
         urls = [f"http://127.0.0.1:{port}", "http://127.0.0.1:9"]
         with pytest.raises(
@@ -407,7 +408,7 @@ async def test_an_only_server_that_is_killed_is_replaced_and_its_calls_are_sampl
 
 @pytest.mark.slow
 async def test_an_only_server_that_dies_again_and_again_ends_the_pool_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "BACKOFF_SECONDS", 0.01)
     async with pool_of(tmp_path, started(tmp_path, replicas=1)) as pool:
         failure = asyncio.create_task(pool.failure())
         killed = [None]

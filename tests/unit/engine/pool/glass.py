@@ -7,7 +7,8 @@ import contextlib
 from dataclasses import dataclass, field, replace
 
 from palestra.engine.fake import FakeEngine, digits_script
-from palestra.engine.pool.manager import InferenceManager, PoolOptions
+from palestra.engine.pool.manager import InferenceManager
+from palestra.engine.pool.options import PoolOptions
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure, ModelError
 from palestra.models.weights import LocalWeights

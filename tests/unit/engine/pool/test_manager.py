@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from palestra.engine.fake import FakeEngine, digits_script
-from palestra.engine.pool import manager
+from palestra.engine.pool import keeper
 from palestra.errors import ConfigError, Conflict, EngineFailure, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
@@ -271,7 +271,7 @@ async def test_prompts_that_are_scored_together_are_spread_over_the_workers():
 
 
 async def test_after_failures_in_a_row_the_pool_has_failed_and_says_which_worker_and_why(monkeypatch):
-    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(keeper, "BACKOFF_SECONDS", 0.001)
     house = Glasshouse()
     async with pool_of(house) as pool:
         house.on_start = lambda engine: engine.break_now("was killed by SIGKILL")
@@ -286,8 +286,8 @@ async def test_after_failures_in_a_row_the_pool_has_failed_and_says_which_worker
 
 async def test_a_start_that_takes_long_is_no_time_in_which_the_worker_has_served(monkeypatch):
     """A server takes a minute to start, so that one that dies whenever it serves would be started again for ever."""
-    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.001)
-    monkeypatch.setattr(manager, "STEADY_SECONDS", 0.05)
+    monkeypatch.setattr(keeper, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(keeper, "STEADY_SECONDS", 0.05)
     house = Glasshouse()
     start = house.start
 
@@ -304,7 +304,7 @@ async def test_a_start_that_takes_long_is_no_time_in_which_the_worker_has_served
 
 
 async def test_a_start_that_takes_longer_than_it_may_is_a_failure(monkeypatch):
-    monkeypatch.setattr(manager, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(keeper, "BACKOFF_SECONDS", 0.001)
     house = Glasshouse()
 
     async def never(number):

@@ -1,0 +1,140 @@
+"""The life of an inference worker: it is started, gets what is wanted, serves, and is replaced when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import NoReturn
+
+from palestra.engine.base import Engine
+from palestra.engine.pool.options import StartWorker
+from palestra.engine.pool.state import PoolState
+from palestra.engine.pool.wanted import WantedPolicy
+from palestra.engine.pool.worker import InferenceWorker
+from palestra.errors import EngineFailure, ModelError
+from palestra.terminal import one_line
+from palestra.waiting import cancelled, race
+
+log = logging.getLogger("palestra.engine")
+MOST_FAILURES = 5  # of one place in a row; then the pool as a whole has failed
+STEADY_SECONDS = 60.0  # a worker that has served for so long ends the row
+BACKOFF_SECONDS = 0.25  # before the second start in a row; doubled with each further one
+
+
+class WorkerKeeper:
+    """Keeps the workers of a pool running."""
+
+    def __init__(self, state: PoolState, start: StartWorker, start_seconds: float) -> None:
+        """Prepare to keep workers.
+
+        Args:
+            state: of the pool.
+            start: starts a worker.
+            start_seconds: how long that may take.
+        """
+        self._state, self._start, self._start_seconds = state, start, start_seconds
+
+    async def run(self, worker: InferenceWorker) -> NoReturn:
+        """Run a worker, and others in its place.
+
+        Raises:
+            PalestraError: it can't be kept running; or it was added later, and did not come to serve.
+        """
+        failures = 0
+        while True:
+            try:
+                why = await self._serve(worker)
+            except EngineFailure as error:
+                why = f"did not start: {error}"
+            except TimeoutError:
+                why = f"did not start within {self._start_seconds:g} s"
+            if worker.later and not worker.has_served:
+                raise EngineFailure(f"{worker.name} {why}")
+            # Without its start, which takes a server longer than that.
+            served = 0.0 if worker.served_since is None else time.monotonic() - worker.served_since
+            failures = 1 if served > STEADY_SECONDS else failures + 1
+            if failures >= MOST_FAILURES:
+                raise EngineFailure(f"{worker.name} {why} (the last of {failures} failures in a row)")
+            worker.restarts += 1
+            pause = BACKOFF_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0
+            self._state.tell(f"{worker.name} {why}; another one is started")
+            await asyncio.sleep(pause)
+
+    async def pause(self, worker: InferenceWorker) -> None:
+        """Tell one worker whether the pool is paused."""
+        engine = worker.engine
+        if engine is None:
+            return
+        try:
+            with worker.answering():
+                await (engine.pause() if self._state.paused else engine.resume())
+        except EngineFailure as error:
+            worker.lose(f"could not be paused: {error}")
+
+    async def _serve(self, worker: InferenceWorker) -> str:
+        """Start a worker and let it serve; return why it ended.
+
+        Raises:
+            EngineFailure: it did not start.
+            PalestraError: it can't be started.
+        """
+        worker.served_since = None
+        async with asyncio.timeout(self._start_seconds):
+            started = await self._start(worker.number)
+        worker.begin(started)
+        try:
+            failing = asyncio.create_task(_failure_of(started.engine))
+            failing.add_done_callback(lambda done: None if done.cancelled() else worker.lose(done.result()))
+            try:
+                winner = await race(worker.lost(), self._admitted(worker), worker.stuck(lambda: self._state.paused))
+            finally:
+                await cancelled(failing)
+            return winner.result
+        finally:
+            worker.end()
+            started.kill()
+            await started.engine.close()
+            await self._state.notify()
+
+    async def _admitted(self, worker: InferenceWorker) -> str:
+        """Give a worker what is wanted of all, let it serve, and return when it is given up."""
+        paused = False
+        while True:
+            try:
+                await worker.take(self._state.wanted)
+            except ModelError as error:
+                self._drop(worker.refused, error)
+                continue
+            if paused == self._state.paused and not worker.lacks(self._state.wanted):
+                break
+            paused = self._state.paused
+            await self.pause(worker)
+        worker.is_ready, worker.has_served, worker.served_since = True, True, time.monotonic()
+        await self._state.notify()
+        return await worker.lost()
+
+    def _drop(self, refused: WantedPolicy | None, error: ModelError) -> None:
+        """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does.
+
+        Raises:
+            ModelError: it is no added policy, and without it there is nothing to sample from.
+        """
+        if refused is None or refused.like is None or self._state.wanted.get(refused.name) is not refused:
+            raise error
+        log.error("%r can't be sampled from any more: %s", refused.name, error)
+        del self._state.wanted[refused.name]
+
+
+async def _failure_of(engine: Engine) -> str:
+    """Return when an engine has failed, and say why; or why that can't be found out."""
+    try:
+        return await engine.failure()
+    except Exception as error:
+        log.exception("an engine could not be watched, which is a defect")
+        return f"can't be watched: {problem_of(error)}"
+
+
+def problem_of(error: BaseException) -> str:
+    """Return an error that is a defect, in one line."""
+    return f"{type(error).__name__}: {one_line(str(error))[:300]}"
