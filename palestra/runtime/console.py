@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, VllmEngineConfig
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.terminal import TerminalConsole, one_line
 from palestra.types.metrics import of_policies
@@ -46,7 +46,7 @@ class Console:
             notes: lines to print first.
         """
         self._notes = notes
-        self._config = config
+        self._config, self._beginning = config, beginning(config)
         self._out = TerminalConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
         self._bars = Progress(
             BarColumn(bar_width=30),
@@ -183,7 +183,7 @@ class Console:
     def _situation(self, job: LocalJob | None) -> tuple[object, str]:
         """Return a value that changes when there are news, and the job's situation as a line, which may be empty."""
         if job is None:
-            return LOADING, LOADING
+            return self._beginning, self._beginning
         now, at = situation_of(job), time.monotonic()
         if now.moved != self._moved[0]:
             self._moved = now.moved, at
@@ -193,7 +193,7 @@ class Console:
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
         """Return the output below the lines; `job` is None while the model is being loaded."""
-        lines = [LOADING]
+        lines = [self._beginning]
         if job is not None:
             done = job.progress.step if self._config.token_budget is None else job.progress.sampled_tokens
             self._bars.update(self._bar, completed=done)
@@ -281,7 +281,7 @@ class ServingConsole(Console):
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
         if job is None:
-            return (Text(LOADING, style="dim"),)
+            return (Text(self._beginning, style="dim"),)
         context = job.plane.sessions.context
         counts = context.counts
         tokens = counts["prompt_tokens"] + counts["completion_tokens"]
@@ -291,3 +291,13 @@ class ServingConsole(Console):
             f"{context.rate.per_second:,.0f} tok/s",
         ]
         return Text(job.progress.phase), Text("   ".join(parts), style="dim")
+
+
+def beginning(config: JobConfig) -> str:
+    """Return what a job does before it listens: with vLLM it takes half a minute or more, and its logs say why."""
+    tables = [table for table in config.engine.tables if isinstance(table, VllmEngineConfig)]
+    servers = sum(table.started_count for table in tables) * len(config.policies)
+    if not servers:
+        return LOADING
+    several = "s" * (servers > 1)
+    return f"starting {servers} vLLM server{several} ({config.folder}/engine-*.log), which takes half a minute or more"

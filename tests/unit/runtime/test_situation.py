@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, parse_config
 from palestra.runtime import console
-from palestra.runtime.console import Console, console_of
+from palestra.runtime.console import Console, beginning, console_of
 from palestra.runtime.local import local_job
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, Situation, clock, describe
 from palestra.store.leases import Holder
@@ -150,3 +150,20 @@ def test_a_worker_that_is_lost_is_a_line_on_the_console(kind):
     with console_of(JobConfig.model_validate({"kind": kind, "engine": {"kind": "fake"}}), out) as shown:
         shown.report("engine_worker_lost", {"step": 3, "text": "inference worker 1 [vllm] was killed by SIGKILL"})
     assert "inference worker 1 [vllm] was killed by SIGKILL" in out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"kind": "fake"}, "loading the model"),
+        ({"kind": "vllm", "url": "http://a:1"}, "loading the model"),
+        ({"kind": "vllm", "python": "/p"}, "starting 1 vLLM server (runs/j/engine-*.log), which takes half a minute"),
+        (
+            {"workers": [{"kind": "embedded"}, {"kind": "vllm", "python": "/p", "replicas": 2}]},
+            "starting 2 vLLM servers (runs/j/engine-*.log), which takes half a minute",
+        ),
+    ],
+)
+def test_what_a_job_does_before_it_listens_is_said(engine, said):
+    config = parse_config({"name": "j", "run_dir": "runs/j", "engine": engine, "policies": {"p": {"model": "m"}}})
+    assert beginning(config).startswith(said)
