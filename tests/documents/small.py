@@ -22,11 +22,14 @@ LESS: Mapping[str, Mapping[str, Any]] = {
     "engine": {"threads": 1},
     "trainer": {"threads": 1},
 }
+MOST_GIB = 4.0  # of a job of a service: a model of random weights has room in it
 
 
 def small(config: JobConfig) -> JobConfig:
-    """Return the job with one step of two episodes, and models of random weights."""
+    """Return the job with one step of two episodes, models of random weights, and the engine that is always there."""
     data = config.model_dump() | {"steps": 1, "model": None}
+    if config.engine.kind != "embedded":  # this machine may have no other
+        data["engine"] = {"kind": "embedded"}
     for key, settings in LESS.items():
         data[key] |= settings
     for policy in data["policies"].values():
@@ -56,6 +59,8 @@ def submit_small(submit: Any) -> Any:
     def called(self: ControlClient, config: Mapping[str, Any] | None = None, **more: Any) -> Any:
         if config is not None:
             config = small(JobConfig.model_validate(config)).model_dump(mode="json", exclude_none=True)
+            if "memory_gib" in more:
+                more["memory_gib"] = min(more["memory_gib"], MOST_GIB)
         return submit(self, config, **more)
 
     return called
