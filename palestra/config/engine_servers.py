@@ -64,7 +64,7 @@ def _from_home(python: Path) -> Path:
     try:
         return python.expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{str(python)!r} begins in the home directory of nobody; give the whole path") from error
+        raise ValueError(f"{str(python)!r} begins with an unknown user; give the whole path") from error
 
 
 Interpreter = Annotated[Path, AfterValidator(_from_home)]

@@ -87,7 +87,7 @@ def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
     block = torch.searchsorted(ends, _below(target, ends), right=True).clamp_(max=blocks.shape[1] - 1)
     within = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
     target -= ends.gather(1, block) - sums.gather(1, block)
-    target.clamp_(min=0.0)  # it was rounded: below zero, the block's first token would be found, whatever its weight
+    target.clamp_(min=0.0)  # rounding can make it negative, and then the search would find the block's first token
     found = block * _BLOCK + torch.searchsorted(within, _below(target, within), right=True)
     return found.squeeze(1).clamp_(max=weights.shape[1] - 1)  # of scores that are no numbers
 

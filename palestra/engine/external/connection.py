@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import httpx2
 
 from palestra.engine.external.bounded import read_body, read_lines
-from palestra.engine.external.shown import shown
+from palestra.engine.shown import shown
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 
 CONNECT_SECONDS = 10.0

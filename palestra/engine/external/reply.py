@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from palestra.engine.base import EngineRequest
 from palestra.engine.external.api import Chunk
-from palestra.engine.external.shown import shown
+from palestra.engine.shown import shown
 from palestra.errors import EngineFailure
 from palestra.types.calls import PolicyVersion, SampledTokens, VersionSpan
 

@@ -12,8 +12,8 @@ from palestra.engine.pool.options import StartWorker
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import WantedPolicy
 from palestra.engine.pool.worker import InferenceWorker
+from palestra.engine.shown import problem
 from palestra.errors import EngineFailure, ModelError
-from palestra.terminal import one_line
 from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra.engine")
@@ -132,9 +132,4 @@ async def _failure_of(engine: Engine) -> str:
         return await engine.failure()
     except Exception as error:
         log.exception("an engine could not be watched, which is a defect")
-        return f"can't be watched: {problem_of(error)}"
-
-
-def problem_of(error: BaseException) -> str:
-    """Return an error that is a defect, in one line."""
-    return f"{type(error).__name__}: {one_line(str(error))[:300]}"
+        return f"can't be watched: {problem(error)}"

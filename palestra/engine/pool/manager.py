@@ -12,7 +12,7 @@ import numpy as np
 from palestra.engine.base import EngineLoad, EngineRequest
 from palestra.engine.pool.call_counts import CallCounts
 from palestra.engine.pool.change import NumberChange
-from palestra.engine.pool.keeper import WorkerKeeper, problem_of
+from palestra.engine.pool.keeper import WorkerKeeper
 from palestra.engine.pool.options import CheckRoom, PoolOptions, StartWorker
 from palestra.engine.pool.placement import place
 from palestra.engine.pool.prefixes import block_hashes
@@ -20,6 +20,7 @@ from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
 from palestra.engine.pool.worker import FIRST_VERSION, InferenceWorker, added_loads
 from palestra.engine.replay import Replay
+from palestra.engine.shown import problem
 from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
@@ -462,7 +463,7 @@ class InferenceManager:
             self._give_up(worker, error)
         except Exception as error:
             log.exception("%s has failed in a way that is a defect", worker.name)
-            self._give_up(worker, EngineFailure(f"{worker.name} has failed: {problem_of(error)}"))
+            self._give_up(worker, EngineFailure(f"{worker.name} has failed: {problem(error)}"))
         finally:
             self._gone = added_loads(worker.own_load, self._gone)
             self._workers.remove(worker)

@@ -16,9 +16,9 @@ from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import EngineConnection
 from palestra.engine.external.reply import Bounds
 from palestra.engine.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
-from palestra.engine.external.shown import problem, shown
 from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.sglang.sampling import sglang_sampling
+from palestra.engine.shown import problem, shown
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.engine.external.api import Chunk
-from palestra.engine.external.shown import problem
+from palestra.engine.shown import problem
 from palestra.errors import EngineFailure
 from palestra.types.calls import PolicyVersion, VersionSpan
 

@@ -18,8 +18,8 @@ from palestra.engine.external.api import Chunk, Counters
 from palestra.engine.external.connection import Body, EngineConnection
 from palestra.engine.external.reply import Bounds
 from palestra.engine.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
-from palestra.engine.external.shown import problem, shown
 from palestra.engine.external.versions import dotted, version_of
+from palestra.engine.shown import problem, shown
 from palestra.engine.vllm.answers import chunk_of, list_of
 from palestra.engine.vllm.pictures import VllmPictures
 from palestra.engine.vllm.rendezvous import Rendezvous

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palestra.engine.shown import shown
 from palestra.engine.vllm.api import VllmApi
 from palestra.engine.vllm.rendezvous import Rendezvous
 from palestra.engine.vllm.worker.palestra_weight_group import BUCKET_BYTES, WeightGroup, WeightLayout
@@ -213,7 +214,7 @@ class WeightRounds:
                 return found, problems
             why = "another server did not come"
         except RuntimeError as error:
-            problems, why = {}, _line(error)
+            problems, why = {}, shown(error)
         finally:
             await _end(meeting, *joins)  # the thread of a meeting that fails ends at its time limit
         left = f"was not sent weights, because the servers have not met: {why}"
@@ -252,7 +253,7 @@ class WeightRounds:
             if not isinstance(error, RuntimeError | TimeoutError | None):
                 raise error
             if error is not None:
-                log.warning("a broadcast of weights has failed: %s", _line(error))
+                log.warning("a broadcast of weights has failed: %s", shown(error))
                 self._leave(receivers)  # so that no server waits for the rest of it
             await asyncio.wait(answers, timeout=limit)
             problems = _problems(receivers, answers)
@@ -286,8 +287,3 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _line(error: BaseException) -> str:
-    """Return the message of an error in one line, of which torch's are several."""
-    return " ".join(str(error).split())[:300]

@@ -141,5 +141,5 @@ def test_a_run_goes_on_where_its_server_has_moved():
 def test_an_interpreter_may_begin_in_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert VllmEngineConfig(python="~/vllm/bin/python").python == Path("/home/me/vllm/bin/python")
-    with pytest.raises(ConfigError, match="begins in the home directory of nobody; give the whole path"):
+    with pytest.raises(ConfigError, match="begins with an unknown user; give the whole path"):
         VllmEngineConfig(python="~no-such-user/bin/python")
