@@ -843,3 +843,11 @@ async def test_a_server_can_not_fill_the_console(vllm, tmp_path):
         with pytest.raises(ConfigError) as refused:
             await pieces_of(engine)
     assert len(str(refused.value)) < 400
+
+
+async def test_a_server_that_has_loaded_another_model_than_it_was_started_with_is_refused(vllm, tmp_path):
+    vllm.info = vllm.info | {"model_config": vllm.info["model_config"] | {"model": "/models/of/another/tenant"}}
+    async with on_server(vllm, tmp_path) as engine:
+        engine._policies["policy"].api._folder = tmp_path
+        with pytest.raises(ConfigError, match="has loaded /models/of/another/tenant, and not the model in"):
+            await pieces_of(engine)
