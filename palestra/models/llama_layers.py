@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
+from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
 from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, split_heads
 from palestra.models.packed_matrix import packed_part
 
@@ -53,6 +54,9 @@ def _forward(
     slot: AttentionSlot = layer.self_attn.palestra_slot
     if slot.attention is not None and not slot.shared_out and hidden_states.dtype == torch.float32:
         if _is_packed(layer):
+            kernels = cpu_kernels()
+            if kernels is not None:
+                return _sampled_by_kernels(layer, hidden_states, slot, position_embeddings, kernels)
             return _sampled(layer, hidden_states, slot, position_embeddings)
         if _is_trained(layer):
             return _trained(layer, hidden_states, slot, position_embeddings)
@@ -117,6 +121,20 @@ def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
     x: Tensor = stream[0] + _product([attention.o_proj], found)
     both = _product([mlp.gate_proj, mlp.up_proj], _normed(x, behind))
     return x.add_(_product([mlp.down_proj], gated(both))).unsqueeze(0)
+
+
+def _sampled_by_kernels(
+    layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor], kernels: CpuKernels
+) -> Tensor:
+    """Return what `_sampled` returns, with compiled kernels between the products."""
+    attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+    first = attention.q_proj, attention.k_proj, attention.v_proj
+    x = stream[0].clone()  # which kernels add to
+    whole = _product(first, kernels.norm(x, None, before.weight, before.variance_epsilon))
+    found = _attended(layer, slot, *kernels.rotate(whole, *_signed(slot, rotation), _heads(attention)))
+    seen = _product([attention.o_proj], found)
+    both = _product([mlp.gate_proj, mlp.up_proj], kernels.norm(x, seen, behind.weight, behind.variance_epsilon))
+    return x.add_(_product([mlp.down_proj], kernels.gate(both))).unsqueeze(0)
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:

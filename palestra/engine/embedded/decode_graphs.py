@@ -87,7 +87,7 @@ class DecodeGraphs:
         ids, positions, lengths = inputs
 
         def whole() -> Tensor:
-            return compute(ids, positions, DecodeAttention([(storage, lengths)], exact=False))
+            return compute(ids, positions, DecodeAttention([(storage, lengths)]))
 
         return inputs, *self._record(whole)
 

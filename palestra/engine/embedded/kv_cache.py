@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from palestra.models.cpu_kernels import cpu_kernels
+
 STEP = 64
 WIDE_STEP = 256
-_PRODUCTS = 24  # rows times key heads from which plain products are faster than torch's kernel for long queries
 
 
 def capacity_for(length: int) -> int:
@@ -165,32 +166,29 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of one decoding pass: every row of the cache adds one position, and sees all before it."""
+    """Attention of one decoding pass: every row of the cache adds one position, and sees all before it.
 
-    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], exact: bool = True) -> None:
-        """Prepare the masks' distances, once for all layers; rows come in the order of the parts.
+    A row gets the same bits whatever the number of rows beside it.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take the cache's rows, in the order of the parts.
 
         Args:
             parts: the storage of each bucket, and how many positions of its first rows are filled, int64 [rows].
-            exact: whether a row has to get the same bits whatever the number of rows beside it.
         """
-        self._exact = exact
-        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for storage, lengths in parts:
-            index = torch.arange(len(lengths), device=storage.device)
-            places = torch.arange(storage.shape[4], device=storage.device)
-            before = lengths.unsqueeze(1) - places  # [rows, capacity]: how far back each place is
-            self._parts.append((storage, index, lengths, before.view(-1, 1, 1, len(places))))
+        self._parts = parts
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket], exact: bool = True) -> DecodeAttention:
-        """Return the attention of all rows of some buckets, which have at least one row each; see `__init__`."""
-        parts = [
-            (bucket.storage, torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device))
-            for bucket in buckets
-        ]
-        return cls(parts, exact)
+    def of(cls, buckets: Sequence[Bucket]) -> DecodeAttention:
+        """Return the attention of all rows of some buckets, which have at least one row each."""
+        return cls(
+            [
+                (bucket.storage, torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device))
+                for bucket in buckets
+            ]
+        )
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
@@ -208,53 +206,55 @@ class DecodeAttention:
             scale: factor of the scores before the softmax.
             window: how many positions a token sees, its own included; None: all before it.
         """
-        heads, dim = query.shape[1], query.shape[3]
-        kv_heads = key.shape[1]
-        pieces = []
-        start = 0
-        for number, (storage, index, lengths, before) in enumerate(self._parts):
-            rows = len(index)
-            stop = start + rows
-            mask = self._masks.get((number, window))
-            if mask is None:
-                seen = before >= 0 if window is None else (before >= 0) & (before < window)
-                # Added to the scores: of a mask of booleans, each layer would make this one.
-                mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
-                self._masks[number, window] = mask
+        kernels = cpu_kernels() if query.dtype == torch.bfloat16 and query.device.type == "cpu" else None
+        pieces, start = list[Tensor](), 0
+        for number, (storage, lengths) in enumerate(self._parts):
+            rows = len(lengths)
             keys, values = storage[layer, 0, :rows], storage[layer, 1, :rows]
-            keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
-            values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
-            grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
-            if self._exact or rows * kv_heads < _PRODUCTS or grouped.dtype != torch.bfloat16 or grouped.is_cuda:
-                out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+            new = query[:, :, start : start + rows], key[:, :, start : start + rows], value[:, :, start : start + rows]
+            if kernels is not None:
+                pieces.append(kernels.attend(new, keys, values, lengths, scale, window))
             else:
-                out = _attention_by_products(grouped, keys, values, mask, scale)
-            pieces.append(out.reshape(rows, heads, dim))
-            start = stop
+                pieces.append(_attended(new, keys, values, lengths, scale, self._mask(number, window)))
+            start += rows
         if start < query.shape[2]:
-            pieces.append(query.new_zeros((query.shape[2] - start, heads, dim)))
+            pieces.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def _mask(self, number: int, window: int | None) -> Tensor:
+        """Return what is added to the scores of a part, [rows, 1, 1, capacity], once for all layers."""
+        mask = self._masks.get((number, window))
+        if mask is None:
+            storage, lengths = self._parts[number]
+            before = lengths.unsqueeze(1) - torch.arange(storage.shape[4], device=storage.device)
+            unseen = before < 0 if window is None else (before < 0) | (before >= window)
+            # Of a mask of booleans, each layer would make this one.
+            mask = torch.zeros(unseen.shape, dtype=storage.dtype, device=storage.device)
+            mask = mask.masked_fill_(unseen, -torch.inf).view(len(lengths), 1, 1, -1)
+            self._masks[number, window] = mask
+        return mask
 
-def _attention_by_products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return what queries [B, K, G, D] see of keys and values [B, K, C, D], by products in bfloat16.
 
-    A product rounds scores to bfloat16, which for large scores is coarse. So they are computed twice, the second time
-    with their largest taken off before they are rounded: those near it, which alone have weight, are exact then.
+def _attended(
+    new: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, lengths: Tensor, scale: float, mask: Tensor
+) -> Tensor:
+    """Put keys and values of one token a row into a cache, and return what it sees, [R, H, D].
 
     Args:
-        queries: of the heads that read the same keys, beside one another.
-        keys: as they lie in the cache.
+        new: queries [1, H, R, D], keys and values [1, K, R, D].
+        keys: [R, K, C, D], written to.
         values: as `keys`.
-        mask: 0 or minus infinity, [B, 1, 1, C].
+        lengths: int64 [R], how many positions are filled.
         scale: factor of the scores.
+        mask: added to the scores, [R, 1, 1, C].
     """
-    (rows, heads, group, width), places = queries.shape, keys.shape[2]
-    q, k = queries.reshape(-1, group, width), keys.reshape(-1, places, width).transpose(1, 2)
-    added = mask.expand(rows, heads, 1, places).reshape(-1, 1, places)
-    coarse = torch.baddbmm(added, q, k, alpha=scale)
-    scores = torch.baddbmm(added - coarse.amax(dim=-1, keepdim=True), q, k, alpha=scale)
-    return torch.bmm(scores.softmax(dim=-1), values.reshape(-1, places, width)).view(queries.shape)
+    query, key, value = (one[0].transpose(0, 1) for one in new)
+    index = torch.arange(len(lengths), device=lengths.device)
+    keys[index, :, lengths] = key
+    values[index, :, lengths] = value
+    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[2])  # heads that read the same keys together
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(query.shape)
 
 
 class PrefillAttention:

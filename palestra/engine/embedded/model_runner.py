@@ -180,7 +180,7 @@ class ModelRunner:
         """Compute a pass step by step; see `_next_scores`."""
         ids = torch.tensor([request.last for request in order])
         positions = torch.tensor([row.position for bucket in buckets for row in bucket.rows])
-        attention = DecodeAttention.of(buckets, self._deterministic)
+        attention = DecodeAttention.of(buckets)
         hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
         return self._scores(order, hidden[: len(order)])
 

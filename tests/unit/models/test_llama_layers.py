@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.models import llama_layers
 from palestra.models.attention_backend import TrialAttention
 from palestra.models.causal_lm import CausalLM
 from palestra.models.packed import pack
@@ -64,14 +65,18 @@ def test_a_trainer_gets_the_same_bits_and_gradients_no_worse_than_those_of_autog
 
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
-def test_an_engine_with_packed_matrices_gets_the_same_bits(kind, changes):
+def test_an_engine_with_packed_matrices_gets_the_same_bits(kind, changes, monkeypatch):
+    """But for sums that compiled kernels add in another order: few numbers are rounded to a neighbour then."""
     packed = rounded_like_the_engine(drawn(kind, changes).model)
     pack(packed)
     with torch.inference_mode():
+        compiled = packed.hidden(IDS, torch.arange(40), TrialAttention())
+        monkeypatch.setattr(llama_layers, "cpu_kernels", lambda: None)
         found = packed.hidden(IDS, torch.arange(40), TrialAttention())
         kept = [vars(layer).pop("forward") for layer in packed.blocks]
         assert torch.equal(found, packed.hidden(IDS, torch.arange(40), TrialAttention()))
     assert len(kept) == packed.layers
+    assert float((compiled - found).norm()) <= 2e-3 * float(found.norm())
 
 
 def test_layers_are_recomputed_with_the_same_gradients():

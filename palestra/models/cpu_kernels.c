@@ -1,0 +1,145 @@
+/* What lies between the matrix products of a Llama layer, in bfloat16 on a CPU; cpu_kernels.py compiles and calls it.
+
+   Every row is computed by itself, by one thread, so that its bits do not depend on the rows beside it. Numbers that
+   are none (NaN) stay none. bfloat16 is the upper half of a float, and lies in uint16_t. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define AT_ONCE 256   /* positions whose scores exist at the same time */
+#define SHORT 16384   /* numbers for which a second thread is not worth while */
+
+static inline float wide(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+/* To the nearest, and to even between two, as torch rounds. */
+static inline uint16_t rounded(float given) {
+    uint32_t bits;
+    memcpy(&bits, &given, sizeof bits);
+    uint16_t even = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    return (bits & 0x7fffffff) > 0x7f800000 ? (uint16_t)0x7fc0 : even;
+}
+
+/* e^x within 2e-7 of it, in a form that compilers turn into vector instructions; bounded at e^-87 and e^88.
+   x = n ln 2 + r with ln 2 in two parts, then a polynomial in r (S. Moshier, Cephes, expf). */
+static inline float power_of_e(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float n = __builtin_rintf(x * 1.44269504088896341f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+/* stream [rows, width] += added (NULL: nothing); out = RMS norm of it. */
+void palestra_norm(float *restrict stream, const uint16_t *restrict added, const float *restrict weight, float eps,
+                   uint16_t *restrict out, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * width > SHORT)
+    for (int64_t row = 0; row < rows; row++) {
+        float *x = stream + row * width, sum = 0;
+        const uint16_t *more = added ? added + row * width : NULL;
+        uint16_t *to = out + row * width;
+        if (more)
+            for (int64_t i = 0; i < width; i++) x[i] += wide(more[i]);
+        for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
+        float scale = 1.0f / __builtin_sqrtf(sum / (float)width + eps);
+        for (int64_t i = 0; i < width; i++) to[i] = rounded(x[i] * scale * weight[i]);
+    }
+}
+
+/* out [rows, heads, dim] = given, its first `turned` heads by rotary embedding; cosines, sines [rows, dim]. */
+void palestra_rotate(const uint16_t *restrict given, const float *restrict cosines, const float *restrict sines,
+                     uint16_t *restrict out, int64_t rows, int64_t heads, int64_t turned, int64_t dim) {
+    int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) if (rows * heads * dim > SHORT)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *c = cosines + row * dim, *s = sines + row * dim;
+        for (int64_t head = 0; head < turned; head++) {
+            const uint16_t *from = given + (row * heads + head) * dim;
+            uint16_t *to = out + (row * heads + head) * dim;
+            for (int64_t i = 0; i < half; i++) {
+                float low = wide(from[i]), high = wide(from[i + half]);
+                to[i] = rounded(low * c[i] + high * s[i]);
+                to[i + half] = rounded(high * c[i + half] + low * s[i + half]);
+            }
+        }
+        int64_t rest = (row * heads + turned) * dim;
+        memcpy(out + rest, given + rest, (size_t)((heads - turned) * dim) * sizeof *out);
+    }
+}
+
+/* out [rows, width] = silu(gate) * up, of both [rows, 2 * width]. */
+void palestra_gate(const uint16_t *restrict both, uint16_t *restrict out, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * width > SHORT)
+    for (int64_t row = 0; row < rows; row++) {
+        const uint16_t *gate = both + 2 * row * width, *up = gate + width;
+        uint16_t *to = out + row * width;
+        for (int64_t i = 0; i < width; i++) {
+            float g = wide(gate[i]), power = power_of_e(-g);
+            power = g < -88.0f ? __builtin_inff() : power;
+            to[i] = rounded(wide(rounded(g / (1.0f + power))) * wide(up[i]));
+        }
+    }
+}
+
+/* Attention of one new token a row, whose keys and values are put behind those of its row.
+
+   queries [rows, kv * group, dim], new_keys and new_values [rows, kv, dim]: rows lie `stride` numbers apart.
+   keys, values [rows, kv, capacity, dim], of which `lengths` positions are filled. window: the most positions that
+   are seen, the new one included; 0: all. out [rows, kv * group, dim]. */
+void palestra_attend(const uint16_t *queries, const uint16_t *new_keys, const uint16_t *new_values, int64_t stride,
+                     uint16_t *keys, uint16_t *values, const int64_t *lengths, uint16_t *out, int64_t rows, int64_t kv,
+                     int64_t group, int64_t dim, int64_t capacity, int64_t window, float scale) {
+#pragma omp parallel for schedule(static) if (rows > 1 || capacity > 512)
+    for (int64_t place = 0; place < rows * kv; place++) {
+        int64_t row = place / kv, head = place % kv, last = lengths[row];
+        int64_t first = window && last + 1 > window ? last + 1 - window : 0;
+        uint16_t *k = keys + place * capacity * dim, *v = values + place * capacity * dim;
+        memcpy(k + last * dim, new_keys + row * stride + head * dim, (size_t)dim * sizeof *k);
+        memcpy(v + last * dim, new_values + row * stride + head * dim, (size_t)dim * sizeof *v);
+        float query[group][dim], seen[group][dim], most[group], sum[group], scores[AT_ONCE];
+        for (int64_t g = 0; g < group; g++) {
+            const uint16_t *from = queries + row * stride + (head * group + g) * dim;
+            for (int64_t i = 0; i < dim; i++) query[g][i] = wide(from[i]) * scale, seen[g][i] = 0;
+            most[g] = -3e38f, sum[g] = 0;
+        }
+        for (int64_t start = first; start <= last; start += AT_ONCE) {
+            int64_t count = last + 1 - start < AT_ONCE ? last + 1 - start : AT_ONCE;
+            for (int64_t g = 0; g < group; g++) {
+                float largest = most[g], total = 0;
+                for (int64_t p = 0; p < count; p++) {
+                    const uint16_t *key = k + (start + p) * dim;
+                    float product = 0;
+                    for (int64_t i = 0; i < dim; i++) product += query[g][i] * wide(key[i]);
+                    scores[p] = product;
+                }
+                for (int64_t p = 0; p < count; p++) largest = scores[p] > largest ? scores[p] : largest;
+                float earlier = power_of_e(most[g] - largest);  /* what was summed before weighs less by this */
+                for (int64_t p = 0; p < count; p++) scores[p] = power_of_e(scores[p] - largest), total += scores[p];
+                for (int64_t i = 0; i < dim; i++) seen[g][i] *= earlier;
+                for (int64_t p = 0; p < count; p++) {
+                    const uint16_t *value = v + (start + p) * dim;
+                    for (int64_t i = 0; i < dim; i++) seen[g][i] += scores[p] * wide(value[i]);
+                }
+                sum[g] = sum[g] * earlier + total, most[g] = largest;
+            }
+        }
+        for (int64_t g = 0; g < group; g++) {
+            uint16_t *to = out + ((row * kv + head) * group + g) * dim;
+            for (int64_t i = 0; i < dim; i++) to[i] = rounded(seen[g][i] / sum[g]);
+        }
+    }
+}

@@ -1,0 +1,160 @@
+"""What lies between the matrix products of a Llama layer, compiled on this machine: for sampling in bfloat16 on a CPU.
+
+Between two products there are a dozen small operators of torch, which take longer to call than to compute: half of the
+time of a decoding pass, whether of one reply or of many (docs/benchmarks.md). `cpu_kernels.c` has them as four
+functions, which the machine's C compiler makes ready in less than a second when the first engine starts. Without a
+compiler torch's operators compute the same, and round at the same places.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("palestra.models")
+SOURCE = Path(__file__).with_suffix(".c")
+COMPILERS = ("cc", "gcc", "clang")
+_SECONDS = 60  # that a compiler may take
+# Sums may be added in another order, which lets them be vectors; NaN and infinity keep their meaning.
+_FLAGS = "-O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
+_WIDEST = "-mprefer-vector-width=512"  # which not all compilers know
+_POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "palestra_norm": [_POINTER] * 3 + [_NUMBER, _POINTER] + [_COUNT] * 2,
+    "palestra_rotate": [_POINTER] * 4 + [_COUNT] * 4,
+    "palestra_gate": [_POINTER] * 2 + [_COUNT] * 2,
+    "palestra_attend": [_POINTER] * 3 + [_COUNT] + [_POINTER] * 4 + [_COUNT] * 6 + [_NUMBER],
+}
+
+
+class CpuKernels:
+    """The compiled functions. All tensors are on the CPU, and those of bfloat16 are what products made."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Take over a compiled library."""
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._norm, self._rotate = library.palestra_norm, library.palestra_rotate
+        self._gate, self._attend = library.palestra_gate, library.palestra_attend
+
+    def norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add to the residual stream, in place, and return its RMS norm, bfloat16 [N, width].
+
+        Args:
+            stream: float32 [N, width], contiguous.
+            added: bfloat16 [N, width]; None: nothing.
+            weight: float32 [width].
+            eps: of the norm.
+        """
+        assert stream.is_contiguous() and stream.dtype == torch.float32
+        more = None if added is None else added.contiguous()
+        out = torch.empty(stream.shape, dtype=torch.bfloat16)
+        start = None if more is None else more.data_ptr()
+        self._norm(stream.data_ptr(), start, weight.data_ptr(), eps, out.data_ptr(), *stream.shape)
+        return out
+
+    def rotate(self, whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [1, H, N, D] and keys [1, K, N, D], rotated, and values; see `layer_functions.split_heads`."""
+        given, (queries, keys), width = whole.contiguous(), heads, cos.shape[-1]
+        out = torch.empty((len(given), given.shape[1] // width, width), dtype=torch.bfloat16)
+        pointers = (one.data_ptr() for one in (given, cos.contiguous(), sin.contiguous(), out))
+        self._rotate(*pointers, *out.shape[:2], queries + keys, width)
+        parts = out.transpose(0, 1).unsqueeze(0)
+        return parts[:, :queries], parts[:, queries : queries + keys], parts[:, queries + keys :]
+
+    def gate(self, both: Tensor) -> Tensor:
+        """Return silu(gate) * up, bfloat16 [N, inner], of gate and up beside one another, [N, 2 * inner]."""
+        given = both.contiguous()
+        out = torch.empty((len(given), given.shape[1] // 2), dtype=torch.bfloat16)
+        self._gate(given.data_ptr(), out.data_ptr(), *out.shape)
+        return out
+
+    def attend(
+        self,
+        new: tuple[Tensor, Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Put the keys and values of one token a row into a cache, and return what it sees, bfloat16 [R, H, D].
+
+        Args:
+            new: queries [1, H, R, D], keys and values [1, K, R, D]; of what `rotate` returns, nothing is copied.
+            keys: bfloat16 [R, K, C, D], contiguous; written to.
+            values: as `keys`.
+            lengths: int64 [R], how many positions are filled, less than C.
+            scale: factor of the scores.
+            window: how many positions a token sees, its own included; None: all before it.
+        """
+        assert keys.is_contiguous() and values.is_contiguous()
+        stride, width = new[0].stride(2), keys.shape[3]
+        if any(one.stride()[1:] != (width, stride, 1) for one in new):
+            beside = torch.cat(new, dim=1)[0].transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
+            new, stride = beside.split([one.shape[1] for one in new], dim=1), beside.stride(2)
+        out = torch.empty((len(keys), new[0].shape[1], width), dtype=torch.bfloat16)
+        self._attend(
+            *(one.data_ptr() for one in new),
+            stride,
+            *(one.data_ptr() for one in (keys, values, lengths, out)),
+            len(keys),
+            keys.shape[1],
+            new[0].shape[1] // keys.shape[1],
+            width,
+            keys.shape[2],
+            window or 0,
+            scale,
+        )
+        return out
+
+
+@functools.cache
+def cpu_kernels() -> CpuKernels | None:
+    """Compile the functions, the first time; None: this machine can't, and torch's operators compute instead."""
+    if sys.platform != "linux":  # elsewhere torch has no OpenMP whose threads could be used as well
+        return None
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        log.info("replies are sampled without compiled kernels, and slower: there is no C compiler (cc)")
+        return None
+    with tempfile.TemporaryDirectory(prefix="palestra-kernels-") as folder:
+        try:
+            return CpuKernels(ctypes.CDLL(str(_compiled(compiler, Path(folder)))))
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            log.warning("replies are sampled without compiled kernels, and slower: %s", str(said).strip()[:500])
+            return None
+
+
+def _compiled(compiler: str, folder: Path) -> Path:
+    """Return a library that was made in a folder.
+
+    Raises:
+        subprocess.SubprocessError: the compiler refuses, or takes too long.
+        OSError: it can't be started.
+    """
+    object_file, library = folder / "kernels.o", folder / "kernels.so"
+    settings = os.environ | {"LC_ALL": "C"}
+    run = functools.partial(
+        subprocess.run, check=True, capture_output=True, text=True, timeout=_SECONDS, env=settings, cwd=folder
+    )
+    compiling = [compiler, *_FLAGS.split(), "-c", str(SOURCE), "-o", str(object_file)]
+    try:
+        run([*compiling, _WIDEST])
+    except subprocess.CalledProcessError:
+        run(compiling)
+    # Linked without OpenMP: its functions are those that torch has loaded, and so are the threads.
+    run([compiler, "-shared", str(object_file), "-o", str(library)])
+    return library

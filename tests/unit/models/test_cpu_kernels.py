@@ -1,0 +1,181 @@
+"""Kernels that this machine's compiler makes: against exact arithmetic, torch's operators, and what can go wrong."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from palestra.models import cpu_kernels as kernels_module
+from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
+from palestra.models.layer_functions import gated, split_heads
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
+WIDTH, HEADS, GROUPS = 64, 6, 2
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    found = cpu_kernels()
+    assert found is not None, "this machine has no C compiler"
+    return found
+
+
+@pytest.fixture
+def not_compiled_yet():
+    cpu_kernels.cache_clear()
+    yield
+    cpu_kernels.cache_clear()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("width", [1, 33, 576])
+def test_a_norm_is_that_of_the_sum_and_the_sum_stays(kernels, rows, width):
+    stream, added, weight = drawn(rows, width).float(), drawn(rows, width, seed=1), drawn(width, seed=2).float()
+    for more in (None, added):
+        found = stream.clone()
+        out = kernels.norm(found, more, weight, 1e-5)
+        whole = stream if more is None else stream + more
+        assert torch.equal(found, whole)
+        exact = F.rms_norm(whole.double(), (width,), weight.double(), 1e-5)
+        assert ((out.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all(), "half a step of bfloat16"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_heads_are_rotated_to_the_same_bits_as_by_torch(kernels, rows):
+    whole = drawn(rows, (HEADS + 2 * GROUPS) * WIDTH)
+    angles = torch.rand((rows, 1, WIDTH // 2), generator=torch.Generator().manual_seed(3)) * 100
+    cos, sin = torch.cat((angles.cos(),) * 2, dim=-1), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    found, wanted = (made(whole, cos, sin, (HEADS, GROUPS)) for made in (kernels.rotate, split_heads))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        assert (one != other).float().mean() < 0.001, "a product and a sum may be one step, which rounds once"
+        assert torch.allclose(one.float(), other.float(), rtol=2**-7)
+
+
+def test_every_number_of_bfloat16_goes_through_a_gate_as_through_torchs(kernels):
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    both = torch.stack((numbers, drawn(len(numbers))), dim=1)
+    found, wanted = kernels.gate(both)[:, 0], gated(both)[:, 0]
+    tiny = (numbers > -100) & (numbers < -80)  # where e^x is bounded, and results are below 1e-30
+    assert (found != wanted)[numbers.isfinite() & ~tiny].float().mean() < 0.001
+    assert torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=1e-30, equal_nan=True)
+    assert found[numbers.isnan()].isnan().all()
+
+
+def attended(kernels: CpuKernels, lengths: list[int], capacity: int, window: int | None, size: float = 1.0):
+    """What rows see by kernels, and by exact arithmetic; also checks what was written into the cache."""
+    rows = len(lengths)
+    new = drawn(1, HEADS, rows, WIDTH, seed=4) * size, *(drawn(1, GROUPS, rows, WIDTH, seed=s) for s in (5, 6))
+    keys, values = (drawn(rows, GROUPS, capacity, WIDTH, seed=seed) for seed in (7, 8))
+    wanted, filled = [], (keys.clone(), values.clone())
+    for row, length in enumerate(lengths):
+        for cache, one in zip(filled, new[1:], strict=True):
+            cache[row, :, length] = one[0, :, row]
+        seen = slice(0 if window is None else max(0, length + 1 - window), length + 1)
+        known = (cache[row : row + 1, :, seen].double() for cache in filled)
+        query = new[0][:, :, row : row + 1].double()
+        wanted.append(F.scaled_dot_product_attention(query, *known, scale=0.125, enable_gqa=True)[0, :, 0])
+    found = kernels.attend(new, keys, values, torch.tensor(lengths), 0.125, window)
+    assert torch.equal(keys, filled[0])
+    assert torch.equal(values, filled[1])
+    return found, torch.stack(wanted)
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0])
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "window"),
+    [([0], 64, None), ([5, 63, 0], 64, None), ([255, 256, 257, 900], 1024, None), ([3, 700, 40], 704, 33)],
+)
+def test_attention_is_exact_but_for_the_rounding_of_its_result(kernels, lengths, capacity, window, size):
+    found, wanted = attended(kernels, lengths, capacity, window, size)
+    assert torch.allclose(found.double(), wanted, rtol=2**-8, atol=2e-5)
+
+
+def test_queries_keys_and_values_may_lie_anywhere(kernels):
+    whole = drawn(1, 3, HEADS + 2 * GROUPS, WIDTH).transpose(1, 2)
+    beside = whole.split([HEADS, GROUPS, GROUPS], dim=1)
+    apart = tuple(one.contiguous() for one in beside)
+    caches = [(drawn(3, GROUPS, 64, WIDTH, seed=1), drawn(3, GROUPS, 64, WIDTH, seed=2)) for _ in range(2)]
+    found = [
+        kernels.attend(new, *cache, torch.tensor([3, 60, 9]), 0.125, None)
+        for new, cache in zip((beside, apart), caches, strict=True)
+    ]
+    assert torch.equal(*found)
+
+
+def test_a_row_gets_the_same_bits_whatever_is_beside_it_and_however_many_threads_there_are(kernels):
+    lengths, threads = [7, 300, 63, 500, 1, 12, 499, 256] * 4, torch.get_num_threads()
+    whole = attended(kernels, lengths, 512, None)[0]
+    new = drawn(1, HEADS, len(lengths), WIDTH, seed=4), *(drawn(1, GROUPS, len(lengths), WIDTH, seed=s) for s in (5, 6))
+    keys, values = (drawn(len(lengths), GROUPS, 512, WIDTH, seed=seed) for seed in (7, 8))
+    for row, length in enumerate(lengths):
+        part = tuple(one[:, :, row : row + 1] for one in new)
+        here = slice(row, row + 1)
+        alone = kernels.attend(part, keys[here], values[here], torch.tensor([length]), 0.125, None)
+        assert torch.equal(alone[0], whole[row])
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(attended(kernels, lengths, 512, None)[0], whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("broken", ["query", "key", "value"])
+def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, broken):
+    new = drawn(1, HEADS, 2, WIDTH), drawn(1, GROUPS, 2, WIDTH, seed=1), drawn(1, GROUPS, 2, WIDTH, seed=2)
+    new[["query", "key", "value"].index(broken)][:, :, 0] = float("nan")
+    keys, values = torch.zeros((2, 2, GROUPS, 64, WIDTH), dtype=torch.bfloat16)
+    found = kernels.attend(new, keys, values, torch.tensor([5, 5]), 0.125, None)
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+    stream = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
+    assert kernels.norm(stream, None, torch.ones(2), 1e-5).isnan().any(dim=1).tolist() == [True, False]
+
+
+def test_threads_are_those_of_torch():
+    """Two libraries of OpenMP would keep one another's threads from the cores."""
+    code = """
+        import re
+        from pathlib import Path
+        from palestra.models.cpu_kernels import cpu_kernels
+        assert cpu_kernels() is not None
+        print(len({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}))
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_without_a_compiler_there_are_none(not_compiled_yet, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "")
+    with caplog.at_level(logging.INFO, "palestra.models"):
+        assert cpu_kernels() is None
+    assert "there is no C compiler" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("echo no such header >&2; exit 1", "no such header"), ("touch kernels.o kernels.so", "short")],
+    ids=["refuses", "makes nothing"],
+)
+def test_a_compiler_that_fails_is_named_and_costs_nothing_but_speed(
+    not_compiled_yet, monkeypatch, caplog, tmp_path, script, said
+):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert cpu_kernels() is None
+    assert said in caplog.text
+    assert not list(Path(kernels_module.tempfile.gettempdir()).glob("palestra-kernels-*")), "nothing is left"
