@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -57,7 +58,8 @@ class CpuKernels:
             weight: float32 [width].
             eps: of the norm.
         """
-        assert stream.is_contiguous() and stream.dtype == torch.float32
+        assert stream.is_contiguous()
+        assert stream.dtype == torch.float32
         more = None if added is None else added.contiguous()
         out = torch.empty(stream.shape, dtype=torch.bfloat16)
         start = None if more is None else more.data_ptr()
@@ -66,10 +68,10 @@ class CpuKernels:
 
     def rotate(self, whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [1, H, N, D] and keys [1, K, N, D], rotated, and values; see `layer_functions.split_heads`."""
-        given, (queries, keys), width = whole.contiguous(), heads, cos.shape[-1]
-        out = torch.empty((len(given), given.shape[1] // width, width), dtype=torch.bfloat16)
-        pointers = (one.data_ptr() for one in (given, cos.contiguous(), sin.contiguous(), out))
-        self._rotate(*pointers, *out.shape[:2], queries + keys, width)
+        (queries, keys), width = heads, cos.shape[-1]
+        out = torch.empty((len(whole), whole.shape[1] // width, width), dtype=torch.bfloat16)
+        tensors = (whole.contiguous(), cos.contiguous(), sin.contiguous(), out)
+        self._rotate(*(one.data_ptr() for one in tensors), *out.shape[:2], queries + keys, width)
         parts = out.transpose(0, 1).unsqueeze(0)
         return parts[:, :queries], parts[:, queries : queries + keys], parts[:, queries + keys :]
 
@@ -99,14 +101,16 @@ class CpuKernels:
             scale: factor of the scores.
             window: how many positions a token sees, its own included; None: all before it.
         """
-        assert keys.is_contiguous() and values.is_contiguous()
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
         stride, width = new[0].stride(2), keys.shape[3]
+        parts: Sequence[Tensor] = new
         if any(one.stride()[1:] != (width, stride, 1) for one in new):
             beside = torch.cat(new, dim=1)[0].transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
-            new, stride = beside.split([one.shape[1] for one in new], dim=1), beside.stride(2)
+            parts, stride = torch.split(beside, [one.shape[1] for one in new], dim=1), beside.stride(2)
         out = torch.empty((len(keys), new[0].shape[1], width), dtype=torch.bfloat16)
         self._attend(
-            *(one.data_ptr() for one in new),
+            *(one.data_ptr() for one in parts),
             stride,
             *(one.data_ptr() for one in (keys, values, lengths, out)),
             len(keys),
