@@ -95,6 +95,35 @@ void palestra_gate(const uint16_t *restrict both, uint16_t *restrict out, int64_
     }
 }
 
+/* What the queries of one head of keys see, [group, dim], of positions first to last. Where `dim` is a constant, compilers
+   keep a query in registers. */
+static inline __attribute__((always_inline)) void see(const uint16_t *queries, const uint16_t *keys,
+                                                      const uint16_t *values, int64_t first, int64_t last,
+                                                      int64_t group, int64_t dim, float scale, uint16_t *out) {
+    for (int64_t g = 0; g < group; g++) {
+        float query[dim], seen[dim], scores[AT_ONCE], most = -3e38f, sum = 0;
+        for (int64_t i = 0; i < dim; i++) query[i] = wide(queries[g * dim + i]) * scale, seen[i] = 0;
+        for (int64_t start = first; start <= last; start += AT_ONCE) {
+            int64_t count = last + 1 - start < AT_ONCE ? last + 1 - start : AT_ONCE;
+            const uint16_t *key = keys + start * dim, *value = values + start * dim;
+            float largest = most, total = 0;
+            for (int64_t p = 0; p < count; p++) {
+                float product = 0;
+                for (int64_t i = 0; i < dim; i++) product += query[i] * wide(key[p * dim + i]);
+                scores[p] = product;
+                largest = product > largest ? product : largest;
+            }
+            float earlier = power_of_e(most - largest);  /* what was summed before weighs less by this */
+            for (int64_t p = 0; p < count; p++) scores[p] = power_of_e(scores[p] - largest), total += scores[p];
+            for (int64_t i = 0; i < dim; i++) seen[i] *= earlier;
+            for (int64_t p = 0; p < count; p++)
+                for (int64_t i = 0; i < dim; i++) seen[i] += scores[p] * wide(value[p * dim + i]);
+            sum = sum * earlier + total, most = largest;
+        }
+        for (int64_t i = 0; i < dim; i++) out[g * dim + i] = rounded(seen[i] / sum);
+    }
+}
+
 /* Attention of one new token a row, whose keys and values are put behind those of its row.
 
    queries [rows, kv * group, dim], new_keys and new_values [rows, kv, dim]: rows lie `stride` numbers apart.
@@ -110,36 +139,13 @@ void palestra_attend(const uint16_t *queries, const uint16_t *new_keys, const ui
         uint16_t *k = keys + place * capacity * dim, *v = values + place * capacity * dim;
         memcpy(k + last * dim, new_keys + row * stride + head * dim, (size_t)dim * sizeof *k);
         memcpy(v + last * dim, new_values + row * stride + head * dim, (size_t)dim * sizeof *v);
-        float query[group][dim], seen[group][dim], most[group], sum[group], scores[AT_ONCE];
-        for (int64_t g = 0; g < group; g++) {
-            const uint16_t *from = queries + row * stride + (head * group + g) * dim;
-            for (int64_t i = 0; i < dim; i++) query[g][i] = wide(from[i]) * scale, seen[g][i] = 0;
-            most[g] = -3e38f, sum[g] = 0;
-        }
-        for (int64_t start = first; start <= last; start += AT_ONCE) {
-            int64_t count = last + 1 - start < AT_ONCE ? last + 1 - start : AT_ONCE;
-            for (int64_t g = 0; g < group; g++) {
-                float largest = most[g], total = 0;
-                for (int64_t p = 0; p < count; p++) {
-                    const uint16_t *key = k + (start + p) * dim;
-                    float product = 0;
-                    for (int64_t i = 0; i < dim; i++) product += query[g][i] * wide(key[i]);
-                    scores[p] = product;
-                }
-                for (int64_t p = 0; p < count; p++) largest = scores[p] > largest ? scores[p] : largest;
-                float earlier = power_of_e(most[g] - largest);  /* what was summed before weighs less by this */
-                for (int64_t p = 0; p < count; p++) scores[p] = power_of_e(scores[p] - largest), total += scores[p];
-                for (int64_t i = 0; i < dim; i++) seen[g][i] *= earlier;
-                for (int64_t p = 0; p < count; p++) {
-                    const uint16_t *value = v + (start + p) * dim;
-                    for (int64_t i = 0; i < dim; i++) seen[g][i] += scores[p] * wide(value[i]);
-                }
-                sum[g] = sum[g] * earlier + total, most[g] = largest;
-            }
-        }
-        for (int64_t g = 0; g < group; g++) {
-            uint16_t *to = out + ((row * kv + head) * group + g) * dim;
-            for (int64_t i = 0; i < dim; i++) to[i] = rounded(seen[g][i] / sum[g]);
-        }
+        const uint16_t *q = queries + row * stride + head * group * dim;
+        uint16_t *to = out + place * group * dim;
+        if (dim == 64)
+            see(q, k, v, first, last, group, 64, scale, to);
+        else if (dim == 128)
+            see(q, k, v, first, last, group, 128, scale, to);
+        else
+            see(q, k, v, first, last, group, dim, scale, to);
     }
 }

@@ -74,11 +74,13 @@ def test_every_number_of_bfloat16_goes_through_a_gate_as_through_torchs(kernels)
     assert found[numbers.isnan()].isnan().all()
 
 
-def attended(kernels: CpuKernels, lengths: list[int], capacity: int, window: int | None, size: float = 1.0):
+def attended(
+    kernels: CpuKernels, lengths: list[int], capacity: int, window: int | None, size: float = 1.0, width: int = WIDTH
+):
     """What rows see by kernels, and by exact arithmetic; also checks what was written into the cache."""
     rows = len(lengths)
-    new = drawn(1, HEADS, rows, WIDTH, seed=4) * size, *(drawn(1, GROUPS, rows, WIDTH, seed=s) for s in (5, 6))
-    keys, values = (drawn(rows, GROUPS, capacity, WIDTH, seed=seed) for seed in (7, 8))
+    new = drawn(1, HEADS, rows, width, seed=4) * size, *(drawn(1, GROUPS, rows, width, seed=s) for s in (5, 6))
+    keys, values = (drawn(rows, GROUPS, capacity, width, seed=seed) for seed in (7, 8))
     wanted, filled = [], (keys.clone(), values.clone())
     for row, length in enumerate(lengths):
         for cache, one in zip(filled, new[1:], strict=True):
@@ -100,6 +102,12 @@ def attended(kernels: CpuKernels, lengths: list[int], capacity: int, window: int
 )
 def test_attention_is_exact_but_for_the_rounding_of_its_result(kernels, lengths, capacity, window, size):
     found, wanted = attended(kernels, lengths, capacity, window, size)
+    assert torch.allclose(found.double(), wanted, rtol=2**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize("width", [2, 33, 64, 80, 128, 256])
+def test_heads_may_have_any_width(kernels, width):
+    found, wanted = attended(kernels, [0, 70, 300], 320, None, width=width)
     assert torch.allclose(found.double(), wanted, rtol=2**-8, atol=2e-5)
 
 
