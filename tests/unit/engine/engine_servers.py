@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from palestra.engine.base import Engine
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.external.reply import Bounds
@@ -25,11 +27,14 @@ from palestra.engine.vllm.served_broadcast import ServedBroadcast
 from palestra.engine.vllm.weight_rounds import WeightRounds
 from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from palestra.models.causal_lm import load_tokenizer
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import PolicyVersion, SamplingParams
+from unit.building import engine_request
 
 VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"
 BOUNDS = Bounds(vocab_size=VOCABULARY, stop_ids=frozenset((STOP,)), max_context=64)
 SHAPES = {"model.norm.weight": (4,)}
+PROMPT = np.arange(40, 44, dtype=np.int32)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
 ADAPTED = SHAPES | {"model.q_proj.weight": (6, 4), "model.down_proj.weight": (4, 6)}
 
 
@@ -388,3 +393,9 @@ async def on_server(
             yield engine
         finally:
             await engine.close()
+
+
+async def pieces_of(engine: Engine, **sampling):
+    """The pieces of a reply to `PROMPT`."""
+    params = SamplingParams(**({"temperature": 1.0, "max_tokens": 6, "seed": 3} | sampling))
+    return [piece async for piece in engine.generate(engine_request(PROMPT, params))]
