@@ -1,7 +1,7 @@
 """What lies between the matrix products of a Llama layer, compiled on this machine: for sampling in bfloat16 on a CPU.
 
 Between two products there are a dozen small operators of torch, which take longer to call than to compute: half of the
-time of a decoding pass, whether of one reply or of many (docs/benchmarks.md). `cpu_kernels.c` has them as four
+time of a decoding pass or more (docs/benchmarks.md). `cpu_kernels.c` has them as four
 functions, which the machine's C compiler makes ready in less than a second when the first engine starts. Without a
 compiler torch's operators compute the same, and round at the same places.
 """
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("palestra.models")
-SOURCE = Path(__file__).with_suffix(".c")
-COMPILERS = ("cc", "gcc", "clang")
+_SOURCE = Path(__file__).with_suffix(".c")
+_COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 60  # that a compiler may take
 # Sums may be added in another order, which lets them be vectors; NaN and infinity keep their meaning.
 _FLAGS = "-O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
@@ -129,16 +129,18 @@ def cpu_kernels() -> CpuKernels | None:
     """Compile the functions, the first time; None: this machine can't, and torch's operators compute instead."""
     if sys.platform != "linux":  # elsewhere torch has no OpenMP whose threads could be used as well
         return None
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        log.info("replies are sampled without compiled kernels, and slower: there is no C compiler (cc)")
+        log.warning("replies are sampled without compiled kernels, and slower: there is no C compiler (cc)")
         return None
     with tempfile.TemporaryDirectory(prefix="palestra-kernels-") as folder:
         try:
             return CpuKernels(ctypes.CDLL(str(_compiled(compiler, Path(folder)))))
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or str(error)
-            log.warning("replies are sampled without compiled kernels, and slower: %s", str(said).strip()[:500])
+            log.warning(
+                "replies are sampled without compiled kernels, and slower: %s", " ".join(str(said).split())[:500]
+            )
             return None
 
 
@@ -154,7 +156,7 @@ def _compiled(compiler: str, folder: Path) -> Path:
     run = functools.partial(
         subprocess.run, check=True, capture_output=True, text=True, timeout=_SECONDS, env=settings, cwd=folder
     )
-    compiling = [compiler, *_FLAGS.split(), "-c", str(SOURCE), "-o", str(object_file)]
+    compiling = [compiler, *_FLAGS.split(), "-c", str(_SOURCE), "-o", str(object_file)]
     try:
         run([*compiling, _WIDEST])
     except subprocess.CalledProcessError:

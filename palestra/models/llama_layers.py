@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
-from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
+from palestra.models.cpu_kernels import cpu_kernels
 from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, split_heads
 from palestra.models.packed_matrix import packed_part
 
@@ -54,9 +54,6 @@ def _forward(
     slot: AttentionSlot = layer.self_attn.palestra_slot
     if slot.attention is not None and not slot.shared_out and hidden_states.dtype == torch.float32:
         if _is_packed(layer):
-            kernels = cpu_kernels()
-            if kernels is not None:
-                return _sampled_by_kernels(layer, hidden_states, slot, position_embeddings, kernels)
             return _sampled(layer, hidden_states, slot, position_embeddings)
         if _is_trained(layer):
             return _trained(layer, hidden_states, slot, position_embeddings)
@@ -115,31 +112,25 @@ def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
 def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Return what a layer computes, [1, N, hidden], with packed matrices and without a gradient."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
-    first = attention.q_proj, attention.k_proj, attention.v_proj
-    whole = _product(first, _normed(stream[0], before))
-    found = _attended(layer, slot, *split_heads(whole, *_signed(slot, rotation), _heads(attention)))
-    x: Tensor = stream[0] + _product([attention.o_proj], found)
-    both = _product([mlp.gate_proj, mlp.up_proj], _normed(x, behind))
-    return x.add_(_product([mlp.down_proj], gated(both))).unsqueeze(0)
-
-
-def _sampled_by_kernels(
-    layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor], kernels: CpuKernels
-) -> Tensor:
-    """Return what `_sampled` returns, with compiled kernels between the products."""
-    attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
-    first = attention.q_proj, attention.k_proj, attention.v_proj
-    x = stream[0].clone()  # which kernels add to
-    whole = _product(first, kernels.norm(x, None, before.weight, before.variance_epsilon))
-    found = _attended(layer, slot, *kernels.rotate(whole, *_signed(slot, rotation), _heads(attention)))
+    first, between = (attention.q_proj, attention.k_proj, attention.v_proj), cpu_kernels() or _TorchOperators()
+    x = stream[0].clone()  # to which both products are added
+    whole = _product(first, between.norm(x, None, before.weight, before.variance_epsilon))
+    found = _attended(layer, slot, *between.rotate(whole, *_signed(slot, rotation), _heads(attention)))
     seen = _product([attention.o_proj], found)
-    both = _product([mlp.gate_proj, mlp.up_proj], kernels.norm(x, seen, behind.weight, behind.variance_epsilon))
-    return x.add_(_product([mlp.down_proj], kernels.gate(both))).unsqueeze(0)
+    both = _product([mlp.gate_proj, mlp.up_proj], between.norm(x, seen, behind.weight, behind.variance_epsilon))
+    return x.add_(_product([mlp.down_proj], between.gate(both))).unsqueeze(0)
 
 
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    """Return the RMS norm of rows, float32 [N, hidden]: the bits of `layer_functions.normed`, by one call."""
-    return F.rms_norm(x, x.shape[1:], norm.weight, norm.variance_epsilon)
+class _TorchOperators:
+    """What `CpuKernels` computes between two products, on a machine that can't compile them."""
+
+    rotate, gate = staticmethod(split_heads), staticmethod(gated)
+
+    @staticmethod
+    def norm(stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Return the norm in float32, which the next product rounds; see `CpuKernels.norm`."""
+        x = stream if added is None else stream.add_(added)
+        return F.rms_norm(x, x.shape[1:], weight, eps)  # the bits of `layer_functions.normed`, by one call
 
 
 def _product(layers: Sequence[Any], x: Tensor) -> Tensor:

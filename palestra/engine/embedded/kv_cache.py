@@ -168,7 +168,7 @@ class KVCache:
 class DecodeAttention:
     """Attention of one decoding pass: every row of the cache adds one position, and sees all before it.
 
-    A row gets the same bits whatever the number of rows beside it.
+    The bits of a row's result do not depend on how many rows are computed with it.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from palestra.engine.embedded import kv_cache
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention, capacity_for
 
 LAYERS, HEADS, DIM = 2, 2, 4
@@ -113,22 +114,31 @@ def test_a_piece_of_a_prompt_sees_what_is_filled_and_what_of_the_piece_is_before
         start += new
 
 
-def test_a_decoding_step_sees_its_own_row_and_nothing_else():
-    kv, heads = cache(), 4
+@pytest.mark.parametrize(
+    ("dtype", "compiled", "error"),
+    [(torch.float32, True, 1e-5), (torch.bfloat16, True, 2**-8), (torch.bfloat16, False, 2**-6)],
+    ids=["float32", "bfloat16 by kernels", "bfloat16 by torch"],
+)
+def test_a_decoding_step_sees_its_own_row_and_nothing_else(monkeypatch, dtype, compiled, error):
+    if not compiled:
+        monkeypatch.setattr(kv_cache, "cpu_kernels", lambda: None)
+    kv, heads = KVCache(LAYERS, HEADS, DIM, dtype, torch.device("cpu")), 4
     generator = torch.Generator().manual_seed(1)
-    prefixes = [torch.randn((LAYERS, 2, HEADS, n, DIM), generator=generator) for n in (5, 100, 1, 63, 7)]
+    prefixes = [torch.randn((LAYERS, 2, HEADS, n, DIM), generator=generator).to(dtype) for n in (5, 100, 1, 63, 7)]
     rows = [kv.insert(p) for p in prefixes]
     buckets = kv.in_order()
     order = [rows.index(row) for bucket in buckets for row in bucket.rows]
-    query = torch.randn((1, heads, 6, DIM), generator=generator)  # a sixth row that is no sequence
-    key, value = (torch.randn((1, HEADS, 6, DIM), generator=generator) for _ in range(2))
+    query = torch.randn((1, heads, 6, DIM), generator=generator).to(dtype)  # a sixth row that is no sequence
+    key, value = (torch.randn((1, HEADS, 6, DIM), generator=generator).to(dtype) for _ in range(2))
     out = DecodeAttention.of(buckets)(1, query, key, value, 0.5)
     for place, number in enumerate(order):
+        row, new = rows[number], (key[0, :, place], value[0, :, place])
+        assert torch.equal(row.bucket.storage[1, :, row.index, :, row.length], torch.stack(new))
         for head in range(heads):
             keys = torch.cat((prefixes[number][1, 0, head // 2], key[0, head // 2, place : place + 1]))
             values = torch.cat((prefixes[number][1, 1, head // 2], value[0, head // 2, place : place + 1]))
             wanted = attention(query[0, head, place], keys, values, 0.5)
-            assert torch.allclose(out[place, head].double(), wanted, atol=1e-5)
+            assert torch.allclose(out[place, head].double(), wanted, rtol=error, atol=error / 4)
     assert (out[5] == 0).all()
 
 
