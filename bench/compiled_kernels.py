@@ -20,7 +20,7 @@ import torch
 
 from palestra.engine.embedded import kv_cache
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention
-from palestra.models import llama_layers
+from palestra.models import layer_functions
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.cpu_kernels import cpu_kernels
@@ -92,7 +92,7 @@ def main() -> None:
             for _ in range(wanted.rounds):
                 compiled += seconds(compute)
                 with ExitStack() as without:
-                    for user in (llama_layers, kv_cache):
+                    for user in (layer_functions, kv_cache):
                         without.enter_context(patch.object(user, "cpu_kernels", lambda: None))
                     plain += seconds(compute)
                 floor += seconds(bare)

@@ -1,4 +1,5 @@
-/* What lies between the matrix products of a Llama layer, in bfloat16 on a CPU; cpu_kernels.py compiles and calls it.
+/* What lies between the matrix products of a Llama layer and of its gradient, in bfloat16 on a CPU; cpu_kernels.py
+   compiles and calls it.
 
    Every row is computed by itself, by one thread, so that its bits do not depend on the rows beside it. Numbers that
    are none (NaN) stay none. bfloat16 is the upper half of a float, and lies in uint16_t. */
@@ -8,6 +9,7 @@
 
 #define AT_ONCE 256   /* positions whose scores exist at the same time */
 #define SHORT 16384   /* numbers for which a second thread is not worth while */
+#define BLOCKS 32     /* of rows whose sums are added at last: as many however many threads there are */
 
 static inline float wide(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
@@ -44,9 +46,9 @@ static inline float power_of_e(float x) {
     return p * scale;
 }
 
-/* stream [rows, width] += added (NULL: nothing); out = RMS norm of it. */
+/* stream [rows, width] += added (NULL: nothing); out = RMS norm of it, factors [rows] those of the rows. */
 void palestra_norm(float *restrict stream, const uint16_t *restrict added, const float *restrict weight, float eps,
-                   uint16_t *restrict out, int64_t rows, int64_t width) {
+                   uint16_t *restrict out, float *restrict factors, int64_t rows, int64_t width) {
 #pragma omp parallel for schedule(static) if (rows * width > SHORT)
     for (int64_t row = 0; row < rows; row++) {
         float *x = stream + row * width, sum = 0;
@@ -55,8 +57,37 @@ void palestra_norm(float *restrict stream, const uint16_t *restrict added, const
         if (more)
             for (int64_t i = 0; i < width; i++) x[i] += wide(more[i]);
         for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
-        float scale = 1.0f / __builtin_sqrtf(sum / (float)width + eps);
-        for (int64_t i = 0; i < width; i++) to[i] = rounded(x[i] * scale * weight[i]);
+        float factor = 1.0f / __builtin_sqrtf(sum / (float)width + eps);
+        for (int64_t i = 0; i < width; i++) to[i] = rounded(x[i] * factor * weight[i]);
+        factors[row] = factor;
+    }
+}
+
+/* of_stream [rows, width] = more + gradient of a norm's input, given `of_out`, that of its result; of_weight
+   [BLOCKS, width], zeros before, sums to that of its weights. */
+void palestra_norm_gradient(const uint16_t *restrict of_out, const float *restrict stream,
+                            const float *restrict factors, const float *restrict weight, const float *restrict more,
+                            float *restrict of_stream, float *restrict of_weight, int64_t rows, int64_t width) {
+    int64_t size = (rows + BLOCKS - 1) / BLOCKS;
+#pragma omp parallel for schedule(static) if (rows * width > SHORT)
+    for (int64_t block = 0; block < BLOCKS; block++) {
+        int64_t last = (block + 1) * size < rows ? (block + 1) * size : rows;
+        float *sums = of_weight + block * width;
+        for (int64_t row = block * size; row < last; row++) {
+            const uint16_t *given = of_out + row * width;
+            const float *x = stream + row * width;
+            float *to = of_stream + row * width, factor = factors[row], along = 0;
+            for (int64_t i = 0; i < width; i++) {
+                float of_even = wide(given[i]) * weight[i], even = x[i] * factor;
+                along += of_even * even;
+                sums[i] += wide(given[i]) * even;
+            }
+            along /= (float)width;
+            for (int64_t i = 0; i < width; i++)
+                to[i] = (wide(given[i]) * weight[i] - x[i] * factor * along) * factor;
+            if (more)
+                for (int64_t i = 0; i < width; i++) to[i] += more[row * width + i];
+        }
     }
 }
 
@@ -91,6 +122,25 @@ void palestra_gate(const uint16_t *restrict both, uint16_t *restrict out, int64_
             float g = wide(gate[i]), power = power_of_e(-g);
             power = g < -88.0f ? __builtin_inff() : power;
             to[i] = rounded(wide(rounded(g / (1.0f + power))) * wide(up[i]));
+        }
+    }
+}
+
+/* Given gate and up `both` [rows, 2 * width] and the gradient of silu(gate) * up, [rows, width]: that result again, and
+   the gradient of both. */
+void palestra_gate_gradient(const uint16_t *restrict both, const uint16_t *restrict of_out, uint16_t *restrict again,
+                            uint16_t *restrict of_both, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * width > SHORT)
+    for (int64_t row = 0; row < rows; row++) {
+        const uint16_t *gate = both + 2 * row * width, *up = gate + width, *given = of_out + row * width;
+        uint16_t *of_gate = of_both + 2 * row * width, *of_up = of_gate + width, *to = again + row * width;
+        for (int64_t i = 0; i < width; i++) {
+            float g = wide(gate[i]), u = wide(up[i]), d = wide(given[i]), power = power_of_e(-g);
+            power = g < -88.0f ? __builtin_inff() : power;
+            float part = 1.0f / (1.0f + power), active = wide(rounded(g / (1.0f + power)));
+            to[i] = rounded(active * u);
+            of_up[i] = rounded(d * active);
+            of_gate[i] = rounded(wide(rounded(d * u)) * part * (1.0f + g * (1.0f - part)));
         }
     }
 }
@@ -132,7 +182,7 @@ static inline __attribute__((always_inline)) void see(const uint16_t *queries, c
 void palestra_attend(const uint16_t *queries, const uint16_t *new_keys, const uint16_t *new_values, int64_t stride,
                      uint16_t *keys, uint16_t *values, const int64_t *lengths, uint16_t *out, int64_t rows, int64_t kv,
                      int64_t group, int64_t dim, int64_t capacity, int64_t window, float scale) {
-#pragma omp parallel for schedule(static) if (rows > 1 || capacity > 512)
+#pragma omp parallel for schedule(static) if (rows * kv * capacity * dim > SHORT)
     for (int64_t place = 0; place < rows * kv; place++) {
         int64_t row = place / kv, head = place % kv, last = lengths[row];
         int64_t first = window && last + 1 > window ? last + 1 - window : 0;

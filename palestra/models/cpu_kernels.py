@@ -1,9 +1,9 @@
-"""What lies between the matrix products of a Llama layer, compiled on this machine: for sampling in bfloat16 on a CPU.
+"""What lies between the matrix products of a Llama layer, compiled on this machine: in bfloat16 on a CPU.
 
-Between two products there are a dozen small operators of torch, which take longer to call than to compute: half of the
-time of a decoding pass or more (docs/benchmarks.md). `cpu_kernels.c` has them as four
-functions, which the machine's C compiler makes ready in less than a second when the first engine starts. Without a
-compiler torch's operators compute the same, and round at the same places.
+Between two products there are a dozen small operators of torch. While an engine samples they take longer to call than
+to compute, and while a trainer computes gradients each reads and writes memory once more (docs/benchmarks.md).
+`cpu_kernels.c` has them as a few functions, which the machine's C compiler makes ready in less than a second when the
+first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same places.
 """
 
 from __future__ import annotations
@@ -29,28 +29,30 @@ _SECONDS = 60  # that a compiler may take
 # Sums may be added in another order, which lets them be vectors; NaN and infinity keep their meaning.
 _FLAGS = "-O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
 _WIDEST = "-mprefer-vector-width=512"  # which not all compilers know
+_BLOCKS = 32  # as in the source
 _POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "palestra_norm": [_POINTER] * 3 + [_NUMBER, _POINTER] + [_COUNT] * 2,
+    "palestra_norm": [_POINTER] * 3 + [_NUMBER] + [_POINTER] * 2 + [_COUNT] * 2,
+    "palestra_norm_gradient": [_POINTER] * 7 + [_COUNT] * 2,
     "palestra_rotate": [_POINTER] * 4 + [_COUNT] * 4,
     "palestra_gate": [_POINTER] * 2 + [_COUNT] * 2,
+    "palestra_gate_gradient": [_POINTER] * 4 + [_COUNT] * 2,
     "palestra_attend": [_POINTER] * 3 + [_COUNT] + [_POINTER] * 4 + [_COUNT] * 6 + [_NUMBER],
 }
 
 
 class CpuKernels:
-    """The compiled functions. All tensors are on the CPU, and those of bfloat16 are what products made."""
+    """The compiled functions, of tensors on the CPU; without a gradient of their own."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Take over a compiled library."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-        self._norm, self._rotate = library.palestra_norm, library.palestra_rotate
-        self._gate, self._attend = library.palestra_gate, library.palestra_attend
+        self._library = library
 
-    def norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add to the residual stream, in place, and return its RMS norm, bfloat16 [N, width].
+    def norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Add to a residual stream, in place, and return its RMS norm, bfloat16 [N, width], and the rows' factors.
 
         Args:
             stream: float32 [N, width], contiguous.
@@ -58,20 +60,32 @@ class CpuKernels:
             weight: float32 [width].
             eps: of the norm.
         """
-        assert stream.is_contiguous()
-        assert stream.dtype == torch.float32
+        _are_exact(stream, weight)
         more = None if added is None else added.contiguous()
-        out = torch.empty(stream.shape, dtype=torch.bfloat16)
+        out, factors = torch.empty(stream.shape, dtype=torch.bfloat16), torch.empty((len(stream), 1))
         start = None if more is None else more.data_ptr()
-        self._norm(stream.data_ptr(), start, weight.data_ptr(), eps, out.data_ptr(), *stream.shape)
-        return out
+        given = stream.data_ptr(), start, weight.data_ptr(), eps, out.data_ptr(), factors.data_ptr()
+        self._library.palestra_norm(*given, *stream.shape)
+        return out, factors
+
+    def norm_gradient(
+        self, of_out: Tensor, stream: Tensor, factors: Tensor, weight: Tensor, more: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of a norm's input, with `more` added, and of its weights; see `TorchOperators`."""
+        of_stream, parts = torch.empty_like(stream), torch.zeros((_BLOCKS, len(weight)))
+        given, extra = of_out.contiguous(), None if more is None else more.contiguous()
+        _are_exact(stream, factors, weight, *(() if extra is None else (extra,)))
+        start = None if extra is None else extra.data_ptr()
+        pointers = (one.data_ptr() for one in (given, stream, factors, weight))
+        self._library.palestra_norm_gradient(*pointers, start, of_stream.data_ptr(), parts.data_ptr(), *stream.shape)
+        return of_stream, parts.sum(dim=0)
 
     def rotate(self, whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [1, H, N, D] and keys [1, K, N, D], rotated, and values; see `layer_functions.split_heads`."""
+        """Return queries [1, H, N, D] and keys [1, K, N, D], rotated, and values; see `TorchOperators`."""
         (queries, keys), width = heads, cos.shape[-1]
         out = torch.empty((len(whole), whole.shape[1] // width, width), dtype=torch.bfloat16)
         tensors = (whole.contiguous(), cos.contiguous(), sin.contiguous(), out)
-        self._rotate(*(one.data_ptr() for one in tensors), *out.shape[:2], queries + keys, width)
+        self._library.palestra_rotate(*(one.data_ptr() for one in tensors), *out.shape[:2], queries + keys, width)
         parts = out.transpose(0, 1).unsqueeze(0)
         return parts[:, :queries], parts[:, queries : queries + keys], parts[:, queries + keys :]
 
@@ -79,8 +93,16 @@ class CpuKernels:
         """Return silu(gate) * up, bfloat16 [N, inner], of gate and up beside one another, [N, 2 * inner]."""
         given = both.contiguous()
         out = torch.empty((len(given), given.shape[1] // 2), dtype=torch.bfloat16)
-        self._gate(given.data_ptr(), out.data_ptr(), *out.shape)
+        self._library.palestra_gate(given.data_ptr(), out.data_ptr(), *out.shape)
         return out
+
+    def gate_gradient(self, both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `gate` returned, and the gradient of `both`, given that of the result; see `TorchOperators`."""
+        given = both.contiguous(), of_out.contiguous()
+        again, of_both = torch.empty_like(given[1]), torch.empty_like(given[0])
+        pointers = (one.data_ptr() for one in (*given, again, of_both))
+        self._library.palestra_gate_gradient(*pointers, *again.shape)
+        return again, of_both
 
     def attend(
         self,
@@ -109,7 +131,7 @@ class CpuKernels:
             beside = torch.cat(new, dim=1)[0].transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
             parts, stride = torch.split(beside, [one.shape[1] for one in new], dim=1), beside.stride(2)
         out = torch.empty((len(keys), new[0].shape[1], width), dtype=torch.bfloat16)
-        self._attend(
+        self._library.palestra_attend(
             *(one.data_ptr() for one in parts),
             stride,
             *(one.data_ptr() for one in (keys, values, lengths, out)),
@@ -124,6 +146,11 @@ class CpuKernels:
         return out
 
 
+def _are_exact(*tensors: Tensor) -> None:
+    """Make sure that numbers lie where C reads them."""
+    assert all(one.is_contiguous() and one.dtype == torch.float32 for one in tensors)
+
+
 @functools.cache
 def cpu_kernels() -> CpuKernels | None:
     """Compile the functions, the first time; None: this machine can't, and torch's operators compute instead."""
@@ -131,7 +158,7 @@ def cpu_kernels() -> CpuKernels | None:
         return None
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        log.warning("replies are sampled without compiled kernels, and slower: there is no C compiler (cc)")
+        log.warning("layers are computed without compiled kernels, and slower: there is no C compiler (cc)")
         return None
     with tempfile.TemporaryDirectory(prefix="palestra-kernels-") as folder:
         try:
@@ -139,7 +166,7 @@ def cpu_kernels() -> CpuKernels | None:
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             log.warning(
-                "replies are sampled without compiled kernels, and slower: %s", " ".join(str(said).split())[:500]
+                "layers are computed without compiled kernels, and slower: %s", " ".join(str(said).split())[:500]
             )
             return None
 

@@ -2,8 +2,8 @@
 
 A layer of this kind is attention with rotary embedding, then a gated block, each behind an RMS norm. A trainer in
 bfloat16 gets the functions of `layer_functions`, and an engine with packed matrices whole products without the modules
-around them, also where rows have adapters, which give the same bits; in all other cases transformers' own layers
-compute, as where a trainer has adapters beside the matrices.
+around them, also where rows have adapters; in all other cases transformers' own layers compute, as where a trainer has
+adapters beside the matrices. Without `CpuKernels` both give the bits of transformers' layers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
-from palestra.models.cpu_kernels import cpu_kernels
-from palestra.models.layer_functions import AttentionInput, GatedProducts, gated, split_heads
+from palestra.models.layer_functions import AttentionInput, BehindAttention, between_products
 from palestra.models.packed_matrix import packed_part
 
 # How far a token sees in layers of each class. Apart from that, these classes differ only in their biases.
@@ -55,21 +53,24 @@ def _forward(
     if slot.attention is not None and not slot.shared_out and hidden_states.dtype == torch.float32:
         if _is_packed(layer):
             return _sampled(layer, hidden_states, slot, position_embeddings)
-        if _is_trained(layer):
-            return _trained(layer, hidden_states, slot, position_embeddings)
+        if _is_rounded(layer):
+            return _rounded(layer, hidden_states, slot, position_embeddings)
     found: Tensor = type(layer).forward(
         layer, hidden_states, *arguments, position_embeddings=position_embeddings, **named
     )
     return found
 
 
-def _is_trained(layer: Any) -> bool:
-    """Return whether a layer has matrices of its own and nothing beside them, which get a gradient in bfloat16."""
+def _is_rounded(layer: Any) -> bool:
+    """Return whether a layer has matrices of its own and nothing beside them, and multiplies in bfloat16.
+
+    Also without gradients: logprobs from before an update have the bits of those that the update computes.
+    """
     return (
-        torch.is_grad_enabled()
-        and torch.is_autocast_enabled("cpu")
+        torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        and all(type(one) is nn.Linear and one.weight.requires_grad for one in _projections(layer))
+        and all(type(one) is nn.Linear for one in _projections(layer))
+        and layer.input_layernorm.weight.dtype == layer.post_attention_layernorm.weight.dtype == torch.float32
     )
 
 
@@ -87,7 +88,7 @@ def _is_packed(layer: Any) -> bool:
     return query.matrix is key.matrix is value.matrix and gate.matrix is up.matrix
 
 
-def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def _rounded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Return what a layer computes, [1, N, hidden], with the functions whose gradients are our own."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     x, first = stream[0], (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -102,9 +103,10 @@ def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
         *(one.weight for one in first),
         *(one.bias for one in first),
     )
-    x = x + attention.o_proj(_attended(layer, slot, queries, keys, values))
-    found: Tensor = GatedProducts.apply(  # type: ignore[no-untyped-call]
-        x, behind.weight, behind.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    seen = _attended(layer, slot, queries, keys, values)
+    matrices = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    found: Tensor = BehindAttention.apply(  # type: ignore[no-untyped-call]
+        x, seen, behind.weight, behind.variance_epsilon, *(one.weight for one in matrices)
     )
     return found.unsqueeze(0)
 
@@ -112,25 +114,13 @@ def _trained(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
 def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Return what a layer computes, [1, N, hidden], with packed matrices and without a gradient."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
-    first, between = (attention.q_proj, attention.k_proj, attention.v_proj), cpu_kernels() or _TorchOperators()
+    first, between = (attention.q_proj, attention.k_proj, attention.v_proj), between_products()
     x = stream[0].clone()  # to which both products are added
-    whole = _product(first, between.norm(x, None, before.weight, before.variance_epsilon))
+    whole = _product(first, between.norm(x, None, before.weight, before.variance_epsilon)[0])
     found = _attended(layer, slot, *between.rotate(whole, *_signed(slot, rotation), _heads(attention)))
     seen = _product([attention.o_proj], found)
-    both = _product([mlp.gate_proj, mlp.up_proj], between.norm(x, seen, behind.weight, behind.variance_epsilon))
+    both = _product([mlp.gate_proj, mlp.up_proj], between.norm(x, seen, behind.weight, behind.variance_epsilon)[0])
     return x.add_(_product([mlp.down_proj], between.gate(both))).unsqueeze(0)
-
-
-class _TorchOperators:
-    """What `CpuKernels` computes between two products, on a machine that can't compile them."""
-
-    rotate, gate = staticmethod(split_heads), staticmethod(gated)
-
-    @staticmethod
-    def norm(stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Return the norm in float32, which the next product rounds; see `CpuKernels.norm`."""
-        x = stream if added is None else stream.add_(added)
-        return F.rms_norm(x, x.shape[1:], weight, eps)  # the bits of `layer_functions.normed`, by one call
 
 
 def _product(layers: Sequence[Any], x: Tensor) -> Tensor:

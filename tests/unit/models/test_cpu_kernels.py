@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
-from palestra.models.layer_functions import gated, split_heads
+from palestra.models.torch_operators import TorchOperators
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
 WIDTH, HEADS, GROUPS = 64, 6, 2
@@ -43,11 +43,64 @@ def test_a_norm_is_that_of_the_sum_and_the_sum_stays(kernels, rows, width):
     stream, added, weight = drawn(rows, width).float(), drawn(rows, width, seed=1), drawn(width, seed=2).float()
     for more in (None, added):
         found = stream.clone()
-        out = kernels.norm(found, more, weight, 1e-5)
+        out, factors = kernels.norm(found, more, weight, 1e-5)
         whole = stream if more is None else stream + more
         assert torch.equal(found, whole)
         exact = F.rms_norm(whole.double(), (width,), weight.double(), 1e-5)
         assert ((out.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all(), "half a step of bfloat16"
+        assert torch.allclose(factors, (found.double().pow(2).mean(dim=1, keepdim=True) + 1e-5).rsqrt().float())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("width", [1, 33, 576])
+def test_the_gradient_of_a_norm_is_that_of_autograd(kernels, rows, width):
+    stream, of_out = drawn(rows, width).float(), drawn(rows, width, seed=1)
+    weight, more = drawn(width, seed=2).float(), drawn(rows, width, seed=3).float()
+    for extra in (None, more):
+        exact = stream.double().requires_grad_(), weight.double().requires_grad_()
+        F.rms_norm(exact[0], (width,), exact[1], 1e-5).backward(of_out.double())
+        wanted = exact[0].grad + (0 if extra is None else extra.double()), exact[1].grad
+        factors = kernels.norm(stream, None, weight, 1e-5)[1]
+        for way in (kernels, TorchOperators()):
+            found = way.norm_gradient(of_out, stream, factors, weight, extra)
+            for one, other in zip(found, wanted, strict=True):
+                assert one.dtype == torch.float32
+                assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max() + 1)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 200])
+def test_the_gradient_of_a_gate_is_that_of_autograd_and_the_gate_is_made_again(kernels, rows):
+    both, of_out = drawn(rows, 2 * WIDTH) * 3, drawn(rows, WIDTH, seed=1)
+    exact = both.double().requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    (F.silu(gate) * up).backward(of_out.double())
+    for way in (kernels, TorchOperators()):
+        again, of_both = way.gate_gradient(both, of_out)
+        assert torch.equal(again, way.gate(both))
+        assert float((of_both - exact.grad).norm()) <= 3e-3 * float(exact.grad.norm()), "three roundings"
+    found, wanted = kernels.gate_gradient(both, of_out)[1], TorchOperators.gate_gradient(both, of_out)[1]
+    assert (found != wanted).float().mean() < 0.01
+
+
+def test_what_is_large_or_no_number_has_the_gradient_that_torch_says(kernels):
+    numbers = torch.tensor([[-3e38, -200.0, -89.0, -87.5, 87.5, 200.0, 3e38, float("nan"), float("inf"), 0.0]])
+    both = torch.cat((numbers, torch.ones_like(numbers)), dim=1).to(torch.bfloat16)
+    of_out = torch.ones(numbers.shape, dtype=torch.bfloat16)
+    found, wanted = kernels.gate_gradient(both, of_out), TorchOperators.gate_gradient(both, of_out)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=2**-7, atol=1e-30, equal_nan=True)
+
+
+def test_the_gradient_of_a_norm_has_the_same_bits_however_many_threads_there_are(kernels):
+    given = drawn(333, 576, seed=1), drawn(333, 576).float(), drawn(333, 1).float(), drawn(576, seed=2).float(), None
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(kernels.norm_gradient(*given))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for made in found[1:] for one, other in zip(made, found[0], strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 200])
@@ -55,7 +108,7 @@ def test_heads_are_rotated_to_the_same_bits_as_by_torch(kernels, rows):
     whole = drawn(rows, (HEADS + 2 * GROUPS) * WIDTH)
     angles = torch.rand((rows, 1, WIDTH // 2), generator=torch.Generator().manual_seed(3)) * 100
     cos, sin = torch.cat((angles.cos(),) * 2, dim=-1), torch.cat((-angles.sin(), angles.sin()), dim=-1)
-    found, wanted = (made(whole, cos, sin, (HEADS, GROUPS)) for made in (kernels.rotate, split_heads))
+    found, wanted = (made(whole, cos, sin, (HEADS, GROUPS)) for made in (kernels.rotate, TorchOperators.rotate))
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         assert (one != other).float().mean() < 0.001, "a product and a sum may be one step, which rounds once"
@@ -65,7 +118,7 @@ def test_heads_are_rotated_to_the_same_bits_as_by_torch(kernels, rows):
 def test_every_number_of_bfloat16_goes_through_a_gate_as_through_torchs(kernels):
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     both = torch.stack((numbers, drawn(len(numbers))), dim=1)
-    found, wanted = kernels.gate(both)[:, 0], gated(both)[:, 0]
+    found, wanted = kernels.gate(both)[:, 0], TorchOperators.gate(both)[:, 0]
     tiny = (numbers > -100) & (numbers < -80)  # where e^x is bounded, and results are below 1e-30
     assert (found != wanted)[numbers.isfinite() & ~tiny].float().mean() < 0.001
     assert torch.allclose(found.float(), wanted.float(), rtol=2**-7, atol=1e-30, equal_nan=True)
@@ -147,7 +200,7 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, broken):
     assert found[0].isnan().all()
     assert found[1].isfinite().all()
     stream = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
-    assert kernels.norm(stream, None, torch.ones(2), 1e-5).isnan().any(dim=1).tolist() == [True, False]
+    assert kernels.norm(stream, None, torch.ones(2), 1e-5)[0].isnan().any(dim=1).tolist() == [True, False]
 
 
 def test_threads_are_those_of_torch():

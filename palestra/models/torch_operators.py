@@ -1,0 +1,94 @@
+"""What lies between the matrix products of a Llama layer, by torch's operators: on a machine that can't compile it.
+
+The results are the bits of transformers' modules under autocast to bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class TorchOperators:
+    """What `CpuKernels` computes, of tensors on any device; without a gradient of their own."""
+
+    @staticmethod
+    def norm(stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Add to a residual stream, in place, and return its RMS norm, bfloat16 [N, width], and the rows' factors.
+
+        Args:
+            stream: float32 [N, width].
+            added: bfloat16 [N, width]; None: nothing.
+            weight: float32 [width].
+            eps: of the norm.
+        """
+        x = stream if added is None else stream.add_(added)
+        factors = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return (x * factors).mul_(weight).to(torch.bfloat16), factors
+
+    @staticmethod
+    def norm_gradient(
+        of_out: Tensor, stream: Tensor, factors: Tensor, weight: Tensor, more: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of a norm's input, float32 [N, width], and of its weights [width].
+
+        Args:
+            of_out: gradient of the norm, bfloat16 [N, width].
+            stream: the input, float32 [N, width].
+            factors: of the rows, [N, 1], as `norm` returned them.
+            weight: float32 [width].
+            more: is added to the gradient of the input, float32 [N, width]; None: nothing.
+        """
+        given, even = of_out.float(), stream * factors
+        of_weight = (given * even).sum(dim=0)
+        of_even = given.mul_(weight)
+        along = (of_even * even).mean(dim=-1, keepdim=True)
+        of_stream = of_even.sub_(even.mul_(along)).mul_(factors)
+        return of_stream if more is None else of_stream.add_(more), of_weight
+
+    @staticmethod
+    def rotate(whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, rotated, and values, bfloat16 [1, heads, N, D], of the products [N, out] of all.
+
+        Rotation is `y * cos + swapped(y) * sin`. Its gradient is the same of the gradient, with `swapped(sin)`.
+
+        Args:
+            whole: those of queries, of keys and of values beside one another.
+            cos: float32 [N, 1, D].
+            sin: float32 [N, 1, D], its first half negative.
+            heads: of queries, and of keys.
+        """
+        queries, keys = heads
+        parts = whole.view(len(whole), -1, cos.shape[-1])
+        given = parts[:, : queries + keys].float()
+        rotated = (given * cos).add_(swapped(given).mul_(sin)).to(whole.dtype)
+        found = torch.cat((rotated, parts[:, queries + keys :]), dim=1).transpose(0, 1).unsqueeze(0)
+        return found[:, :queries], found[:, queries : queries + keys], found[:, queries + keys :]
+
+    @staticmethod
+    def gate(both: Tensor) -> Tensor:
+        """Return silu(gate) * up, bfloat16 [N, inner], of gate and up beside one another, [N, 2 * inner]."""
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def gate_gradient(both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `gate` returned, and the gradient of `both`, bfloat16 [N, 2 * inner].
+
+        Args:
+            both: gate and up beside one another, bfloat16 [N, 2 * inner].
+            of_out: gradient of the result, bfloat16 [N, inner].
+        """
+        gate, up = both.chunk(2, dim=1)
+        active, of_both = F.silu(gate), torch.empty_like(both)
+        of_gate, of_up = of_both.chunk(2, dim=1)
+        torch.mul(of_out, active, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(of_out * up, gate, grad_input=of_gate)
+        return active.mul_(up), of_both
+
+
+def swapped(given: Tensor) -> Tensor:
+    """Return heads [..., D] with their halves exchanged."""
+    first, second = given.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)
