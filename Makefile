@@ -16,12 +16,12 @@ SITE := .venv-docs
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
-OWN_COMMAND := faults or frameworks or libraries or partners or engines
+OWN_COMMAND := long or faults or frameworks or libraries or partners or engines
 FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
-SECOND_TIER := (slow or more_examples) and not (model or service or browser or $(OWN_COMMAND))
-SECOND_TIER_ALONE := (model or service or browser) and not ($(OWN_COMMAND))
+SECOND_TIER := (slow or more_examples or model) and not (service or browser or $(OWN_COMMAND))
+SECOND_TIER_ALONE := (service or browser) and not ($(OWN_COMMAND))
 
-.PHONY: machine prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench clean
+.PHONY: machine prose help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ test-rest: $(DEV)  ## the second tier of tests: what takes longer, and all examp
 	$(BIN)/pytest --hypothesis-profile=full -m "$(SECOND_TIER_ALONE)"
 
 test-all: test test-rest  ## both tiers
+
+test-long: $(DEV)  ## what the second tier says of one moment or case, of all others: a quarter of an hour
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m long
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

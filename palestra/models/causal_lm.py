@@ -34,6 +34,7 @@ from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
 from palestra.models.llama_layers import shorten_layers
 from palestra.models.quiet import quiet_transformers
+from palestra.models.rounded_head import RoundedHead
 from palestra.models.vision.loading import load_seeing
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.processor import sees
@@ -381,7 +382,17 @@ class CausalLM:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def logits(self, hidden: Tensor, corrections: list[Correction] | None = None) -> Tensor:
+    def rounded_head(self) -> RoundedHead | None:
+        """Return the output layer for a pass whose scores are computed in chunks; None: `logits` calls its module."""
+        head = self.model.get_output_embeddings()
+        plain = type(head) is nn.Linear and head.bias is None and head.weight.dtype == torch.float32
+        if not plain or self.packed is not None or self._slot.shared_out or self.compute_dtype != torch.bfloat16:
+            return None
+        return RoundedHead(head)
+
+    def logits(
+        self, hidden: Tensor, corrections: list[Correction] | None = None, rounded: RoundedHead | None = None
+    ) -> Tensor:
         """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden].
 
         In bfloat16 the `EXACT_LOGITS` largest of each row are computed in float32; their gradient is that of the
@@ -390,10 +401,12 @@ class CausalLM:
         Args:
             hidden: of the positions.
             corrections: of these logits, where they are computed a second time; see `sharpened`.
+            rounded: the output layer, of `rounded_head`; None: the model's own module.
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
-            out: Tensor = (head(hidden) if self.packed is None else self.packed.head.product(hidden, 0)).float()
+            out: Tensor = (rounded or head)(hidden) if self.packed is None else self.packed.head.product(hidden, 0)
+            out = out.float()
         if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear | AdaptedHead):
             out = sharpened(out, hidden, head, self.compute_dtype, corrections)
         config = self.config

@@ -134,6 +134,7 @@ void palestra_gate_gradient(const uint16_t *restrict both, const uint16_t *restr
     for (int64_t row = 0; row < rows; row++) {
         const uint16_t *gate = both + 2 * row * width, *up = gate + width, *given = of_out + row * width;
         uint16_t *of_gate = of_both + 2 * row * width, *of_up = of_gate + width, *to = again + row * width;
+#pragma omp simd
         for (int64_t i = 0; i < width; i++) {
             float g = wide(gate[i]), u = wide(up[i]), d = wide(given[i]), power = power_of_e(-g);
             power = g < -88.0f ? __builtin_inff() : power;

@@ -17,6 +17,7 @@ from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.exact_logits import Correction
 from palestra.models.grammar_masks import unpack_bits
+from palestra.models.rounded_head import RoundedHead
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.positions import AXES
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
@@ -176,10 +177,11 @@ class TokenForward:
         hidden = states.index_select(0, columns["source"])
         allowed = allowed_tokens(micro.samples, self._masks, self._model.vocab_size)
         allowed = None if allowed is None else allowed.to(hidden.device)
-        tempered = bool((columns["temperature"] != 1).any())
+        tempered, head = bool((columns["temperature"] != 1).any()), self._model.rounded_head()
         return hidden, [
             _Chunk(
                 hidden=hidden[part],
+                head=head,
                 target=columns["target"][part],
                 temperature=columns["temperature"][part] if tempered else None,
                 allowed=None if allowed is None else allowed[part],
@@ -210,7 +212,7 @@ class TokenForward:
             hidden: [T, hidden], of the chunk.
             chunk: has the temperatures, and the tokens that could have been sampled.
         """
-        scores = self._model.logits(hidden, chunk.corrections)
+        scores = self._model.logits(hidden, chunk.corrections, chunk.head)
         if chunk.temperature is not None:
             scores = scores / chunk.temperature.unsqueeze(1)
         if chunk.allowed is not None:  # the distribution from which the token was sampled had no other tokens
@@ -224,6 +226,7 @@ class _Chunk:
 
     Attributes:
         hidden: [T, hidden], at the positions that predict the targets.
+        head: the output layer, for all chunks of the micro-batch; None: the model's module.
         target: [T].
         temperature: [T], at which the tokens were sampled; None: all at 1.
         allowed: [T, B] bits of the tokens that could have been sampled; None: all.
@@ -232,6 +235,7 @@ class _Chunk:
     """
 
     hidden: Tensor
+    head: RoundedHead | None
     target: Tensor
     temperature: Tensor | None
     allowed: Tensor | None

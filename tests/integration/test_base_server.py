@@ -60,9 +60,11 @@ def test_a_job_that_is_killed_goes_on_and_its_neighbour_notices_nothing(base, al
 @pytest.mark.parametrize(
     ("every", "fault"),
     [
-        pytest.param(1, "before_step:2", id="before the update of step 2"),
+        pytest.param(1, "before_step:2", id="before the update of step 2", marks=pytest.mark.long),
         pytest.param(10, "after_step:3", id="after the update of step 3, and all has to be repeated"),
-        pytest.param(1, "before_checkpoint_rename:2", id="while the checkpoint of step 2 is written"),
+        pytest.param(
+            1, "before_checkpoint_rename:2", id="while the checkpoint of step 2 is written", marks=pytest.mark.long
+        ),
     ],
 )
 def test_all_jobs_survive_the_death_of_the_base_server_in_their_own_processes(base, alone, every, fault):

@@ -143,7 +143,13 @@ def together(
         assert [script.result() for script in scripts] == alone[1]
 
 
-@pytest.mark.parametrize("fault", [None, "before_step:5"], ids=["at any moment", "right before weights change"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(None, id="at any moment", marks=pytest.mark.long),
+        pytest.param("before_step:5", id="right before weights change"),
+    ],
+)
 def test_scripts_and_jobs_get_what_they_get_alone_and_survive_the_death_of_their_base(
     tmp_path, alone, monkeypatch, fault
 ):

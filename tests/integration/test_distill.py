@@ -52,7 +52,7 @@ def taught(folder, steps: int) -> palestra.TrainResult:
     return palestra.train(reward=right, tasks=CONVERSATIONS, validation_tasks=TASKS, config=config, quiet=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_student_becomes_like_its_teacher_and_rewards_play_no_part(tmp_path):
     teacher, beginner = taught(tmp_path / "teacher", 30), taught(tmp_path / "beginner", 6)
     assert teacher.metrics[-1]["validation/reward_mean"] == 1.0

@@ -140,7 +140,7 @@ async def test_pictures_reach_the_workers_and_have_the_logprobs_of_one_engine(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_replies_are_those_of_one_engine_and_weights_reach_every_worker(deterministic):
     import torch
 

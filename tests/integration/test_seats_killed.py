@@ -112,7 +112,7 @@ def test_the_seat_of_a_killed_worker_is_played_on_by_another(tmp_path, undisturb
         assert len(json.loads(row["metadata"]).get("unused_calls", [])) == (after == "chat")
 
 
-@pytest.mark.parametrize("fault", POINTS)
+@pytest.mark.parametrize("fault", [*(pytest.param(one, marks=pytest.mark.long) for one in POINTS[:-1]), POINTS[-1]])
 def test_a_killed_server_plays_its_games_again_and_both_workers_come_back(tmp_path, undisturbed_duel, fault):
     killed_in_turn(tmp_path, undisturbed_duel, [fault])
 

@@ -39,9 +39,16 @@ def tensors(job: Job) -> dict[str, torch.Tensor]:
     ("every", "fault"),
     [
         pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
-        pytest.param(2, "after_end_commit:24", id="while step 3 is gathered, and step 2 is in the checkpoint"),
+        pytest.param(
+            2,
+            "after_end_commit:24",
+            id="while step 3 is gathered, and step 2 is in the checkpoint",
+            marks=pytest.mark.long,
+        ),
         pytest.param(1, "before_step:2", id="before the update of step 2"),
-        pytest.param(10, "before_publish:4", id="before step 3 is published, and all has to be repeated"),
+        pytest.param(
+            10, "before_publish:4", id="before step 3 is published, and all has to be repeated", marks=pytest.mark.long
+        ),
     ],
 )
 def test_weights_are_bit_identical_after_a_kill(tmp_path, undisturbed_tiny, every, fault):
@@ -65,10 +72,22 @@ def undisturbed_ppo(tmp_path_factory):
 @pytest.mark.parametrize(
     ("every", "fault"),
     [
-        pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
+        pytest.param(
+            10,
+            "after_chat_commit:26",
+            id="while step 2 is gathered, and step 1 has to be repeated",
+            marks=pytest.mark.long,
+        ),
         pytest.param(1, "before_step:2", id="between the updates of critic and policy in step 2"),
-        pytest.param(1, "before_checkpoint_rename:2", id="while the checkpoint of step 2 is written"),
-        pytest.param(2, "before_publish:4", id="before step 3 is published, from the checkpoint of step 2"),
+        pytest.param(
+            1, "before_checkpoint_rename:2", id="while the checkpoint of step 2 is written", marks=pytest.mark.long
+        ),
+        pytest.param(
+            2,
+            "before_publish:4",
+            id="before step 3 is published, from the checkpoint of step 2",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_policy_and_critic_of_ppo_are_bit_identical_after_a_kill(tmp_path, undisturbed_ppo, every, fault):
@@ -93,9 +112,19 @@ def undisturbed_sac(tmp_path_factory):
 @pytest.mark.parametrize(
     ("every", "fault"),
     [
-        pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
+        pytest.param(
+            10,
+            "after_chat_commit:26",
+            id="while step 2 is gathered, and step 1 has to be repeated",
+            marks=pytest.mark.long,
+        ),
         pytest.param(1, "before_step:4", id="between the updates of critic and policy, in the second draw of step 2"),
-        pytest.param(2, "before_publish:4", id="before step 3 is published, from the checkpoint of step 2"),
+        pytest.param(
+            2,
+            "before_publish:4",
+            id="before step 3 is published, from the checkpoint of step 2",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_policy_critic_and_copy_of_sac_are_bit_identical_after_a_kill(tmp_path, undisturbed_sac, every, fault):
@@ -120,9 +149,19 @@ def undisturbed_lora(tmp_path_factory):
 @pytest.mark.parametrize(
     ("every", "fault"),
     [
-        pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
+        pytest.param(
+            10,
+            "after_chat_commit:26",
+            id="while step 2 is gathered, and step 1 has to be repeated",
+            marks=pytest.mark.long,
+        ),
         pytest.param(1, "before_step:2", id="between the updates of critic and policy in step 2"),
-        pytest.param(2, "before_publish:4", id="before step 3 is published, from the checkpoint of step 2"),
+        pytest.param(
+            2,
+            "before_publish:4",
+            id="before step 3 is published, from the checkpoint of step 2",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_adapters_of_policy_and_critic_are_bit_identical_after_a_kill(tmp_path, undisturbed_lora, every, fault):

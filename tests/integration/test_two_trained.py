@@ -170,7 +170,14 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [BETWEEN_SAVES, AROUND_UPDATES, ["before_manifest_commit:1", "after_end_commit:3"]])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        BETWEEN_SAVES,
+        pytest.param(AROUND_UPDATES, marks=pytest.mark.long),
+        pytest.param(["before_manifest_commit:1", "after_end_commit:3"], marks=pytest.mark.long),
+    ],
+)
 def test_a_job_of_two_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, undisturbed, faults):
     for row in undisturbed.query("SELECT * FROM manifests"):
         n = row["step"] - 1
@@ -194,7 +201,7 @@ def test_the_lines_of_the_console_show_both(undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [{}, {"updates": {"every": 2, "at": 2}}])
+@pytest.mark.parametrize("turns", [{}, pytest.param({"updates": {"every": 2, "at": 2}}, marks=pytest.mark.long)])
 def test_weights_of_both_are_bit_identical_after_kills(tmp_path, turns):
     policy = TINY["policies"]["policy"]
     settings = TINY | {

@@ -12,8 +12,8 @@ from hypothesis import settings
 
 ROOT = Path(__file__).parents[2]
 MARKERS = ("slow", "more_examples", "model", "service", "browser", "faults", "frameworks", "libraries", "partners")
-MARKERS += ("engines",)
-OWN_COMMAND = {"faults", "frameworks", "libraries", "partners", "engines"}
+MARKERS += ("engines", "long")
+OWN_COMMAND = {"long", "faults", "frameworks", "libraries", "partners", "engines"}
 CASES = [set(chosen) for count in range(len(MARKERS) + 1) for chosen in itertools.combinations(MARKERS, count)]
 
 

@@ -29,7 +29,7 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     assert not (tmp_path / "gpu.md").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_rehearsal_runs_every_part_and_writes_the_table(tmp_path):
     done = run("--cpu", "--out", tmp_path / "gpu.md")

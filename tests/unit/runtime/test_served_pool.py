@@ -367,7 +367,7 @@ def _group(process: psutil.Process) -> int | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 async def test_a_server_that_is_killed_or_stopped_is_replaced_and_its_calls_end_elsewhere(tmp_path, how):
     async with pool_of(tmp_path, started(tmp_path), stuck_seconds=2.0) as pool:
         await pool.sync_weights("policy", SECOND, NEW)

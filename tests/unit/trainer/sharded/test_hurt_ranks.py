@@ -144,7 +144,9 @@ async def assert_it_goes_on(trainer, name: str, undisturbed: Undisturbed, folder
 
 
 @pytest.mark.parametrize("sent", MOMENTS, ids=lambda number: number.name)
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", ["gradient", *(pytest.param(name, marks=pytest.mark.long) for name in REQUESTS if name != "gradient")]
+)
 @on_the_loop
 async def test_a_rank_that_is_hurt_in_the_middle_of_a_request(name, sent, trainer, undisturbed, tmp_path):
     failed = []
