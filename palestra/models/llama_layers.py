@@ -62,14 +62,14 @@ def _forward(
 
 
 def _is_rounded(layer: Any) -> bool:
-    """Return whether a layer has matrices of its own and nothing beside them, and multiplies in bfloat16.
+    """Return whether a layer has matrices of its own, nothing beside them nor hooked on, and multiplies in bfloat16.
 
     Also without gradients: logprobs from before an update have the bits of those that the update computes.
     """
     return (
         torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        and all(type(one) is nn.Linear for one in _projections(layer))
+        and all(type(one) is nn.Linear and not one._forward_pre_hooks for one in _projections(layer))
         and layer.input_layernorm.weight.dtype == layer.post_attention_layernorm.weight.dtype == torch.float32
     )
 
