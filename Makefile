@@ -32,13 +32,14 @@ demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 test: lint types contracts prose unit  ## format, lint, types, import contracts, prose, the first tier of tests: about five minutes on two cores
 
 test-rest: $(DEV)  ## the second tier of tests: what takes longer, and all examples of what draws examples
-	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m "$(SECOND_TIER)"
-	$(BIN)/pytest --hypothesis-profile=full -m "$(SECOND_TIER_ALONE)"
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full --durations=30 -m "$(SECOND_TIER)"
+	$(BIN)/pytest --hypothesis-profile=full --durations=30 -m "$(SECOND_TIER_ALONE)"
 
 test-all: test test-rest  ## both tiers
 
 test-long: $(DEV)  ## what the second tier says of one moment or case, of all others: a quarter of an hour
-	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m long
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m "long and not service"
+	$(BIN)/pytest --hypothesis-profile=full -m "long and service"
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

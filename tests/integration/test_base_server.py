@@ -115,6 +115,7 @@ def test_a_job_that_names_another_base_or_has_no_key_says_so(base, monkeypatch):
         assert "is no key of this server" in server.output
 
 
+@pytest.mark.long
 def test_a_deterministic_job_does_not_go_on_at_a_base_of_another_precision(base, alone):
     dying = base.start()
     with base.job("first") as job:

@@ -139,6 +139,7 @@ def test_results_are_continued_without_the_folders_of_the_runs(folder, tmp_path_
     assert "4 of 4 runs are finished" in (elsewhere / "runs/grid/comparison.md").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_grid_that_is_killed_goes_on_where_it_was_and_ends_alike(folder, tmp_path_factory):
     """SIGKILL reaches the command, then a run, then both; each run of the grid is still trained once and to its end."""

@@ -122,7 +122,9 @@ def test_a_kind_that_no_node_has_is_refused_and_one_that_is_taken_is_waited_for(
     assert second.wait().state == "completed"
 
 
-@pytest.mark.parametrize(("placement", "nodes_used"), [("STRICT_PACK", 1), ("PACK", 1), ("SPREAD", 3)])
+@pytest.mark.parametrize(
+    ("placement", "nodes_used"), [("STRICT_PACK", 1), pytest.param("PACK", 1, marks=pytest.mark.long), ("SPREAD", 3)]
+)
 def test_a_job_that_fits_on_a_node_is_on_one_or_on_all(placement, nodes_used, nodes, submit):
     job = submit(LONG | POOL, cpus=1, bundles=[ENGINES], placement=placement)
     own = own_node(job, nodes)

@@ -136,6 +136,7 @@ def test_runners_are_actors_that_count_as_cores_of_their_job_and_are_replaced(se
         control.submit(GAMES | {"environment": GAMES["environment"] | {"runners": 16}})
 
 
+@pytest.mark.long
 def test_workers_find_a_model_server_that_was_killed_where_it_is_now(service, tmp_path):
     config = {
         "steps": 30,

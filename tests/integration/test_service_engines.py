@@ -123,6 +123,7 @@ def test_a_server_on_another_machine_gets_the_weights_there_and_is_replaced_when
     until(lambda: not servers_of(own) and not servers_of(other), "none is left")
 
 
+@pytest.mark.long
 def test_embedded_workers_and_vllm_are_one_pool_over_two_machines(nodes, service):
     workers = [{"threads": 1, "dtype": "float32"}, VLLM]
     bundle = {"role": "engine", "cpus": 1}

@@ -50,7 +50,13 @@ def world(tmp_path_factory) -> Iterator[World]:
             yield World(nodes, service.start())
 
 
-@pytest.mark.parametrize("fault", SCHEDULERS_OWN.values(), ids=SCHEDULERS_OWN.keys())
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=name, marks=[] if name.endswith("after-submit") else pytest.mark.long)
+        for name, fault in SCHEDULERS_OWN.items()
+    ],
+)
 def test_a_killed_scheduler_is_not_seen_in_what_a_job_leaves(world, fault):
     service, undisturbed = world.service, world.undisturbed
     service.processes[-1].kill()
@@ -95,6 +101,7 @@ def test_a_job_is_cancelled_though_the_scheduler_dies_of_it__scheduler_SIGKILL_a
     assert_cancelled(world, job)
 
 
+@pytest.mark.long
 def test_a_scheduler_that_is_stopped_for_a_while_takes_note_of_what_happened__SIGSTOP_mid_step(world):
     play(world, cell(SCHEDULER, STOP, "mid-step"))
 
@@ -110,7 +117,13 @@ def hanging(world) -> Iterator[tuple[Job, psutil.Process]]:
 
 
 @pytest.mark.usefixtures("hanging")
-@pytest.mark.parametrize("cell", OF_MODEL_SERVERS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=cell.name, marks=[] if cell.name.endswith("mid-checkpoint") else pytest.mark.long)
+        for cell in OF_MODEL_SERVERS
+    ],
+)
 def test_a_killed_model_server_goes_on_from_its_checkpoint(world, cell):
     play(world, cell)
 

@@ -85,7 +85,7 @@ def test_a_folder_where_the_service_was_started_is_no_model(service):
     assert not [artifact for artifact in job.artifacts() if "safetensors" in artifact.path]
 
 
-@pytest.mark.parametrize("model", ["org/tiny", "house"])
+@pytest.mark.parametrize("model", ["org/tiny", pytest.param("house", marks=pytest.mark.long)])
 def test_models_of_the_hub_and_of_the_operators_list_are_served(service, model):
     job = service.client().submit({"kind": "inference", "policies": {"policy": {"model": model, "max_context": 64}}})
     until(lambda: job.view().state == "running" or job.view().reason.startswith("model"), "it runs", 120)
@@ -95,7 +95,7 @@ def test_models_of_the_hub_and_of_the_operators_list_are_served(service, model):
     ended(job, "cancelled")
 
 
-@pytest.mark.parametrize("asked", [1.0, 0.0])
+@pytest.mark.parametrize("asked", [1.0, pytest.param(0.0, marks=pytest.mark.long)])
 def test_a_job_that_eats_memory_ends_alone_with_the_reason(service, asked):
     control = service.client()
     neighbour = control.submit(LONG, name="neighbour")
@@ -113,7 +113,7 @@ def test_a_job_that_eats_memory_ends_alone_with_the_reason(service, asked):
     ended(neighbour, "cancelled")
 
 
-@pytest.mark.parametrize("stuck", ["stopped", "busy"])
+@pytest.mark.parametrize("stuck", ["stopped", pytest.param("busy", marks=pytest.mark.long)])
 def test_a_job_that_does_not_answer_is_cancelled_within_seconds(service, stuck):
     job = service.client().submit(EATER if stuck == "busy" else LONG)
     until(lambda: job.view().state == "running", "it runs")

@@ -181,6 +181,7 @@ def test_a_control_plane_that_is_killed_finds_its_base_server_and_a_cancelled_jo
     until(lambda: not lives(process), "its process is gone")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_another_kind_of_base_gets_a_server_of_its_own_and_an_idle_one_makes_room(service):
     control = service.client()
@@ -197,6 +198,7 @@ def test_another_kind_of_base_gets_a_server_of_its_own_and_an_idle_one_makes_roo
     ended_or_idle(service)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_what_a_job_has_trained_is_served_on_a_shared_base_and_trained_on(service):
     control = service.client()

@@ -240,6 +240,7 @@ def test_embedded_workers_and_vllm_on_the_same_cards_are_refused(tmp_path, monke
 # vLLM in the processes of inference workers, which a cluster may start on other machines
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # it starts eight processes that load torch
 async def test_vllm_runs_beside_the_process_of_a_worker_and_is_replaced_with_it(tmp_path):

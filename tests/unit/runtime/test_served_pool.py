@@ -406,6 +406,7 @@ async def test_an_only_server_that_is_killed_is_replaced_and_its_calls_are_sampl
         assert not group_of(hurt)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_an_only_server_that_dies_again_and_again_ends_the_pool_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper, "BACKOFF_SECONDS", 0.01)
