@@ -384,8 +384,8 @@ class CausalLM:
 
     def rounded_head(self) -> RoundedHead | None:
         """Return the output layer for a pass whose scores are computed in chunks; None: `logits` calls its module."""
-        head = self.model.get_output_embeddings()
-        plain = type(head) is nn.Linear and head.bias is None and head.weight.dtype == torch.float32
+        head: Any = self.model.get_output_embeddings()
+        plain = type(head) is nn.Linear and getattr(head, "bias", None) is None and head.weight.dtype == torch.float32
         if not plain or self.packed is not None or self._slot.shared_out or self.compute_dtype != torch.bfloat16:
             return None
         return RoundedHead(head)
