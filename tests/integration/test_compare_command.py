@@ -124,7 +124,7 @@ def test_a_grid_is_run_at_equal_tokens_and_its_page_is_written(folder):
     assert [line.split()[:2] for line in listed] == [["finished", "sums"]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_results_are_continued_without_the_folders_of_the_runs(folder, tmp_path_factory):
     assert compare(folder, "--only", "sums/grpo", "--results", "results.json").returncode == 0
     elsewhere = tmp_path_factory.mktemp("elsewhere")

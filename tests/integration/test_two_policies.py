@@ -272,7 +272,7 @@ def test_status_and_claims_name_all_policies(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny-random", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.model)])
+@pytest.mark.parametrize("model", ["tiny-random", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.long)])
 def test_weights_are_bit_identical_after_a_kill_beside_a_frozen_model(tmp_path, model):
     black = {"model": model, "frozen": True, "max_context": 256, "sampling": {"max_tokens": 8}}
     settings = TINY | {
