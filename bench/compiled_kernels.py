@@ -22,7 +22,7 @@ from tree_attention import SHAPES
 
 from palestra.engine.embedded import kv_cache
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention
-from palestra.models import layer_functions
+from palestra.models import layer_functions, packed_matrix
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.cpu_kernels import cpu_kernels
@@ -115,7 +115,7 @@ def print_row(name: str, rounds: int, compute: Pass, bare: Pass | None) -> None:
     for _ in range(rounds):
         compiled += seconds(compute)
         with ExitStack() as without:
-            for user in (layer_functions, kv_cache):
+            for user in (layer_functions, kv_cache, packed_matrix):
                 without.enter_context(patch.object(user, "cpu_kernels", lambda: None))
             plain += seconds(compute)
         floor += seconds(bare) if bare else []

@@ -1,11 +1,15 @@
-/* What lies between the matrix products of a Llama layer and of its gradient, in bfloat16 on a CPU; cpu_kernels.py
-   compiles and calls it.
+/* What lies between the matrix products of a Llama layer and of its gradient, in bfloat16 on a CPU, and a whole layer for
+   one new token of each of a few rows; cpu_kernels.py compiles and calls it.
 
    Every row is computed by itself, by one thread, so that its bits do not depend on the rows beside it. Numbers that
    are none (NaN) stay none. bfloat16 is the upper half of a float, and lies in uint16_t. */
 
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define AT_ONCE 256   /* positions whose scores exist at the same time */
 #define SHORT 16384   /* numbers for which a second thread is not worth while */
@@ -46,7 +50,7 @@ static inline float power_of_e(float x) {
     return p * scale;
 }
 
-/* stream [rows, width] += added (NULL: nothing); out = RMS norm of it, factors [rows] those of the rows. */
+/* stream [rows, width] += added (NULL: nothing); out = RMS norm of it, factors [rows] those of the rows, if not NULL. */
 void palestra_norm(float *restrict stream, const uint16_t *restrict added, const float *restrict weight, float eps,
                    uint16_t *restrict out, float *restrict factors, int64_t rows, int64_t width) {
 #pragma omp parallel for schedule(static) if (rows * width > SHORT)
@@ -59,7 +63,7 @@ void palestra_norm(float *restrict stream, const uint16_t *restrict added, const
         for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
         float factor = 1.0f / __builtin_sqrtf(sum / (float)width + eps);
         for (int64_t i = 0; i < width; i++) to[i] = rounded(x[i] * factor * weight[i]);
-        factors[row] = factor;
+        if (factors) factors[row] = factor;
     }
 }
 
@@ -199,4 +203,148 @@ void palestra_attend(const uint16_t *queries, const uint16_t *new_keys, const ui
         else
             see(q, k, v, first, last, group, dim, scale, to);
     }
+}
+
+/* A matrix as oneDNN packs it: outputs in blocks of 64, inputs in pairs, [blocks, pairs, 64, 2], where the pairs are filled
+   up to a multiple of 16 and the last block to 64. Biases [outs], or NULL. */
+struct matrix {
+    const uint16_t *packed, *biases;
+    int64_t width, outs;
+};
+
+/* The most rows that `palestra_product` multiplies faster than oneDNN does (docs/benchmarks.md). */
+int64_t palestra_most_rows(void) {
+#if defined(__AMX_BF16__)
+    return 8;
+#elif defined(__AVX512BF16__)
+    return 128;
+#elif defined(__AVX512F__)
+    return 4;
+#else
+    return 0;
+#endif
+}
+
+typedef float floats __attribute__((vector_size(64)));
+typedef uint32_t pairs __attribute__((vector_size(64)));
+
+/* sum + x[0] * weights[., 0] + x[1] * weights[., 1], of two numbers x. */
+static inline floats with_products(floats sum, uint32_t x, pairs weights) {
+#ifdef __AVX512BF16__
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)weights);
+#else
+    return sum + wide((uint16_t)x) * (floats)(weights << 16) + wide((uint16_t)(x >> 16)) * (floats)(weights & 0xffff0000u);
+#endif
+}
+
+/* Products of `rows` rows, given [rows, width], with 16 * `vectors` columns of a block, of which `count` are outputs; both
+   are constants where this is called, so that all sums stay in registers. */
+static inline __attribute__((always_inline)) void multiply(const uint16_t *given, int64_t width, const uint16_t *packed,
+                                                           const uint16_t *biases, uint16_t *out, int64_t outs,
+                                                           int64_t count, const int rows, const int vectors) {
+    floats sums[4][4];
+    float first[64] = {0};
+    for (int64_t i = 0; biases && i < count; i++) first[i] = wide(biases[i]);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        floats start;
+        memcpy(&start, first + 16 * v, sizeof start);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) sums[r][v] = start;
+    }
+    for (int64_t at = 0; at < width; at += 2) {
+        pairs weights[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) memcpy(&weights[v], packed + at * 64 + 32 * v, sizeof weights[v]);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            uint32_t x;
+            memcpy(&x, given + r * width + at, sizeof x);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) sums[r][v] = with_products(sums[r][v], x, weights[v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        float found[64];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) memcpy(found + 16 * v, &sums[r][v], sizeof sums[r][v]);
+        for (int64_t i = 0; i < count; i++) out[r * outs + i] = rounded(found[i]);
+    }
+}
+
+/* As `multiply`, of any number of rows. A part of a block stays in the processor's cache meanwhile. */
+static inline __attribute__((always_inline)) void multiply_all(const uint16_t *given, int64_t width,
+                                                               const uint16_t *packed, const uint16_t *biases,
+                                                               uint16_t *out, int64_t outs, int64_t count, int64_t rows,
+                                                               const int vectors) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4)
+        multiply(given + row * width, width, packed, biases, out + row * outs, outs, count, 4, vectors);
+    if (row + 2 <= rows) {
+        multiply(given + row * width, width, packed, biases, out + row * outs, outs, count, 2, vectors);
+        row += 2;
+    }
+    if (row < rows) multiply(given + row * width, width, packed, biases, out + row * outs, outs, count, 1, vectors);
+}
+
+/* out [rows, outs] = given [rows, width] times a matrix, plus its biases. The width is even. Each thread has a share of
+   the outputs, which begins and ends with half a block. */
+void palestra_product(const struct matrix *matrix, const uint16_t *given, uint16_t *out, int64_t rows) {
+    int64_t width = matrix->width, outs = matrix->outs, halves = (outs + 63) / 64 * 2;
+    int64_t size = (width + 31) / 32 * 32 * 64;
+#pragma omp parallel if (rows * width * outs > 4 * SHORT)
+    {
+        int64_t threads = omp_get_num_threads(), here = omp_get_thread_num();
+        int64_t half = halves * here / threads, end = halves * (here + 1) / threads;
+        while (half < end) {
+            int64_t start = half * 32, left = outs - start, whole = half % 2 == 0 && half + 1 < end;
+            const uint16_t *packed = matrix->packed + start / 64 * size + start % 64 * 2;
+            const uint16_t *biases = matrix->biases ? matrix->biases + start : NULL;
+            if (whole)
+                multiply_all(given, width, packed, biases, out + start, outs, left < 64 ? left : 64, rows, 4);
+            else if (left > 0)
+                multiply_all(given, width, packed, biases, out + start, outs, left < 32 ? left : 32, rows, 2);
+            half += whole ? 2 : 1;
+        }
+    }
+}
+
+/* Rows of a cache [layers, 2, places, kv, capacity, dim], in each of which `lengths` positions are filled. */
+struct cached {
+    uint16_t *storage;
+    const int64_t *lengths;
+    int64_t rows, places, capacity;
+};
+
+/* stream [rows, hidden] += what a layer adds to it: attention of one new token a row, then the gated block.
+
+   matrices: of queries, keys and values together; of what attention returns; of gate and up together; of the block's
+   result. norms: before both. parts: all rows of the cache, in their order. room: for
+   rows * (2 * hidden + 2 * outs of the first matrix + heads * dim + 3 * inner) numbers. */
+void palestra_layer(float *stream, int64_t rows, int64_t hidden, const struct matrix *matrices, const float *before,
+                    float eps_before, const float *behind, float eps_behind, const float *cosines, const float *sines,
+                    const struct cached *parts, int64_t layer, int64_t heads, int64_t kv, int64_t dim, int64_t window,
+                    float scale, uint16_t *room) {
+    int64_t all = heads + 2 * kv, inner = matrices[3].width;
+    uint16_t *normed = room, *added = normed + rows * hidden, *given = added + rows * hidden;
+    uint16_t *turned = given + rows * all * dim, *seen = turned + rows * all * dim, *both = seen + rows * heads * dim;
+    uint16_t *active = both + rows * 2 * inner;
+
+    palestra_norm(stream, NULL, before, eps_before, normed, NULL, rows, hidden);
+    palestra_product(&matrices[0], normed, given, rows);
+    palestra_rotate(given, cosines, sines, turned, rows, all, heads + kv, dim);
+    for (int64_t start = 0; start < rows; start += (parts++)->rows) {
+        const uint16_t *query = turned + start * all * dim, *key = query + heads * dim, *value = key + kv * dim;
+        int64_t size = parts->places * kv * parts->capacity * dim;
+        uint16_t *keys = parts->storage + 2 * layer * size;
+        palestra_attend(query, key, value, all * dim, keys, keys + size, parts->lengths, seen + start * heads * dim,
+                        parts->rows, kv, heads / kv, dim, parts->capacity, window, scale);
+    }
+    palestra_product(&matrices[1], seen, added, rows);
+    palestra_norm(stream, added, behind, eps_behind, normed, NULL, rows, hidden);
+    palestra_product(&matrices[2], normed, both, rows);
+    palestra_gate(both, active, rows, inner);
+    palestra_product(&matrices[3], active, added, rows);
+    for (int64_t i = 0; i < rows * hidden; i++) stream[i] += wide(added[i]);
 }

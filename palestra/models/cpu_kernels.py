@@ -1,9 +1,10 @@
-"""What lies between the matrix products of a Llama layer, compiled on this machine: in bfloat16 on a CPU.
+"""What lies between the matrix products of a Llama layer, and decoding layers, compiled on this machine.
 
 Between two products there are a dozen small operators of torch. While an engine samples they take longer to call than
 to compute, and while a trainer computes gradients each reads and writes memory once more (docs/benchmarks.md).
-`cpu_kernels.c` has them as a few functions, which the machine's C compiler makes ready in less than a second when the
-first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same places.
+`cpu_kernels.c` has them as a few functions in bfloat16, which the machine's C compiler makes ready in less than a
+second when the first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same
+places. Of few rows, products are a reading of the weights: the layers of a decoding pass are one call each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from palestra.models.kernel_arguments import CachedRows, DecodingLayer, MatrixAddress
+
 log = logging.getLogger("palestra.models")
 _SOURCE = Path(__file__).with_suffix(".c")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -38,18 +41,30 @@ _ARGUMENTS = {
     "palestra_gate": [_POINTER] * 2 + [_COUNT] * 2,
     "palestra_gate_gradient": [_POINTER] * 4 + [_COUNT] * 2,
     "palestra_attend": [_POINTER] * 3 + [_COUNT] + [_POINTER] * 4 + [_COUNT] * 6 + [_NUMBER],
+    "palestra_product": [_POINTER] * 3 + [_COUNT],
+    "palestra_layer": [_POINTER, _COUNT, _COUNT, _POINTER]
+    + [_POINTER, _NUMBER] * 2
+    + [_POINTER] * 3
+    + [_COUNT] * 5
+    + [_NUMBER, _POINTER],
 }
 
 
 class CpuKernels:
-    """The compiled functions, of tensors on the CPU; without a gradient of their own."""
+    """The compiled functions, of tensors on the CPU; without a gradient of their own.
+
+    Attributes:
+        most_rows: how many rows `product` and `layer` multiply faster than oneDNN does; 0: never.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Take over a compiled library."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
+        library.palestra_most_rows.restype = _COUNT
         self._library = library
+        self.most_rows: int = library.palestra_most_rows()
 
     def norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Add to a residual stream, in place, and return its RMS norm, bfloat16 [N, width], and the rows' factors.
@@ -144,6 +159,73 @@ class CpuKernels:
             scale,
         )
         return out
+
+    def product(self, rows: Tensor, matrix: MatrixAddress) -> Tensor:
+        """Return the product of rows, bfloat16 [N, width], with a packed matrix, plus its biases: bfloat16 [N, outs].
+
+        The bits of a row do not depend on the other rows.
+        """
+        assert rows.dtype == torch.bfloat16
+        assert rows.shape[1] == matrix.width
+        given, out = rows.contiguous(), torch.empty((len(rows), matrix.outs), dtype=torch.bfloat16)
+        self._library.palestra_product(ctypes.addressof(matrix), given.data_ptr(), out.data_ptr(), len(rows))
+        return out
+
+    def layer(
+        self,
+        stream: Tensor,
+        matrices: Sequence[MatrixAddress],
+        norms: Sequence[tuple[Tensor, float]],
+        rotation: tuple[Tensor, Tensor],
+        layer: DecodingLayer,
+        rows: CachedRows,
+    ) -> None:
+        """Compute a whole layer for one new token of each row in a cache: into the stream, and into the cache.
+
+        Args:
+            stream: float32 [N, hidden], contiguous; N as many as `rows`.
+            matrices: of queries, keys and values together, of what attention returns, of gate and up together, of the
+                gated block's result.
+            norms: weights float32 [hidden] and eps of the two.
+            rotation: cosines and sines, float32 [N, 1, D], the first half of the sines negative.
+            layer: what it is.
+            rows: of the cache, with addresses.
+        """
+        (queries, keys), width = layer.heads, rotation[0].shape[-1]
+        angles = [one.contiguous() for one in rotation]
+        _are_exact(stream, *angles, *(weight for weight, _ in norms))
+        assert rows.addresses is not None
+        assert len(rows) == len(stream) == len(angles[0])
+        assert [one.width for one in matrices] == [
+            len(norms[0][0]),
+            queries * width,
+            len(norms[1][0]),
+            matrices[3].width,
+        ]
+        assert [one.outs for one in matrices[:3]] == [
+            (queries + 2 * keys) * width,
+            stream.shape[1],
+            2 * matrices[3].width,
+        ]
+        assert matrices[3].outs == stream.shape[1] == matrices[0].width
+        numbers = 2 * stream.shape[1] + 2 * matrices[0].outs + queries * width + 3 * matrices[3].width
+        room = torch.empty((len(stream), numbers), dtype=torch.bfloat16)
+        self._library.palestra_layer(
+            stream.data_ptr(),
+            *stream.shape,
+            ctypes.addressof(found := (MatrixAddress * 4)(*matrices)),
+            *(one for weight, eps in norms for one in (weight.data_ptr(), eps)),
+            *(one.data_ptr() for one in angles),
+            ctypes.addressof(rows.addresses),
+            layer.number,
+            queries,
+            keys,
+            width,
+            layer.window or 0,
+            layer.scale,
+            room.data_ptr(),
+        )
+        del found  # C has read it
 
 
 def _are_exact(*tensors: Tensor) -> None:

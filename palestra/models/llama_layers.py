@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
+from palestra.models.cpu_kernels import CpuKernels
+from palestra.models.kernel_arguments import CachedRows, DecodingLayer
 from palestra.models.layer_functions import AttentionInput, BehindAttention, between_products
-from palestra.models.packed_matrix import packed_part
+from palestra.models.packed_matrix import PackedLinear, packed_part
 
 # How far a token sees in layers of each class. Apart from that, these classes differ only in their biases.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -52,13 +54,14 @@ def _forward(
     slot: AttentionSlot = layer.self_attn.palestra_slot
     if slot.attention is not None and not slot.shared_out and hidden_states.dtype == torch.float32:
         if _is_packed(layer):
-            return _sampled(layer, hidden_states, slot, position_embeddings)
+            found = _decoded(layer, hidden_states, slot, position_embeddings)
+            return _sampled(layer, hidden_states, slot, position_embeddings) if found is None else found
         if _is_rounded(layer):
             return _rounded(layer, hidden_states, slot, position_embeddings)
-    found: Tensor = type(layer).forward(
+    computed: Tensor = type(layer).forward(
         layer, hidden_states, *arguments, position_embeddings=position_embeddings, **named
     )
-    return found
+    return computed
 
 
 def _is_rounded(layer: Any) -> bool:
@@ -109,6 +112,31 @@ def _rounded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
         x, seen, behind.weight, behind.variance_epsilon, *(one.weight for one in matrices)
     )
     return found.unsqueeze(0)
+
+
+def _decoded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Return what a layer computes, [1, N, hidden], for one new token of each of few rows; None: these are others."""
+    kernels, attention, mlp = between_products(), layer.self_attn, layer.mlp
+    rows: Any = slot.attention
+    if not isinstance(rows, CachedRows) or not isinstance(kernels, CpuKernels):
+        return None
+    if not len(rows) == stream.shape[1] <= kernels.most_rows or rows.addresses is None:
+        return None
+    parts = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
+    matrices = [one.matrix.address for one in parts if type(one) is PackedLinear]
+    found = [one for one in matrices if one is not None]
+    if len(found) < len(parts):
+        return None
+    what = DecodingLayer(
+        number=attention.layer_idx,
+        heads=_heads(attention),
+        scale=attention.scaling,
+        window=_WINDOWS[type(layer).__name__](attention),
+    )
+    norms = [(one.weight, one.variance_epsilon) for one in (layer.input_layernorm, layer.post_attention_layernorm)]
+    x = stream[0].clone()
+    kernels.layer(x, found, norms, _signed(slot, rotation), what, rows)
+    return x.unsqueeze(0)
 
 
 def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -3,8 +3,9 @@
 A product with a plain matrix brings it into this layout first, for every pass. A model that only samples is packed
 once for each version of its weights instead, and its plain matrices are dropped, so that it takes no more memory. A
 base under adapters is packed once, beside its plain matrices, which a trainer needs. Layers that read the same input,
-such as queries, keys and values, are packed as one matrix: their input is rounded once and multiplied once. The results
-are the same bits as those of the plain matrices.
+such as queries, keys and values, are packed as one matrix: their input is rounded once and multiplied once. oneDNN's
+results are the same bits as those of the plain matrices; few rows are multiplied by `CpuKernels` where that is faster,
+which adds in another order.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ class PackedLayers:
             logits of the most probable tokens are computed from it in float32.
     """
 
-    def __init__(self, model: Any, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(self, model: Any, groups: Sequence[Sequence[str]], exact: bool = False) -> None:
         """Put packed matrices in the place of a model's linear layers.
 
         Args:
             model: of transformers, its matrices in bfloat16.
             groups: names of layers that read the same input.
+            exact: see `PackedMatrix`.
         """
         head = model.get_output_embeddings()
-        self.head = PackedMatrix(["head"], [head])
+        self.head = PackedMatrix(["head"], [head], exact)
         self._head = head
         self._matrices = []
         for names in groups:
             layers = [model.get_submodule(name) for name in names]
-            matrix = PackedMatrix(names, layers)
+            matrix = PackedMatrix(names, layers, exact)
             self._matrices.append(matrix)
             for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
                 model.set_submodule(name, PackedLinear(matrix, number, layer))
@@ -76,7 +78,7 @@ class PackedLayers:
         self.head.pack([self._head.weight])
 
 
-def pack(model: CausalLM) -> None:
+def pack(model: CausalLM, exact: bool = False) -> None:
     """Pack a model that only samples, if that is possible; otherwise it stays as it is.
 
     It is possible for bfloat16 on a CPU for which torch has oneDNN, and for layers of `torch.nn.Linear`. A packed model
@@ -84,9 +86,10 @@ def pack(model: CausalLM) -> None:
 
     Args:
         model: its weights are its own, and no pass of it is running.
+        exact: whether products must have the same bits for any number of rows.
     """
     if model.base is None and model.packed is None and _can_be_packed(model):
-        _pack(model)
+        _pack(model, exact)
 
 
 def pack_base(model: CausalLM) -> None:
@@ -106,12 +109,12 @@ def _can_be_packed(model: CausalLM) -> bool:
     return plain and there and type(model.model.get_output_embeddings()) is nn.Linear
 
 
-def _pack(model: CausalLM) -> None:
+def _pack(model: CausalLM, exact: bool = False) -> None:
     """Pack a model, unless it then computes something else."""
     groups = _same_inputs(model)
     before = model.trial_logits()
     layers = {name: model.model.get_submodule(name) for names in groups for name in names}
-    model.packed = PackedLayers(model.model, groups)
+    model.packed = PackedLayers(model.model, groups, exact)
     after = model.trial_logits()
     if not float((after - before).norm()) < _MOST_DIFFERENCE * float(before.norm()):
         for name, layer in layers.items():

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from palestra.models.cpu_kernels import cpu_kernels
+from palestra.models.kernel_arguments import MatrixAddress
+
 _ROWS = 64  # for which oneDNN chooses the layout; other numbers of rows are multiplied by it as well
 
 
@@ -18,18 +21,21 @@ class PackedMatrix:
     Attributes:
         names: of the layers in the model of transformers.
         width: how many inputs they have.
+        address: where the weights lie, for products of few rows; None: oneDNN multiplies all.
     """
 
-    def __init__(self, names: Sequence[str], layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, names: Sequence[str], layers: Sequence[nn.Linear], exact: bool = False) -> None:
         """Pack the weights of some layers, all with a bias or all without, as they are.
 
         Args:
             names: of the layers.
             layers: have weights [out, in], with the same number of inputs.
+            exact: whether a product must have the same bits for any number of rows, so that always oneDNN multiplies.
         """
         self.names = list(names)
         self._sizes, self.width = [layer.out_features for layer in layers], layers[0].in_features
         self._biases: list[Tensor | None] = [layer.bias for layer in layers]
+        self._exact = exact
         self._given: Tensor | None = None
         self._products: tuple[Tensor, ...] = ()
         self.pack([layer.weight for layer in layers])
@@ -37,10 +43,11 @@ class PackedMatrix:
     def __deepcopy__(self, known: dict[int, Any]) -> PackedMatrix:
         """Return a copy with weights of its own, which `copy.deepcopy` can't make of what oneDNN keeps."""
         made = known[id(self)] = object.__new__(PackedMatrix)
-        made.names, made._sizes, made.width = self.names, self._sizes, self.width
+        made.names, made._sizes, made.width, made._exact = self.names, self._sizes, self.width, self._exact
         made._biases = copy.deepcopy(self._biases, known)
         made._given, made._products = None, ()
         made._packed, made._bias = self._packed.clone(), self._bias
+        made.address = made._found()
         return made
 
     def pack(self, weights: Sequence[Tensor]) -> None:
@@ -50,6 +57,13 @@ class PackedMatrix:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
         biases = [bias.detach() for bias in self._biases if bias is not None]
         self._bias = torch.cat(biases).to(torch.bfloat16) if biases else None
+        self.address = self._found()
+
+    def _found(self) -> MatrixAddress | None:
+        kernels = None if self._exact else cpu_kernels()
+        if kernels is None or not kernels.most_rows:
+            return None
+        return MatrixAddress.of(self._packed, (sum(self._sizes), self.width), self._bias)
 
     def shapes(self) -> Iterator[tuple[str, torch.Size]]:
         """Yield the name and the shape of each layer's weights."""
@@ -62,7 +76,9 @@ class PackedMatrix:
 
     def whole_product(self, rows: Tensor) -> Tensor:
         """Return what all layers make of rows [N, in], bfloat16 [N, out]."""
-        rounded = rows.to(torch.bfloat16)
+        rounded, kernels = rows.to(torch.bfloat16), cpu_kernels()
+        if self.address is not None and kernels is not None and len(rows) <= kernels.most_rows:
+            return kernels.product(rounded, self.address)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rounded, self._packed, self._bias, "none", [], "")
         return out
 

@@ -279,7 +279,7 @@ class EmbeddedEngine:
 
     def _prepare(self, model: CausalLM) -> None:
         """Pack a model that is to be sampled from, and raise ModelError where it can't be deterministic and must be."""
-        pack(model)
+        pack(model, exact=self._deterministic)
         if self._deterministic:
             check_determinism(model, self._config.max_batch)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.models.cpu_kernels import cpu_kernels
+from palestra.models.kernel_arguments import CachedRows
 
 STEP = 64
 WIDE_STEP = 256
@@ -165,7 +166,7 @@ class KVCache:
         return self._buckets[capacity]
 
 
-class DecodeAttention:
+class DecodeAttention(CachedRows):
     """Attention of one decoding pass: every row of the cache adds one position, and sees all before it.
 
     The bits of a row's result do not depend on how many rows are computed with it.
@@ -177,7 +178,7 @@ class DecodeAttention:
         Args:
             parts: the storage of each bucket, and how many positions of its first rows are filled, int64 [rows].
         """
-        self._parts = parts
+        super().__init__(parts)
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     @classmethod
@@ -209,7 +210,7 @@ class DecodeAttention:
         """
         kernels = cpu_kernels() if query.dtype == torch.bfloat16 and query.device.type == "cpu" else None
         pieces, start = list[Tensor](), 0
-        for number, (storage, lengths) in enumerate(self._parts):
+        for number, (storage, lengths) in enumerate(self.parts):
             rows = len(lengths)
             keys, values = storage[layer, 0, :rows], storage[layer, 1, :rows]
             new = query[:, :, start : start + rows], key[:, :, start : start + rows], value[:, :, start : start + rows]
@@ -226,7 +227,7 @@ class DecodeAttention:
         """Return what is added to the scores of a part, [rows, 1, 1, capacity], once for all layers."""
         mask = self._masks.get((number, window))
         if mask is None:
-            storage, lengths = self._parts[number]
+            storage, lengths = self.parts[number]
             before = lengths.unsqueeze(1) - torch.arange(storage.shape[4], device=storage.device)
             unseen = before < 0 if window is None else (before < 0) | (before >= window)
             # Of a mask of booleans, each layer would make this one.
