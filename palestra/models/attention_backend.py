@@ -57,11 +57,12 @@ def recomputed(forward: Callable[..., Any], slot: AttentionSlot) -> Callable[...
         attention = slot.attention
 
         def again(*inputs: Any, **named: Any) -> Any:
-            before, slot.attention = slot.attention, attention
+            before = slot.attention, slot.rotation
+            slot.attention = attention
             try:
                 return forward(*inputs, **named)
             finally:
-                slot.attention = before
+                slot.attention, slot.rotation = before
 
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)

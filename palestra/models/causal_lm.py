@@ -32,7 +32,7 @@ from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
-from palestra.models.llama_layers import shorten_layers
+from palestra.models.llama_layers import is_called_as_it_is, shorten_layers
 from palestra.models.quiet import quiet_transformers
 from palestra.models.rounded_head import RoundedHead
 from palestra.models.vision.loading import load_seeing
@@ -386,7 +386,8 @@ class CausalLM:
         """Return the output layer for a pass whose scores are computed in chunks; None: `logits` calls its module."""
         head: Any = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and getattr(head, "bias", None) is None and head.weight.dtype == torch.float32
-        if not plain or self.packed is not None or self._slot.shared_out or self.compute_dtype != torch.bfloat16:
+        plain = plain and is_called_as_it_is(head) and self.compute_dtype == torch.bfloat16
+        if not plain or self.packed is not None or self._slot.shared_out:
             return None
         return RoundedHead(head)
 

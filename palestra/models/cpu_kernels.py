@@ -12,27 +12,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from palestra.models.kernel_arguments import CachedRows, DecodingLayer, MatrixAddress
+from palestra.models.kernel_library import kernel_library
 
 log = logging.getLogger("palestra.models")
-_SOURCE = Path(__file__).with_suffix(".c")
-_COMPILERS = ("cc", "gcc", "clang")
-_SECONDS = 60  # that a compiler may take
-# Sums may be added in another order, which lets them be vectors; NaN and infinity keep their meaning.
-_FLAGS = "-O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
-_WIDEST = "-mprefer-vector-width=512"  # which not all compilers know
 _BLOCKS = 32  # as in the source
+_HALF, _WHOLE = torch.bfloat16, torch.float32
 _POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "palestra_norm": [_POINTER] * 3 + [_NUMBER] + [_POINTER] * 2 + [_COUNT] * 2,
@@ -75,48 +65,52 @@ class CpuKernels:
             weight: float32 [width].
             eps: of the norm.
         """
-        _are_exact(stream, weight)
-        more = None if added is None else added.contiguous()
-        out, factors = torch.empty(stream.shape, dtype=torch.bfloat16), torch.empty((len(stream), 1))
-        start = None if more is None else more.data_ptr()
-        given = stream.data_ptr(), start, weight.data_ptr(), eps, out.data_ptr(), factors.data_ptr()
-        self._library.palestra_norm(*given, *stream.shape)
+        rows, width = stream.shape
+        more = None if added is None else _laid(added, _HALF, rows, width)
+        given = _written(stream, _WHOLE, rows, width), more, _laid(weight, _WHOLE, width)
+        out, factors = _empty(_HALF, rows, width), _empty(_WHOLE, rows, 1)
+        self._library.palestra_norm(*map(_start, given), eps, _start(out), _start(factors), rows, width)
         return out, factors
 
     def norm_gradient(
         self, of_out: Tensor, stream: Tensor, factors: Tensor, weight: Tensor, more: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of a norm's input, with `more` added, and of its weights; see `TorchOperators`."""
-        of_stream, parts = torch.empty_like(stream), torch.zeros((_BLOCKS, len(weight)))
-        given, extra = of_out.contiguous(), None if more is None else more.contiguous()
-        _are_exact(stream, factors, weight, *(() if extra is None else (extra,)))
-        start = None if extra is None else extra.data_ptr()
-        pointers = (one.data_ptr() for one in (given, stream, factors, weight))
-        self._library.palestra_norm_gradient(*pointers, start, of_stream.data_ptr(), parts.data_ptr(), *stream.shape)
+        rows, width = stream.shape
+        given = (
+            _laid(of_out, _HALF, rows, width),
+            _laid(stream, _WHOLE, rows, width),
+            _laid(factors, _WHOLE, rows, 1),
+            _laid(weight, _WHOLE, width),
+            None if more is None else _laid(more, _WHOLE, rows, width),
+        )
+        of_stream, parts = _empty(_WHOLE, rows, width), _empty(_WHOLE, _BLOCKS, width).zero_()
+        self._library.palestra_norm_gradient(*map(_start, given), _start(of_stream), _start(parts), rows, width)
         return of_stream, parts.sum(dim=0)
 
     def rotate(self, whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [1, H, N, D] and keys [1, K, N, D], rotated, and values; see `TorchOperators`."""
-        (queries, keys), width = heads, cos.shape[-1]
-        out = torch.empty((len(whole), whole.shape[1] // width, width), dtype=torch.bfloat16)
-        tensors = (whole.contiguous(), cos.contiguous(), sin.contiguous(), out)
-        self._library.palestra_rotate(*(one.data_ptr() for one in tensors), *out.shape[:2], queries + keys, width)
+        (queries, keys), rows, width = heads, len(whole), cos.shape[-1]
+        count = queries + 2 * keys
+        given = _laid(whole, _HALF, rows, count * width), *(_laid(one, _WHOLE, rows, 1, width) for one in (cos, sin))
+        out = _empty(_HALF, rows, count, width)
+        self._library.palestra_rotate(*map(_start, given), _start(out), rows, count, queries + keys, width)
         parts = out.transpose(0, 1).unsqueeze(0)
         return parts[:, :queries], parts[:, queries : queries + keys], parts[:, queries + keys :]
 
     def gate(self, both: Tensor) -> Tensor:
         """Return silu(gate) * up, bfloat16 [N, inner], of gate and up beside one another, [N, 2 * inner]."""
-        given = both.contiguous()
-        out = torch.empty((len(given), given.shape[1] // 2), dtype=torch.bfloat16)
-        self._library.palestra_gate(given.data_ptr(), out.data_ptr(), *out.shape)
+        rows, width = len(both), both.shape[1] // 2
+        given, out = _laid(both, _HALF, rows, 2 * width), _empty(_HALF, rows, width)
+        self._library.palestra_gate(_start(given), _start(out), rows, width)
         return out
 
     def gate_gradient(self, both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `gate` returned, and the gradient of `both`, given that of the result; see `TorchOperators`."""
-        given = both.contiguous(), of_out.contiguous()
-        again, of_both = torch.empty_like(given[1]), torch.empty_like(given[0])
-        pointers = (one.data_ptr() for one in (*given, again, of_both))
-        self._library.palestra_gate_gradient(*pointers, *again.shape)
+        rows, width = of_out.shape
+        given = _laid(both, _HALF, rows, 2 * width), _laid(of_out, _HALF, rows, width)
+        again, of_both = _empty(_HALF, rows, width), _empty(_HALF, rows, 2 * width)
+        self._library.palestra_gate_gradient(*map(_start, (*given, again, of_both)), rows, width)
         return again, of_both
 
     def attend(
@@ -138,26 +132,24 @@ class CpuKernels:
             scale: factor of the scores.
             window: how many positions a token sees, its own included; None: all before it.
         """
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
-        stride, width = new[0].stride(2), keys.shape[3]
+        rows, heads, capacity, width = keys.shape
+        queries, stride = new[0].shape[1], new[0].stride(2)
         parts: Sequence[Tensor] = new
-        if any(one.stride()[1:] != (width, stride, 1) for one in new):
-            beside = torch.cat(new, dim=1)[0].transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
+        if any(one.stride()[1:] != (width, stride, 1) or one.dtype != _HALF for one in new):
+            beside = torch.cat(new, dim=1)[0].transpose(0, 1).to(_HALF).contiguous().transpose(0, 1).unsqueeze(0)
             parts, stride = torch.split(beside, [one.shape[1] for one in new], dim=1), beside.stride(2)
-        out = torch.empty((len(keys), new[0].shape[1], width), dtype=torch.bfloat16)
+        if [one.shape for one in parts] != [(1, count, rows, width) for count in (queries, heads, heads)]:
+            raise ValueError(f"new keys {tuple(parts[1].shape)} don't fit a cache of {tuple(keys.shape)}")
+        cache = [_written(one, _HALF, rows, heads, capacity, width) for one in (keys, values)]
+        out = _empty(_HALF, rows, queries, width)
         self._library.palestra_attend(
-            *(one.data_ptr() for one in parts),
+            *map(_start, parts),
             stride,
-            *(one.data_ptr() for one in (keys, values, lengths, out)),
-            len(keys),
-            keys.shape[1],
-            new[0].shape[1] // keys.shape[1],
-            width,
-            keys.shape[2],
-            window or 0,
+            *map(_start, (*cache, filled := _laid(lengths, torch.int64, rows), out)),
+            *(rows, heads, queries // heads, width, capacity, window or 0),
             scale,
         )
+        del filled  # C has read it
         return out
 
     def product(self, rows: Tensor, matrix: MatrixAddress) -> Tensor:
@@ -165,10 +157,8 @@ class CpuKernels:
 
         The bits of a row do not depend on the other rows.
         """
-        assert rows.dtype == torch.bfloat16
-        assert rows.shape[1] == matrix.width
-        given, out = rows.contiguous(), torch.empty((len(rows), matrix.outs), dtype=torch.bfloat16)
-        self._library.palestra_product(ctypes.addressof(matrix), given.data_ptr(), out.data_ptr(), len(rows))
+        given, out = _laid(rows, _HALF, len(rows), matrix.width), _empty(_HALF, len(rows), matrix.outs)
+        self._library.palestra_product(ctypes.addressof(matrix), _start(given), _start(out), len(rows))
         return out
 
     def layer(
@@ -178,98 +168,74 @@ class CpuKernels:
         norms: Sequence[tuple[Tensor, float]],
         rotation: tuple[Tensor, Tensor],
         layer: DecodingLayer,
-        rows: CachedRows,
+        cached: CachedRows,
     ) -> None:
         """Compute a whole layer for one new token of each row in a cache: into the stream, and into the cache.
 
         Args:
-            stream: float32 [N, hidden], contiguous; N as many as `rows`.
+            stream: float32 [N, hidden], contiguous; N as many as rows in the cache.
             matrices: of queries, keys and values together, of what attention returns, of gate and up together, of the
                 gated block's result.
             norms: weights float32 [hidden] and eps of the two.
             rotation: cosines and sines, float32 [N, 1, D], the first half of the sines negative.
             layer: what it is.
-            rows: of the cache, with addresses.
+            cached: the rows; they have addresses.
         """
-        (queries, keys), width = layer.heads, rotation[0].shape[-1]
-        angles = [one.contiguous() for one in rotation]
-        _are_exact(stream, *angles, *(weight for weight, _ in norms))
-        assert rows.addresses is not None
-        assert len(rows) == len(stream) == len(angles[0])
-        assert [one.width for one in matrices] == [
-            len(norms[0][0]),
-            queries * width,
-            len(norms[1][0]),
-            matrices[3].width,
-        ]
-        assert [one.outs for one in matrices[:3]] == [
-            (queries + 2 * keys) * width,
-            stream.shape[1],
-            2 * matrices[3].width,
-        ]
-        assert matrices[3].outs == stream.shape[1] == matrices[0].width
-        numbers = 2 * stream.shape[1] + 2 * matrices[0].outs + queries * width + 3 * matrices[3].width
-        room = torch.empty((len(stream), numbers), dtype=torch.bfloat16)
+        (rows, hidden), (queries, keys), width = stream.shape, layer.heads, rotation[0].shape[-1]
+        inner, all_heads = matrices[3].width, (queries + 2 * keys) * width
+        shapes = (all_heads, hidden), (hidden, queries * width), (2 * inner, hidden), (hidden, inner)
+        if tuple((one.outs, one.width) for one in matrices) != shapes or cached.shape != (rows, keys, width):
+            raise ValueError(f"a layer of {shapes} does not fit its matrices or a cache of {cached.shape}")
+        assert cached.addresses is not None
+        angles = [_laid(one, _WHOLE, rows, 1, width) for one in rotation]
+        weights = [_laid(weight, _WHOLE, hidden) for weight, _ in norms]
+        room = _empty(_HALF, rows, 2 * hidden + 2 * all_heads + queries * width + 3 * inner)
+        four = (MatrixAddress * 4)(*matrices)
         self._library.palestra_layer(
-            stream.data_ptr(),
-            *stream.shape,
-            ctypes.addressof(found := (MatrixAddress * 4)(*matrices)),
-            *(one for weight, eps in norms for one in (weight.data_ptr(), eps)),
-            *(one.data_ptr() for one in angles),
-            ctypes.addressof(rows.addresses),
-            layer.number,
-            queries,
-            keys,
-            width,
-            layer.window or 0,
-            layer.scale,
-            room.data_ptr(),
+            _start(_written(stream, _WHOLE, rows, hidden)),
+            *(rows, hidden, ctypes.addressof(four)),
+            *(one for weight, (_, eps) in zip(weights, norms, strict=True) for one in (_start(weight), eps)),
+            *map(_start, angles),
+            ctypes.addressof(cached.addresses),
+            *(layer.number, queries, keys, width, layer.window or 0),
+            *(layer.scale, _start(room)),
         )
-        del found  # C has read it
 
 
-def _are_exact(*tensors: Tensor) -> None:
-    """Make sure that numbers lie where C reads them."""
-    assert all(one.is_contiguous() and one.dtype == torch.float32 for one in tensors)
+def _laid(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return a tensor as C reads it, a copy if its numbers do not lie one after another.
+
+    Raises:
+        ValueError: it has another type or shape, or lies elsewhere.
+    """
+    if one.dtype != dtype or one.shape != shape or one.device.type != "cpu":
+        raise ValueError(f"{dtype} {shape} on a CPU is needed, not {one.dtype} {tuple(one.shape)} on {one.device}")
+    return one.contiguous()
+
+
+def _written(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """As `_laid`, of a tensor that C writes to, which is not to be copied."""
+    if not one.is_contiguous():
+        raise ValueError(f"a tensor {tuple(one.shape)} that is written to must be contiguous")
+    return _laid(one, dtype, *shape)
+
+
+def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return a tensor on the CPU, whatever else is the default of new ones at the time."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _start(one: Tensor | None) -> int | None:
+    """Return where a tensor begins, which the caller keeps."""
+    return None if one is None else one.data_ptr()
 
 
 @functools.cache
 def cpu_kernels() -> CpuKernels | None:
     """Compile the functions, the first time; None: this machine can't, and torch's operators compute instead."""
-    if sys.platform != "linux":  # elsewhere torch has no OpenMP whose threads could be used as well
-        return None
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        log.warning("layers are computed without compiled kernels, and slower: there is no C compiler (cc)")
-        return None
-    with tempfile.TemporaryDirectory(prefix="palestra-kernels-") as folder:
-        try:
-            return CpuKernels(ctypes.CDLL(str(_compiled(compiler, Path(folder)))))
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or str(error)
-            log.warning(
-                "layers are computed without compiled kernels, and slower: %s", " ".join(str(said).split())[:500]
-            )
-            return None
-
-
-def _compiled(compiler: str, folder: Path) -> Path:
-    """Return a library that was made in a folder.
-
-    Raises:
-        subprocess.SubprocessError: the compiler refuses, or takes too long.
-        OSError: it can't be started.
-    """
-    object_file, library = folder / "kernels.o", folder / "kernels.so"
-    settings = os.environ | {"LC_ALL": "C"}
-    run = functools.partial(
-        subprocess.run, check=True, capture_output=True, text=True, timeout=_SECONDS, env=settings, cwd=folder
-    )
-    compiling = [compiler, *_FLAGS.split(), "-c", str(_SOURCE), "-o", str(object_file)]
+    library = kernel_library()
     try:
-        run([*compiling, _WIDEST])
-    except subprocess.CalledProcessError:
-        run(compiling)
-    # Linked without OpenMP: its functions are those that torch has loaded, and so are the threads.
-    run([compiler, "-shared", str(object_file), "-o", str(library)])
-    return library
+        return None if library is None else CpuKernels(library)
+    except AttributeError as error:  # of another source
+        log.warning("layers are computed without compiled kernels, and slower: %s", error)
+        return None

@@ -61,6 +61,11 @@ class CachedRows:
     def __len__(self) -> int:
         return sum(len(lengths) for _, lengths in self.parts)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """How many rows there are, key heads in each, and numbers in a head."""
+        return len(self), self.parts[0][0].shape[3], self.parts[0][0].shape[5]
+
     @functools.cached_property
     def addresses(self) -> ctypes.Array[_CachedPart] | None:
         """Where the parts lie; None: not as C reads them."""

@@ -10,18 +10,20 @@ layer's time is spent on these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
 from palestra.models.torch_operators import TorchOperators, swapped
 
 _ROUNDED = torch.bfloat16
+_Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _Context(FunctionCtx):
@@ -36,6 +38,17 @@ class _Context(FunctionCtx):
 def between_products() -> CpuKernels | TorchOperators:
     """Return what computes norms, rotation and gates on this machine."""
     return cpu_kernels() or TorchOperators()
+
+
+def _in_own_precision(backward: _Backward) -> _Backward:
+    """Let a backward pass round where it says so, whatever autocast is on around it."""
+
+    @functools.wraps(backward)
+    def compute(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast("cpu", enabled=False):
+            return backward(ctx, *gradients)
+
+    return compute
 
 
 class AttentionInput(Function):
@@ -73,6 +86,8 @@ class AttentionInput(Function):
         return between.rotate(whole, cos, sin, heads)
 
     @staticmethod
+    @_in_own_precision
+    @once_differentiable
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the stream [N, hidden], the norm, the weights [n, d] and the biases."""
         x, norm, factors, cos, sin, *weights = ctx.saved_tensors
@@ -130,6 +145,8 @@ class BehindAttention(Function):
         return stream + F.linear(between.gate(both), down.to(_ROUNDED))
 
     @staticmethod
+    @_in_own_precision
+    @once_differentiable
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the stream, of what attention returned, of the norm and of the weights [n, d]."""
         stream, seen, norm, factors, both, out, *weights, down = ctx.saved_tensors

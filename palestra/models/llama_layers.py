@@ -28,6 +28,7 @@ _WINDOWS: dict[str, Callable[[Any], int | None]] = {
     "MistralDecoderLayer": lambda attention: getattr(attention.config, "sliding_window", None),
     "Qwen2DecoderLayer": lambda attention: attention.sliding_window,
 }
+_NORMS = frozenset(name.replace("DecoderLayer", "RMSNorm") for name in _WINDOWS)
 
 
 def shorten_layers(model: nn.Module) -> None:
@@ -52,7 +53,8 @@ def _forward(
 ) -> Tensor:
     """Return the residual stream [1, N, hidden] behind a layer; in the place of the layer's own `forward`."""
     slot: AttentionSlot = layer.self_attn.palestra_slot
-    if slot.attention is not None and not slot.shared_out and hidden_states.dtype == torch.float32:
+    alone = slot.attention is not None and not slot.shared_out and len(hidden_states) == 1
+    if alone and hidden_states.dtype == torch.float32:
         if _is_packed(layer):
             found = _decoded(layer, hidden_states, slot, position_embeddings)
             return _sampled(layer, hidden_states, slot, position_embeddings) if found is None else found
@@ -65,16 +67,25 @@ def _forward(
 
 
 def _is_rounded(layer: Any) -> bool:
-    """Return whether a layer has matrices of its own, nothing beside them nor hooked on, and multiplies in bfloat16.
+    """Return whether a layer has its own kind of modules, nothing beside or hooked on them, and multiplies in bfloat16.
 
     Also without gradients: logprobs from before an update have the bits of those that the update computes.
     """
+    norms, matrices = (layer.input_layernorm, layer.post_attention_layernorm), _projections(layer)
     return (
         torch.is_autocast_enabled("cpu")
         and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        and all(type(one) is nn.Linear and not one._forward_pre_hooks for one in _projections(layer))
-        and layer.input_layernorm.weight.dtype == layer.post_attention_layernorm.weight.dtype == torch.float32
+        and all(type(one) is nn.Linear for one in matrices)
+        and all(type(one).__name__ in _NORMS and one.weight.dtype == torch.float32 for one in norms)
+        and all(is_called_as_it_is(one) for one in (*matrices, *norms, layer.self_attn, layer.mlp, layer.mlp.act_fn))
+        and _is_plain(layer)
     )
+
+
+def is_called_as_it_is(module: nn.Module) -> bool:
+    """Return whether nothing listens to a module's calls or has taken the place of its `forward`."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def _projections(layer: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 _ROUNDED = torch.bfloat16
 _KEPT_BYTES = 2**27  # of gradients of scores, until the gradient of the weights is computed from them
@@ -34,25 +34,35 @@ class RoundedHead:
 
 
 class _Gradient:
-    """The gradient of the weights, of which some chunks are not computed yet."""
+    """The gradient of the weights in one backward pass, of which some chunks are not computed yet.
+
+    A pass that fails, or does not ask for the gradient of the weights, leaves a part behind, which the next forgets.
+    """
 
     def __init__(self) -> None:
+        self._begin(-1)
+
+    def _begin(self, task: int) -> None:
+        """Forget all of another backward pass."""
+        self._task, self._bytes = task, 0
         self._parts: list[tuple[Tensor, Tensor]] = []
-        self._bytes = 0
         self._sum: Tensor | None = None
 
     def add(self, of_scores: Tensor, hidden: Tensor) -> None:
         """Take a chunk's gradient of the scores [M, V] and its hidden states [M, hidden], rounded."""
+        if (task := _backward_pass()) != self._task:
+            self._begin(task)
         self._parts.append((of_scores, hidden))
         self._bytes += of_scores.nbytes
         if self._bytes > _KEPT_BYTES:
             self._compute()
 
     def whole(self) -> Tensor | None:
-        """Return the gradient, float32 [V, hidden], and forget it; None: no chunk had one."""
-        if self._parts:
+        """Return the gradient, float32 [V, hidden], and forget it; None: no chunk had one in this pass."""
+        if self._parts and self._task == _backward_pass():
             self._compute()
-        found, self._sum = self._sum, None
+        found = self._sum if self._task == _backward_pass() else None
+        self._begin(-1)
         return found
 
     def _compute(self) -> None:
@@ -61,6 +71,11 @@ class _Gradient:
         self._bytes = 0
         found = (of_scores.t() @ hidden).float()
         self._sum = found if self._sum is None else self._sum.add_(found)
+
+
+def _backward_pass() -> int:
+    """Return a number of the backward pass that is running, as `torch.utils.checkpoint` tells them apart."""
+    return torch._C._current_graph_task_id()
 
 
 class _Context(FunctionCtx):
@@ -82,6 +97,7 @@ class _Rounding(Function):
         return weight.to(_ROUNDED)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: _Context, *_: None) -> tuple[Tensor | None, None]:
         """Return float32 [V, hidden]."""
         return ctx.gradient.whole(), None
@@ -99,6 +115,7 @@ class _Product(Function):
         return F.linear(rounded, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: _Context, *of_scores: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of the hidden states, float32 [M, hidden]; that of the weights is made later."""
         rounded, weight = ctx.saved_tensors

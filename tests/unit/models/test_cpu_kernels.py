@@ -203,6 +203,50 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, broken):
     assert kernels.norm(stream, None, torch.ones(2), 1e-5)[0].isnan().any(dim=1).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64])
+def test_results_are_of_their_own_types_while_another_thread_makes_a_model(kernels, other):
+    """transformers sets the process's default type meanwhile; C writes float32."""
+    stream, weight = drawn(300, 64).float(), torch.ones(64)
+    before = torch.get_default_dtype()
+    wanted = kernels.norm(stream.clone(), None, weight, 1e-5)
+    of_wanted = kernels.norm_gradient(wanted[0], stream, wanted[1], weight, None)
+    try:
+        torch.set_default_dtype(other)
+        with torch.device("meta"):
+            found = kernels.norm(stream.clone(), None, weight, 1e-5)
+            of_found = kernels.norm_gradient(found[0], stream, found[1], weight, None)
+    finally:
+        torch.set_default_dtype(before)
+    for one, wanted_one in zip((*found, *of_found), (*wanted, *of_wanted), strict=True):
+        assert one.dtype == wanted_one.dtype
+        assert torch.equal(one, wanted_one)
+
+
+def test_what_c_would_misread_is_refused(kernels):
+    stream, both = torch.zeros(3, 64), drawn(3, 128)
+    new = drawn(1, HEADS, 2, WIDTH), drawn(1, GROUPS, 2, WIDTH), drawn(1, GROUPS, 2, WIDTH)
+    cache, lengths = drawn(2, 2, GROUPS, 64, WIDTH), torch.tensor([1, 2])
+    angles = torch.zeros(3, 1, WIDTH)
+    for call in (
+        lambda: kernels.norm(stream, torch.zeros(3, 64), torch.ones(64), 1e-5),
+        lambda: kernels.norm(stream, drawn(1, 64), torch.ones(64), 1e-5),
+        lambda: kernels.norm(stream, None, torch.ones(4), 1e-5),
+        lambda: kernels.norm(torch.zeros(64, 3).t(), None, torch.ones(64), 1e-5),
+        lambda: kernels.norm(stream, None, torch.ones(64, device="meta"), 1e-5),
+        lambda: kernels.norm_gradient(drawn(3, 64), stream, torch.ones(3), torch.ones(64), None),
+        lambda: kernels.gate(both.float()),
+        lambda: kernels.gate_gradient(both, drawn(3, 63)),
+        lambda: kernels.rotate(drawn(3, 10 * WIDTH), angles, angles.double(), (HEADS, GROUPS)),
+        lambda: kernels.rotate(drawn(3, 9 * WIDTH), angles, angles, (HEADS, GROUPS)),
+        lambda: kernels.attend(new, *cache, lengths.int(), 0.125, None),
+        lambda: kernels.attend(new, *cache[:, :1], lengths, 0.125, None),
+        lambda: kernels.attend(new, *cache.float(), lengths, 0.125, None),
+        lambda: kernels.attend(new, *cache.transpose(3, 4), lengths, 0.125, None),
+    ):
+        with pytest.raises(ValueError, match=r"needed|contiguous|fit"):
+            call()
+
+
 def test_threads_are_those_of_torch():
     """Two libraries of OpenMP would keep one another's threads from the cores."""
     code = """
@@ -225,8 +269,13 @@ def test_without_a_compiler_there_are_none(not_compiled_yet, monkeypatch, caplog
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [("echo no such >&2; echo header >&2; exit 1", "no such header"), ("touch kernels.o kernels.so", "short")],
-    ids=["refuses", "makes nothing"],
+    [
+        ("echo no such >&2; echo header >&2; exit 1", "no such header"),
+        ("touch kernels.o kernels.so", "short"),
+        (r"printf '\\351t\\351' >&2; exit 1", "t"),
+        ("echo 'int other;' | gcc -shared -fPIC -x c - -o kernels.so; touch kernels.o", "palestra_norm"),
+    ],
+    ids=["refuses", "makes nothing", "speaks latin-1", "makes something else"],
 )
 def test_a_compiler_that_fails_is_named_and_costs_nothing_but_speed(
     not_compiled_yet, monkeypatch, caplog, tmp_path, script, said
@@ -241,3 +290,17 @@ def test_a_compiler_that_fails_is_named_and_costs_nothing_but_speed(
     assert cpu_kernels() is None
     assert said in caplog.text
     assert not list(folder.iterdir())
+
+
+def test_without_a_folder_for_temporary_files_there_are_none(not_compiled_yet, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert cpu_kernels() is None
+    assert "gone" in caplog.text
+
+
+def test_a_compiler_may_warn_in_any_encoding(not_compiled_yet, monkeypatch, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\nprintf '\\351' >&2\nexec gcc \"$@\"\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert cpu_kernels() is not None

@@ -124,6 +124,78 @@ def test_layers_are_recomputed_with_the_same_gradients():
     assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
 
 
+def test_nothing_of_a_recomputed_pass_is_kept():
+    model = drawn("llama", {})
+    model.compute_in(torch.bfloat16)
+    model.recompute_blocks()
+    gradients(model)
+    assert model.blocks[0].self_attn.palestra_slot.rotation is None
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def double_forward(module: torch.nn.Module) -> None:
+    own = module.forward
+    module.forward = lambda x: 2 * own(x)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj", "mlp", "input_layernorm", "mlp.act_fn"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one.register_forward_hook(lambda _module, _given, out: 2 * out),
+        lambda one: one.register_forward_pre_hook(lambda _module, given: (2 * given[0],)),
+        double_forward,
+    ],
+    ids=["hook", "hook before", "forward"],
+)
+def test_what_was_hung_on_a_part_of_a_layer_takes_part(name, change):
+    model = drawn("llama", {})
+    model.compute_in(torch.bfloat16)
+    for layer in model.blocks:
+        change(layer.get_submodule(name))
+    found, wanted = gradients(model)[0], gradients(with_own_layers(model))[0]
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["mlp.act_fn", "input_layernorm"])
+def test_another_module_in_the_place_of_a_part_takes_part(name):
+    model = drawn("llama", {})
+    model.compute_in(torch.bfloat16)
+    for layer in model.blocks:
+        other = Doubled()
+        other.weight = layer.input_layernorm.weight
+        layer.set_submodule(name, other)
+    assert torch.equal(gradients(model)[0], gradients(with_own_layers(model))[0])
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    model = drawn("llama", {})
+    model.compute_in(torch.bfloat16)
+    norm = model.blocks[0].input_layernorm.weight
+    hidden = model.hidden(IDS, torch.arange(40), TrialAttention())
+    (gradient,) = torch.autograd.grad(hidden.square().sum(), norm, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
+def test_gradients_do_not_depend_on_autocast_around_the_backward_pass():
+    model = drawn("llama", {})
+    model.compute_in(torch.bfloat16)
+    wanted = gradients(model)[1]
+    hidden = model.hidden(IDS, torch.arange(40), TrialAttention())
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+    model.model.zero_grad()
+    loss = (hidden * weights).sum()
+    with torch.autocast("cpu", torch.float16):
+        loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
 def test_a_copy_computes_with_its_own_weights():
     model = drawn("llama", {})
     model.compute_in(torch.bfloat16)

@@ -73,3 +73,51 @@ def test_a_pass_without_use_of_its_scores_leaves_no_gradient():
     RoundedHead(head)(hidden)
     (hidden.sum() + head.weight.sum()).backward()
     assert torch.equal(head.weight.grad, torch.ones(40, 16))
+
+
+def loss_of(head: nn.Linear, hidden: Tensor, factors: Tensor, product) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (torch.cat([product(part).float() for part in hidden.split(SIZES)]) * factors).sum()
+
+
+def test_a_pass_that_did_not_ask_for_the_weights_leaves_nothing_to_the_next():
+    head, hidden, factors = made()
+    wanted = gradients(head, hidden, factors, RoundedHead(head), False)[2].clone()
+    head.weight.grad = None
+    loss = loss_of(head, hidden, factors, RoundedHead(head))
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    loss.backward(inputs=[hidden], retain_graph=True)
+    loss.backward(inputs=[head.weight], retain_graph=True)
+    assert torch.equal(head.weight.grad, wanted)
+    loss.backward()
+    assert torch.equal(head.weight.grad, 2 * wanted), "a second time, as asked"
+
+
+def test_a_pass_that_fails_half_way_leaves_nothing_to_the_next():
+    head, hidden, factors = made()
+    wanted = gradients(head, hidden, factors, RoundedHead(head), False)[2].clone()
+    head.weight.grad, failures = None, [True]
+
+    def fail(_gradient):
+        if failures:
+            failures.pop()
+            raise RuntimeError("half-way")
+
+    scores = []
+    rounded = RoundedHead(head)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = [rounded(part) for part in hidden.split(SIZES)]
+    scores[0].register_hook(fail)
+    loss = (torch.cat([one.float() for one in scores]) * factors).sum()
+    with pytest.raises(RuntimeError, match="half-way"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(head.weight.grad, wanted)
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    head, hidden, factors = made()
+    loss = loss_of(head, hidden, factors, RoundedHead(head)).square()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
