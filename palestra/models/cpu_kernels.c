@@ -205,21 +205,20 @@ void palestra_attend(const uint16_t *queries, const uint16_t *new_keys, const ui
     }
 }
 
-/* A matrix as oneDNN packs it: outputs in blocks of 64, inputs in pairs, [blocks, pairs, 64, 2], where the pairs are filled
-   up to a multiple of 16 and the last block to 64. Biases [outs], or NULL. */
+/* A matrix as oneDNN packs it: outputs in blocks of 64 or 32, inputs in pairs, [blocks, pairs, block, 2], where the pairs
+   are filled up to a multiple of 16 and the last block to a whole one. Biases [outs], or NULL. */
 struct matrix {
     const uint16_t *packed, *biases;
-    int64_t width, outs;
+    int64_t width, outs, block;
 };
 
-/* The most rows that `palestra_product` multiplies faster than oneDNN does (docs/benchmarks.md). */
+/* The most rows that `palestra_product` multiplies faster than oneDNN does (docs/benchmarks.md). With the tiles of AMX,
+   which only oneDNN uses, a guess: as long as a product is a reading of the weights. */
 int64_t palestra_most_rows(void) {
 #if defined(__AMX_BF16__)
     return 8;
 #elif defined(__AVX512BF16__)
     return 128;
-#elif defined(__AVX512F__)
-    return 4;
 #else
     return 0;
 #endif
@@ -240,8 +239,9 @@ static inline floats with_products(floats sum, uint32_t x, pairs weights) {
 /* Products of `rows` rows, given [rows, width], with 16 * `vectors` columns of a block, of which `count` are outputs; both
    are constants where this is called, so that all sums stay in registers. */
 static inline __attribute__((always_inline)) void multiply(const uint16_t *given, int64_t width, const uint16_t *packed,
-                                                           const uint16_t *biases, uint16_t *out, int64_t outs,
-                                                           int64_t count, const int rows, const int vectors) {
+                                                           int64_t block, const uint16_t *biases, uint16_t *out,
+                                                           int64_t outs, int64_t count, const int rows,
+                                                           const int vectors) {
     floats sums[4][4];
     float first[64] = {0};
     for (int64_t i = 0; biases && i < count; i++) first[i] = wide(biases[i]);
@@ -255,7 +255,7 @@ static inline __attribute__((always_inline)) void multiply(const uint16_t *given
     for (int64_t at = 0; at < width; at += 2) {
         pairs weights[4];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) memcpy(&weights[v], packed + at * 64 + 32 * v, sizeof weights[v]);
+        for (int v = 0; v < vectors; v++) memcpy(&weights[v], packed + at * block + 32 * v, sizeof weights[v]);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             uint32_t x;
@@ -275,37 +275,37 @@ static inline __attribute__((always_inline)) void multiply(const uint16_t *given
 
 /* As `multiply`, of any number of rows. A part of a block stays in the processor's cache meanwhile. */
 static inline __attribute__((always_inline)) void multiply_all(const uint16_t *given, int64_t width,
-                                                               const uint16_t *packed, const uint16_t *biases,
-                                                               uint16_t *out, int64_t outs, int64_t count, int64_t rows,
-                                                               const int vectors) {
+                                                               const uint16_t *packed, int64_t block,
+                                                               const uint16_t *biases, uint16_t *out, int64_t outs,
+                                                               int64_t count, int64_t rows, const int vectors) {
     int64_t row = 0;
     for (; row + 4 <= rows; row += 4)
-        multiply(given + row * width, width, packed, biases, out + row * outs, outs, count, 4, vectors);
+        multiply(given + row * width, width, packed, block, biases, out + row * outs, outs, count, 4, vectors);
     if (row + 2 <= rows) {
-        multiply(given + row * width, width, packed, biases, out + row * outs, outs, count, 2, vectors);
+        multiply(given + row * width, width, packed, block, biases, out + row * outs, outs, count, 2, vectors);
         row += 2;
     }
-    if (row < rows) multiply(given + row * width, width, packed, biases, out + row * outs, outs, count, 1, vectors);
+    if (row < rows) multiply(given + row * width, width, packed, block, biases, out + row * outs, outs, count, 1, vectors);
 }
 
 /* out [rows, outs] = given [rows, width] times a matrix, plus its biases. The width is even. Each thread has a share of
-   the outputs, which begins and ends with half a block. */
+   the outputs in parts of 32, of which two that are one block are multiplied together. */
 void palestra_product(const struct matrix *matrix, const uint16_t *given, uint16_t *out, int64_t rows) {
-    int64_t width = matrix->width, outs = matrix->outs, halves = (outs + 63) / 64 * 2;
-    int64_t size = (width + 31) / 32 * 32 * 64;
+    int64_t width = matrix->width, outs = matrix->outs, block = matrix->block, parts = (outs + 31) / 32;
+    int64_t size = (width + 31) / 32 * 32 * block;
 #pragma omp parallel if (rows * width * outs > 4 * SHORT)
     {
         int64_t threads = omp_get_num_threads(), here = omp_get_thread_num();
-        int64_t half = halves * here / threads, end = halves * (here + 1) / threads;
-        while (half < end) {
-            int64_t start = half * 32, left = outs - start, whole = half % 2 == 0 && half + 1 < end;
-            const uint16_t *packed = matrix->packed + start / 64 * size + start % 64 * 2;
+        int64_t part = parts * here / threads, end = parts * (here + 1) / threads;
+        while (part < end) {
+            int64_t start = part * 32, left = outs - start, together = block == 64 && part % 2 == 0 && part + 1 < end;
+            const uint16_t *packed = matrix->packed + start / block * size + start % block * 2;
             const uint16_t *biases = matrix->biases ? matrix->biases + start : NULL;
-            if (whole)
-                multiply_all(given, width, packed, biases, out + start, outs, left < 64 ? left : 64, rows, 4);
-            else if (left > 0)
-                multiply_all(given, width, packed, biases, out + start, outs, left < 32 ? left : 32, rows, 2);
-            half += whole ? 2 : 1;
+            if (together)
+                multiply_all(given, width, packed, block, biases, out + start, outs, left < 64 ? left : 64, rows, 4);
+            else
+                multiply_all(given, width, packed, block, biases, out + start, outs, left < 32 ? left : 32, rows, 2);
+            part += together ? 2 : 1;
         }
     }
 }

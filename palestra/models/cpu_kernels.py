@@ -186,7 +186,8 @@ class CpuKernels:
         shapes = (all_heads, hidden), (hidden, queries * width), (2 * inner, hidden), (hidden, inner)
         if tuple((one.outs, one.width) for one in matrices) != shapes or cached.shape != (rows, keys, width):
             raise ValueError(f"a layer of {shapes} does not fit its matrices or a cache of {cached.shape}")
-        assert cached.addresses is not None
+        if cached.addresses is None or not 0 <= layer.number < cached.layers:
+            raise ValueError(f"a cache of {cached.layers} layers has none with number {layer.number} as C reads it")
         angles = [_laid(one, _WHOLE, rows, 1, width) for one in rotation]
         weights = [_laid(weight, _WHOLE, hidden) for weight, _ in norms]
         room = _empty(_HALF, rows, 2 * hidden + 2 * all_heads + queries * width + 3 * inner)

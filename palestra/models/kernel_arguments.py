@@ -11,29 +11,35 @@ import torch
 from torch import Tensor
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
-_BLOCK, _INPUTS = 64, 32  # up to a multiple of which oneDNN fills the outputs and inputs of a matrix
+_BLOCKS, _INPUTS = (64, 32), 32  # outputs of a block, and inputs up to a multiple of which oneDNN fills a matrix
 
 
 class MatrixAddress(ctypes.Structure):
     """Where a packed matrix [outs, width] lies, and its biases, see `cpu_kernels.c`."""
 
-    _fields_ = (("packed", _POINTER), ("biases", _POINTER), ("width", _COUNT), ("outs", _COUNT))
+    _fields_ = (("packed", _POINTER), ("biases", _POINTER), ("width", _COUNT), ("outs", _COUNT), ("block", _COUNT))
     width: int
     outs: int
+    kept: tuple[Tensor, Tensor | None]  # what lies there
 
     @classmethod
-    def of(cls, packed: Tensor, shape: tuple[int, int], bias: Tensor | None) -> MatrixAddress | None:
+    def of(cls, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
         """Return the address of what oneDNN has packed; None: it does not lie as the functions read it.
 
         Args:
-            packed: bfloat16, which the caller keeps, as long as the address is used.
-            shape: (outs, width) of the matrix.
-            bias: bfloat16 [outs], which the caller keeps.
+            packed: of `plain`.
+            plain: bfloat16 [outs, width], with which what lies there is compared.
+            bias: bfloat16 [outs], contiguous.
+            trusted: whether the matrix before it lay so, and to compare some of its blocks is enough.
         """
-        if not _lies_in_blocks(*shape):
+        outs, width = plain.shape
+        block = next((size for size in _BLOCKS if _lies_in_blocks(packed, plain.contiguous(), size, trusted)), None)
+        if block is None:
             return None
         start = torch.ops.mkldnn.data_ptr(packed)
-        return cls(start, None if bias is None else bias.data_ptr(), shape[1], shape[0])
+        made = cls(start, None if bias is None else bias.data_ptr(), width, outs, block)
+        made.kept = packed, bias
+        return made
 
 
 class _CachedPart(ctypes.Structure):
@@ -66,14 +72,20 @@ class CachedRows:
         """How many rows there are, key heads in each, and numbers in a head."""
         return len(self), self.parts[0][0].shape[3], self.parts[0][0].shape[5]
 
+    @property
+    def layers(self) -> int:
+        """How many layers the cache is of."""
+        return self.parts[0][0].shape[0]
+
     @functools.cached_property
     def addresses(self) -> ctypes.Array[_CachedPart] | None:
         """Where the parts lie; None: not as C reads them."""
-        tensors = [one for part in self.parts for one in part]
-        types = {(torch.bfloat16, torch.int64)}
-        plain = all(one.is_contiguous() and one.device.type == "cpu" for one in tensors)
-        if not plain or {(storage.dtype, lengths.dtype) for storage, lengths in self.parts} != types:
-            return None
+        for storage, lengths in self.parts:
+            plain = all(one.is_contiguous() and one.device.type == "cpu" for one in (storage, lengths))
+            typed = (storage.dtype, lengths.dtype) == (torch.bfloat16, torch.int64)
+            alike = [storage.shape[at] for at in (0, 3, 5)] == [self.parts[0][0].shape[at] for at in (0, 3, 5)]
+            if not (plain and typed and alike) or len(lengths) > storage.shape[2]:
+                return None
         found = [
             _CachedPart(storage.data_ptr(), lengths.data_ptr(), len(lengths), storage.shape[2], storage.shape[4])
             for storage, lengths in self.parts
@@ -98,18 +110,24 @@ class DecodingLayer:
     window: int | None
 
 
-@functools.cache
-def _lies_in_blocks(outs: int, width: int) -> bool:
-    """Return whether oneDNN packs matrices of this shape as `cpu_kernels.c` reads them: tried with one."""
-    if width % 2 or not (outs and width):
+def _lies_in_blocks(packed: Tensor, plain: Tensor, size: int, some: bool) -> bool:
+    """Return whether a matrix lies as [blocks, pairs, size, 2], in which C finds the outputs, and inputs in pairs.
+
+    Args:
+        packed: by oneDNN, which chooses a layout for the shape, the processor and the number of threads.
+        plain: bfloat16 [outs, width], contiguous.
+        size: of a block.
+        some: whether to compare the first, the last and a block between them, not all.
+    """
+    outs, width = plain.shape
+    blocks, pairs = -(-outs // size), -(-width // _INPUTS) * _INPUTS // 2
+    if width % 2 or not (outs and width) or torch.ops.mkldnn._nbytes(packed) != 4 * blocks * pairs * size:
         return False
-    filled = [-(-size // step) * step for size, step in ((outs, _BLOCK), (width, _INPUTS))]
-    plain = torch.zeros(filled, dtype=torch.bfloat16)
-    columns, rows = (torch.arange(size).mul_(step).to(torch.uint8) for size, step in ((width, 37), (outs, 11)))
-    plain[:outs, :width] = rows.unsqueeze(1) + columns  # up to 255, which bfloat16 has exactly
-    packed = torch.ops.mkldnn._reorder_linear_weight(plain[:outs, :width].contiguous(), _BLOCK)
-    if torch.ops.mkldnn._nbytes(packed) != plain.nbytes:
-        return False
-    lying = (ctypes.c_char * plain.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
-    wanted = plain.view(filled[0] // _BLOCK, _BLOCK, filled[1] // 2, 2).transpose(1, 2).contiguous()
-    return torch.equal(torch.frombuffer(lying, dtype=torch.int16), wanted.view(torch.int16).flatten())
+    memory = (ctypes.c_char * (4 * blocks * pairs * size)).from_address(torch.ops.mkldnn.data_ptr(packed))
+    there = torch.frombuffer(memory, dtype=torch.int32).view(blocks, pairs, size)
+    given = plain.view(torch.int32)
+    compared = {0, blocks // 2, blocks - 1} if some else range(blocks)
+    return all(
+        torch.equal(there[n, : width // 2, : min(size, outs - size * n)], given[size * n : size * (n + 1)].t())
+        for n in compared
+    )

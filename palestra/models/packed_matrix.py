@@ -36,6 +36,7 @@ class PackedMatrix:
         self._sizes, self.width = [layer.out_features for layer in layers], layers[0].in_features
         self._biases: list[Tensor | None] = [layer.bias for layer in layers]
         self._exact = exact
+        self.address: MatrixAddress | None = None
         self._given: Tensor | None = None
         self._products: tuple[Tensor, ...] = ()
         self.pack([layer.weight for layer in layers])
@@ -47,23 +48,27 @@ class PackedMatrix:
         made._biases = copy.deepcopy(self._biases, known)
         made._given, made._products = None, ()
         made._packed, made._bias = self._packed.clone(), self._bias
-        made.address = made._found()
+        made.address = None
+        if self.address is not None:
+            made.address = made._found(made._packed, torch.cat(made.unpacked()), made._bias, trusted=True)
         return made
 
     def pack(self, weights: Sequence[Tensor]) -> None:
         """Replace the weights, one [out, in] for each layer; the biases are read from the layers."""
         rounded = [weight.detach().to(torch.bfloat16) for weight in weights]
         whole = torch.cat(rounded) if len(rounded) > 1 else rounded[0]  # of one, `cat` would only make a copy
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
         biases = [bias.detach() for bias in self._biases if bias is not None]
-        self._bias = torch.cat(biases).to(torch.bfloat16) if biases else None
-        self.address = self._found()
+        bias = torch.cat(biases).to(torch.bfloat16) if biases else None
+        address = self._found(packed, whole, bias, trusted=self.address is not None)
+        self._packed, self._bias, self.address = packed, bias, address
 
-    def _found(self) -> MatrixAddress | None:
+    def _found(self, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
+        """Return where weights lie, if this machine multiplies few rows itself; see `MatrixAddress.of`."""
         kernels = None if self._exact else cpu_kernels()
         if kernels is None or not kernels.most_rows:
             return None
-        return MatrixAddress.of(self._packed, (sum(self._sizes), self.width), self._bias)
+        return MatrixAddress.of(packed, plain, bias, trusted)
 
     def shapes(self) -> Iterator[tuple[str, torch.Size]]:
         """Yield the name and the shape of each layer's weights."""
@@ -76,9 +81,9 @@ class PackedMatrix:
 
     def whole_product(self, rows: Tensor) -> Tensor:
         """Return what all layers make of rows [N, in], bfloat16 [N, out]."""
-        rounded, kernels = rows.to(torch.bfloat16), cpu_kernels()
-        if self.address is not None and kernels is not None and len(rows) <= kernels.most_rows:
-            return kernels.product(rounded, self.address)
+        rounded, kernels, address = rows.to(torch.bfloat16), cpu_kernels(), self.address
+        if address is not None and kernels is not None and len(rows) <= kernels.most_rows:
+            return kernels.product(rounded, address)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rounded, self._packed, self._bias, "none", [], "")
         return out
 

@@ -184,7 +184,8 @@ class DecodeAttention(CachedRows):
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> DecodeAttention:
         """Return the attention of all rows of some buckets, which have at least one row each, and none that is full."""
-        assert all(row.length < bucket.capacity for bucket in buckets for row in bucket.rows)
+        if any(row.length >= bucket.capacity for bucket in buckets for row in bucket.rows):
+            raise ValueError("a row is full; `make_room` moves it")
         return cls(
             [
                 (bucket.storage, torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from collections.abc import Iterator
+from textwrap import dedent
 from unittest.mock import patch
 
 import pytest
@@ -50,11 +52,11 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 class Packed:
     """A matrix as the functions get it; what they read is kept."""
 
-    def __init__(self, outs: int, width: int, biased: bool = False) -> None:
+    def __init__(self, outs: int, width: int, biased: bool = False, rows: int = 64) -> None:
         self.plain = numbers(outs, width, seed=1)
         self.bias = numbers(outs, seed=2) if biased else None
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, 64)
-        self.address = MatrixAddress.of(self.packed, (outs, width), self.bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, rows)
+        self.address = MatrixAddress.of(packed, self.plain, self.bias, trusted=False)
 
     def exact(self, rows: Tensor) -> Tensor:
         found = rows.double() @ self.plain.double().t()
@@ -103,28 +105,79 @@ def test_rows_need_not_lie_one_after_another(kernels):
     )
 
 
-def test_a_matrix_that_lies_otherwise_is_left_to_onednn(kernels, monkeypatch):
-    assert Packed(64, 33).address is None, "inputs do not come in pairs"
-    monkeypatch.setattr(kernel_arguments, "_lies_in_blocks", lambda *_: False)
-    matrix = PackedMatrix(["layer"], [nn.Linear(64, 64).bfloat16()])
-    assert matrix.address is None
+def test_blocks_may_have_32_outputs(kernels, threads):
+    """As oneDNN chooses for fewer rows and more threads, and, by its source, for the tiles of AMX."""
+    torch.set_num_threads(8)
+    small, rows = Packed(192, 576, biased=True, rows=32), numbers(7, 576)
+    if small.address is None or small.address.block != 32:
+        pytest.skip("this oneDNN chooses another layout")
+    for many in (1, 2, 5):
+        torch.set_num_threads(many)
+        assert torch.equal(
+            kernels.product(rows, small.address), kernels.product(rows, Packed(192, 576, biased=True).address)
+        )
+
+
+def test_weights_may_come_to_lie_otherwise(kernels, threads, monkeypatch):
+    """oneDNN's choice depends on the number of threads; every matrix is looked at where it lies."""
+    monkeypatch.setattr(packed_matrix, "_ROWS", 32)
+    torch.set_num_threads(1)
+    layer, rows = nn.Linear(64, 192).bfloat16(), numbers(3, 64)
+    matrix = PackedMatrix(["layer"], [layer])
     with torch.inference_mode():
-        found = matrix.whole_product(numbers(2, 64))
-    assert found.shape == (2, 64)
+        before = matrix.whole_product(rows)
+        torch.set_num_threads(8)
+        matrix.pack([layer.weight])
+        assert torch.equal(matrix.whole_product(rows), before)
+        assert torch.equal(copy.deepcopy(matrix).whole_product(rows), before)
 
 
-def test_the_trial_of_the_layout_can_fail(monkeypatch):
-    """With what oneDNN would make of another matrix, as another layout would look like."""
-    try_layout = kernel_arguments._lies_in_blocks.__wrapped__
-    assert try_layout(128, 64)
-    reorder = torch.ops.mkldnn._reorder_linear_weight
+def test_a_matrix_that_lies_otherwise_is_left_to_onednn(kernels):
+    assert Packed(64, 33).address is None, "inputs do not come in pairs"
+    plain = numbers(130, 64)
+    packed = torch.ops.mkldnn._reorder_linear_weight(plain, 64)
+    assert MatrixAddress.of(packed, plain, None, trusted=False) is not None
+    for row in (0, 70, 129):  # as if a number lay elsewhere
+        other = plain.clone()
+        other[row, 63] += 1
+        assert MatrixAddress.of(packed, other, None, trusted=False) is None
+        assert MatrixAddress.of(packed, other, None, trusted=True) is None
+    with patch.object(kernel_arguments, "_lies_in_blocks", lambda *_: False), torch.inference_mode():
+        matrix = PackedMatrix(["layer"], [nn.Linear(64, 64).bfloat16()])
+        assert matrix.address is None
+        assert matrix.whole_product(numbers(2, 64)).shape == (2, 64)
 
-    class Other:
-        _nbytes, data_ptr = torch.ops.mkldnn._nbytes, torch.ops.mkldnn.data_ptr
-        _reorder_linear_weight = staticmethod(lambda weight, rows: reorder(weight.flip(0).contiguous(), rows))
 
-    monkeypatch.setattr(torch.ops, "mkldnn", Other)
-    assert not try_layout(128, 64)
+def test_weights_that_fail_to_be_packed_leave_those_before_and_an_address_keeps_what_lies_there(kernels):
+    layer, rows = nn.Linear(64, 192).bfloat16(), numbers(3, 64)
+    matrix = PackedMatrix(["layer"], [layer])
+    with torch.inference_mode():
+        before, address = matrix.whole_product(rows), matrix.address
+        with patch.object(torch, "cat", side_effect=MemoryError), pytest.raises(MemoryError):
+            matrix.pack([torch.zeros(192, 64)])
+        assert torch.equal(matrix.whole_product(rows), before)
+        matrix.pack([torch.zeros(192, 64)])
+        assert address is not None
+        assert torch.equal(kernels.product(rows, address), before), "though it is not the matrix's any more"
+
+
+def test_packing_takes_no_more_memory_than_the_matrix(kernels):
+    """The head is packed while all plain matrices are there."""
+    code = """
+        import resource, torch
+        from torch import nn
+        from palestra.models.cpu_kernels import cpu_kernels
+        from palestra.models.packed_matrix import PackedMatrix
+        cpu_kernels()
+        PackedMatrix(["small"], [nn.Linear(64, 64, bias=False).bfloat16()])
+        layer = nn.Linear(512, 40_000, bias=False, dtype=torch.bfloat16)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        matrix = PackedMatrix(["large"], [layer])
+        assert matrix.address is not None
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / layer.weight.nbytes)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.3
 
 
 def test_an_exact_matrix_has_onednns_products_and_a_copy_its_own_weights(kernels):
