@@ -75,7 +75,10 @@ class CpuKernels:
     def norm_gradient(
         self, of_out: Tensor, stream: Tensor, factors: Tensor, weight: Tensor, more: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of a norm's input, with `more` added, and of its weights; see `TorchOperators`."""
+        """Return the gradients of a norm's input [N, width], with `more` added, and of its weights [width].
+
+        See `TorchOperators`.
+        """
         rows, width = stream.shape
         given = (
             _laid(of_out, _HALF, rows, width),
@@ -106,7 +109,7 @@ class CpuKernels:
         return out
 
     def gate_gradient(self, both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `gate` returned, and the gradient of `both`, given that of the result; see `TorchOperators`."""
+        """Return what `gate` returned, [N, inner], and the gradient of `both`, [N, 2 * inner]; see `TorchOperators`."""
         rows, width = of_out.shape
         given = _laid(both, _HALF, rows, 2 * width), _laid(of_out, _HALF, rows, width)
         again, of_both = _empty(_HALF, rows, width), _empty(_HALF, rows, 2 * width)

@@ -61,7 +61,7 @@ class CachedRows:
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take the rows, in the order of the parts."""
+        """Take the rows, in the order of the parts: of R rows their `lengths` [R]."""
         self.parts = parts
 
     def __len__(self) -> int:

@@ -64,7 +64,7 @@ class PackedMatrix:
         self._packed, self._bias, self.address = packed, bias, address
 
     def _found(self, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
-        """Return where weights lie, if this machine multiplies few rows itself; see `MatrixAddress.of`."""
+        """Return where weights [out, in] lie, if this machine multiplies few rows itself; see `MatrixAddress.of`."""
         kernels = None if self._exact else cpu_kernels()
         if kernels is None or not kernels.most_rows:
             return None
