@@ -5,7 +5,7 @@ python bench/compiled_kernels.py --threads 2
 SmolLM2-135M-Instruct in bfloat16 with packed matrices, without a scheduler and without sampling: decoding passes of 1,
 8 and 64 replies behind 50 tokens, and the pass of a prompt of 1,024. Then a trainer's pass, forward and backward, of
 float32 weights in bfloat16 over 8 x 8 replies to prompts that begin alike, without the output layer. Both ways compute
-each pass in turns; medians of all rounds. Beside the engine's passes the products alone, of which both have the same.
+each pass in turns; medians of all rounds. Beside the engine's passes their products alone, both ways as well.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def main() -> None:
         pack(model)
         works = {f"{rows} replies": (decoding(model, rows), products(model, rows, rows)) for rows in ROWS}
         works[f"a prompt of {PROMPT:,}"] = prompting(model), products(model, PROMPT, 1)
-        print("| pass, ms | torch's operators | compiled kernels | products alone | ratio |\n|---|--:|--:|--:|--:|")
+        print("| pass, ms | torch's operators | compiled kernels | ratio | products: oneDNN's | ours |")
+        print("|---|--:|--:|--:|--:|--:|")
         for name, (compute, bare) in works.items():
             print_row(name, wanted.rounds, compute, bare)
     trained = load_causal_lm(model_folder("SmolLM2-135M-Instruct"), torch.float32)
@@ -111,17 +112,19 @@ def main() -> None:
 
 def print_row(name: str, rounds: int, compute: Pass, bare: Pass | None) -> None:
     """Measure a pass both ways, and its products alone where they are given."""
-    compiled, plain, floor = list[float](), list[float](), list[float]()
+    passes = [compute] if bare is None else [compute, bare]
+    compiled, plain = ([list[float]() for _ in passes] for _ in range(2))
     for _ in range(rounds):
-        compiled += seconds(compute)
+        for one, found in zip(passes, compiled, strict=True):
+            found += seconds(one)
         with ExitStack() as without:
             for user in (layer_functions, kv_cache, packed_matrix):
                 without.enter_context(patch.object(user, "cpu_kernels", lambda: None))
-            plain += seconds(compute)
-        floor += seconds(bare) if bare else []
-    before, now = (1000 * statistics.median(found) for found in (plain, compiled))
-    least = f"{1000 * statistics.median(floor):.1f}" if floor else ""
-    print(f"| {name} | {before:.1f} | {now:.1f} | {least} | {now / before:.2f} |", flush=True)
+            for one, found in zip(passes, plain, strict=True):
+                found += seconds(one)
+    (before, *theirs), (now, *ours) = ([1000 * statistics.median(each) for each in way] for way in (plain, compiled))
+    products = f"{theirs[0]:.1f} | {ours[0]:.1f}" if bare else " | "
+    print(f"| {name} | {before:.1f} | {now:.1f} | {now / before:.2f} | {products} |", flush=True)
 
 
 if __name__ == "__main__":

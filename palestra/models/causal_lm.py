@@ -386,10 +386,8 @@ class CausalLM:
         """Return the output layer for a pass whose scores are computed in chunks; None: `logits` calls its module."""
         head: Any = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and getattr(head, "bias", None) is None and head.weight.dtype == torch.float32
-        plain = plain and is_called_as_it_is(head) and self.compute_dtype == torch.bfloat16
-        if not plain or self.packed is not None or self._slot.shared_out:
-            return None
-        return RoundedHead(head)
+        own = self.packed is None and not self._slot.shared_out and self.compute_dtype == torch.bfloat16
+        return RoundedHead(head) if plain and own and is_called_as_it_is(head) else None
 
     def logits(
         self, hidden: Tensor, corrections: list[Correction] | None = None, rounded: RoundedHead | None = None

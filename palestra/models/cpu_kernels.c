@@ -1,5 +1,5 @@
 /* What lies between the matrix products of a Llama layer and of its gradient, in bfloat16 on a CPU, and a whole layer for
-   one new token of each of a few rows; cpu_kernels.py compiles and calls it.
+   one new token of each of a few rows; kernel_library.py compiles it, cpu_kernels.py calls it.
 
    Every row is computed by itself, by one thread, so that its bits do not depend on the rows beside it. Numbers that
    are none (NaN) stay none. bfloat16 is the upper half of a float, and lies in uint16_t. */
@@ -231,7 +231,7 @@ typedef uint32_t pairs __attribute__((vector_size(64)));
 static inline floats with_products(floats sum, uint32_t x, pairs weights) {
 #ifdef __AVX512BF16__
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)weights);
-#else
+#else  /* so that it compiles everywhere; it is called only where `palestra_most_rows` is more than 0 */
     return sum + wide((uint16_t)x) * (floats)(weights << 16) + wide((uint16_t)(x >> 16)) * (floats)(weights & 0xffff0000u);
 #endif
 }

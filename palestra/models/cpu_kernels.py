@@ -4,7 +4,8 @@ Between two products there are a dozen small operators of torch. While an engine
 to compute, and while a trainer computes gradients each reads and writes memory once more (docs/benchmarks.md).
 `cpu_kernels.c` has them as a few functions in bfloat16, which the machine's C compiler makes ready in less than a
 second when the first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same
-places. Of few rows, products are a reading of the weights: the layers of a decoding pass are one call each.
+places. A decoding pass has few rows, so that its products take as long as reading the weights; each of its layers is
+one call.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -137,22 +140,22 @@ class CpuKernels:
         """
         rows, heads, capacity, width = keys.shape
         queries, stride = new[0].shape[1], new[0].stride(2)
+        wanted = [(_HALF, (1, count, rows, width)) for count in (queries, heads, heads)]
+        if [(one.dtype, one.shape) for one in new] != wanted:
+            raise ValueError(f"new keys {tuple(new[1].shape)} don't fit a cache of {tuple(keys.shape)}")
         parts: Sequence[Tensor] = new
-        if any(one.stride()[1:] != (width, stride, 1) or one.dtype != _HALF for one in new):
-            beside = torch.cat(new, dim=1)[0].transpose(0, 1).to(_HALF).contiguous().transpose(0, 1).unsqueeze(0)
-            parts, stride = torch.split(beside, [one.shape[1] for one in new], dim=1), beside.stride(2)
-        if [one.shape for one in parts] != [(1, count, rows, width) for count in (queries, heads, heads)]:
-            raise ValueError(f"new keys {tuple(parts[1].shape)} don't fit a cache of {tuple(keys.shape)}")
+        if any(one.stride()[1:] != (width, stride, 1) for one in new):
+            beside = torch.cat(new, dim=1)[0].transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
+            parts, stride = torch.split(beside, [queries, heads, heads], dim=1), beside.stride(2)
         cache = [_written(one, _HALF, rows, heads, capacity, width) for one in (keys, values)]
-        out = _empty(_HALF, rows, queries, width)
+        filled, out = _laid(lengths, torch.int64, rows), _empty(_HALF, rows, queries, width)
         self._library.palestra_attend(
             *map(_start, parts),
             stride,
-            *map(_start, (*cache, filled := _laid(lengths, torch.int64, rows), out)),
+            *map(_start, (*cache, filled, out)),
             *(rows, heads, queries // heads, width, capacity, window or 0),
             scale,
         )
-        del filled  # C has read it
         return out
 
     def product(self, rows: Tensor, matrix: MatrixAddress) -> Tensor:
@@ -218,28 +221,34 @@ def _laid(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _written(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """As `_laid`, of a tensor that C writes to, which is not to be copied."""
+    """Return a tensor that C writes to, which therefore must lie there already; a copy would take what is written.
+
+    Raises:
+        ValueError: see `_laid`; or its numbers do not lie one after another.
+    """
     if not one.is_contiguous():
         raise ValueError(f"a tensor {tuple(one.shape)} that is written to must be contiguous")
     return _laid(one, dtype, *shape)
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor on the CPU, whatever else is the default of new ones at the time."""
+    """Return a new tensor whose type and device do not follow torch's defaults, which other threads change."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _start(one: Tensor | None) -> int | None:
-    """Return where a tensor begins, which the caller keeps."""
+    """Return the address of a tensor; the caller has to hold the tensor until C returns."""
     return None if one is None else one.data_ptr()
 
 
 @functools.cache
 def cpu_kernels() -> CpuKernels | None:
-    """Compile the functions, the first time; None: this machine can't, and torch's operators compute instead."""
-    library = kernel_library()
+    """Compile the functions, the first time; None, and a warning: this machine can't, and torch's operators compute."""
+    if sys.platform != "linux":  # elsewhere torch has no OpenMP whose threads could be used as well
+        return None
     try:
-        return None if library is None else CpuKernels(library)
-    except AttributeError as error:  # of another source
-        log.warning("layers are computed without compiled kernels, and slower: %s", error)
+        return CpuKernels(kernel_library())
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:  # the last: a library without the functions
+        said = " ".join(str(getattr(error, "stderr", None) or error).split())[:500]
+        log.warning("layers are computed without compiled kernels, and slower: %s", said)
         return None

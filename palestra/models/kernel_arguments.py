@@ -20,7 +20,7 @@ class MatrixAddress(ctypes.Structure):
     _fields_ = (("packed", _POINTER), ("biases", _POINTER), ("width", _COUNT), ("outs", _COUNT), ("block", _COUNT))
     width: int
     outs: int
-    kept: tuple[Tensor, Tensor | None]  # what lies there
+    kept: tuple[Tensor, Tensor | None]  # holds what lies there for as long as the address exists
 
     @classmethod
     def of(cls, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
@@ -30,10 +30,10 @@ class MatrixAddress(ctypes.Structure):
             packed: of `plain`.
             plain: bfloat16 [outs, width], with which what lies there is compared.
             bias: bfloat16 [outs], contiguous.
-            trusted: whether the matrix before it lay so, and to compare some of its blocks is enough.
+            trusted: whether the weights before these lay in blocks, so that comparing some blocks is enough.
         """
-        outs, width = plain.shape
-        block = next((size for size in _BLOCKS if _lies_in_blocks(packed, plain.contiguous(), size, trusted)), None)
+        (outs, width), given = plain.shape, plain.contiguous()
+        block = next((size for size in _BLOCKS if _lies_in_blocks(packed, given, size, trusted)), None)
         if block is None:
             return None
         start = torch.ops.mkldnn.data_ptr(packed)
@@ -61,7 +61,7 @@ class CachedRows:
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take the rows, in the order of the parts: of R rows their `lengths` [R]."""
+        """Take the rows in the order of the parts, each of which has storage and lengths [rows]."""
         self.parts = parts
 
     def __len__(self) -> int:

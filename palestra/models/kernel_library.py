@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-log = logging.getLogger("palestra.models")
 _SOURCE = Path(__file__).with_name("cpu_kernels.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 60  # that a compiler may take
@@ -21,30 +18,22 @@ _FLAGS = "-O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -f
 _WIDEST = "-mprefer-vector-width=512"  # which not all compilers know
 
 
-def kernel_library() -> ctypes.CDLL | None:
-    """Return the compiled functions; None, and a warning: this machine can't compile or load them."""
-    if sys.platform != "linux":  # elsewhere torch has no OpenMP whose threads could be used as well
-        return None
+def kernel_library() -> ctypes.CDLL:
+    """Return the compiled functions.
+
+    Raises:
+        OSError: there is no compiler, or it can't be started, or what it has made can't be loaded.
+        subprocess.SubprocessError: the compiler refuses, or takes too long.
+    """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        log.warning("layers are computed without compiled kernels, and slower: there is no C compiler (cc)")
-        return None
-    try:
-        with tempfile.TemporaryDirectory(prefix="palestra-kernels-", ignore_cleanup_errors=True) as folder:
-            return ctypes.CDLL(str(_compiled(compiler, Path(folder))))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = " ".join(str(getattr(error, "stderr", None) or error).split())[:500]
-        log.warning("layers are computed without compiled kernels, and slower: %s", said)
-        return None
+        raise FileNotFoundError(f"there is no C compiler ({_COMPILERS[0]})")
+    with tempfile.TemporaryDirectory(prefix="palestra-kernels-", ignore_cleanup_errors=True) as folder:
+        return ctypes.CDLL(str(_compiled(compiler, Path(folder))))
 
 
 def _compiled(compiler: str, folder: Path) -> Path:
-    """Return a library that was made in a folder.
-
-    Raises:
-        subprocess.SubprocessError: the compiler refuses, or takes too long.
-        OSError: it can't be started.
-    """
+    """Return a library that was made in a folder; errors are those of `kernel_library`."""
     object_file, library = folder / "kernels.o", folder / "kernels.so"
     settings = os.environ | {"LC_ALL": "C"}
     run = functools.partial(

@@ -41,7 +41,7 @@ def between_products() -> CpuKernels | TorchOperators:
 
 
 def _in_own_precision(backward: _Backward) -> _Backward:
-    """Let a backward pass round where it says so, whatever autocast is on around it."""
+    """Compute a backward pass without autocast, so that a caller's autocast does not change how it rounds."""
 
     @functools.wraps(backward)
     def compute(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -126,12 +126,12 @@ def _rounded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
 
 
 def _decoded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Return what a layer computes, [1, N, hidden], for one new token of each of few rows; None: these are others."""
+    """Return what a layer computes, [1, N, hidden], by one call; None: it takes several."""
     kernels, attention, mlp = between_products(), layer.self_attn, layer.mlp
     rows: Any = slot.attention
     if not isinstance(rows, CachedRows) or not isinstance(kernels, CpuKernels):
         return None
-    if not len(rows) == stream.shape[1] <= kernels.most_rows or rows.addresses is None:
+    if len(rows) != stream.shape[1] or len(rows) > kernels.most_rows or rows.addresses is None:
         return None
     parts = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
     matrices = [one.matrix.address for one in parts if type(one) is PackedLinear]

@@ -40,18 +40,18 @@ class _Gradient:
     """
 
     def __init__(self) -> None:
-        self._begin(-1)
+        self._begin(None)
 
-    def _begin(self, task: int) -> None:
-        """Forget all of another backward pass."""
-        self._task, self._bytes = task, 0
+    def _begin(self, backward_pass: int | None) -> None:
+        """Forget what earlier backward passes have left; None: no pass has begun."""
+        self._pass, self._bytes = backward_pass, 0
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._sum: Tensor | None = None
 
     def add(self, of_scores: Tensor, hidden: Tensor) -> None:
         """Take a chunk's gradient of the scores [M, V] and its hidden states [M, hidden], rounded."""
-        if (task := _backward_pass()) != self._task:
-            self._begin(task)
+        if (running := _backward_pass()) != self._pass:
+            self._begin(running)
         self._parts.append((of_scores, hidden))
         self._bytes += of_scores.nbytes
         if self._bytes > _KEPT_BYTES:
@@ -59,10 +59,12 @@ class _Gradient:
 
     def whole(self) -> Tensor | None:
         """Return the gradient, float32 [V, hidden], and forget it; None: no chunk had one in this pass."""
-        if self._parts and self._task == _backward_pass():
-            self._compute()
-        found = self._sum if self._task == _backward_pass() else None
-        self._begin(-1)
+        found = None
+        if self._pass == _backward_pass():
+            if self._parts:
+                self._compute()
+            found = self._sum
+        self._begin(None)
         return found
 
     def _compute(self) -> None:

@@ -241,6 +241,7 @@ def test_what_c_would_misread_is_refused(kernels):
         lambda: kernels.attend(new, *cache, lengths.int(), 0.125, None),
         lambda: kernels.attend(new, *cache[:, :1], lengths, 0.125, None),
         lambda: kernels.attend(new, *cache.float(), lengths, 0.125, None),
+        lambda: kernels.attend((new[0], new[1].float(), new[2]), *cache, lengths, 0.125, None),
         lambda: kernels.attend(new, *cache.transpose(3, 4), lengths, 0.125, None),
     ):
         with pytest.raises(ValueError, match=r"needed|contiguous|fit"):
@@ -272,7 +273,7 @@ def test_without_a_compiler_there_are_none(not_compiled_yet, monkeypatch, caplog
     [
         ("echo no such >&2; echo header >&2; exit 1", "no such header"),
         ("touch kernels.o kernels.so", "short"),
-        (r"printf '\\351t\\351' >&2; exit 1", "t"),
+        ("printf 'd\\351faut' >&2; exit 1", "faut"),
         ("echo 'int other;' | gcc -shared -fPIC -x c - -o kernels.so; touch kernels.o", "palestra_norm"),
     ],
     ids=["refuses", "makes nothing", "speaks latin-1", "makes something else"],

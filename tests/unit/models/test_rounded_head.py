@@ -97,14 +97,13 @@ def test_a_pass_that_fails_half_way_leaves_nothing_to_the_next():
     head, hidden, factors = made()
     wanted = gradients(head, hidden, factors, RoundedHead(head), False)[2].clone()
     head.weight.grad, failures = None, [True]
+    rounded = RoundedHead(head)
 
     def fail(_gradient):
         if failures:
             failures.pop()
             raise RuntimeError("half-way")
 
-    scores = []
-    rounded = RoundedHead(head)
     with torch.autocast("cpu", torch.bfloat16):
         scores = [rounded(part) for part in hidden.split(SIZES)]
     scores[0].register_hook(fail)
@@ -121,3 +120,10 @@ def test_a_gradient_of_the_gradient_is_refused():
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.square().sum().backward()
+
+
+def test_an_output_layer_that_is_listened_to_is_called(tiny):
+    tiny.compute_in(torch.bfloat16)
+    assert tiny.rounded_head() is not None
+    tiny.model.get_output_embeddings().register_forward_hook(lambda _layer, _given, out: 2 * out)
+    assert tiny.rounded_head() is None
