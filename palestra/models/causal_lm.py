@@ -574,9 +574,3 @@ def load_tokenizer(name: str) -> Any:
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(f"the tokenizer of {name!r} has no chat template; use an instruction-tuned model")
     return tokenizer
-
-
-def set_threads(threads: int | None) -> None:
-    """Set how many threads arithmetic of the calling thread uses; None: leave them as they are."""
-    if threads is not None:
-        torch.set_num_threads(threads)

@@ -13,13 +13,18 @@ from typing import NamedTuple
 
 import torch
 
-from palestra.models.causal_lm import set_threads
 from palestra.models.device import available_cores
 
 _STAT = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _IDLE = (3, 4)  # columns of a processor's line: idle, and waiting for a disk
 _GUEST = 8  # from this column on the numbers are part of earlier ones
+
+
+def set_threads(threads: int | None) -> None:
+    """Set how many threads arithmetic of the calling thread uses; None: leave them as they are."""
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 class _Look(NamedTuple):

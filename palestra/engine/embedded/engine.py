@@ -19,11 +19,11 @@ from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel, check_determinism
 from palestra.engine.embedded.request import DONE, Request
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
-from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.causal_lm import CausalLM
 from palestra.models.device import memory_bytes
 from palestra.models.openmp import release_threads
 from palestra.models.packed import pack
-from palestra.models.shared_cores import SharedCores
+from palestra.models.shared_cores import SharedCores, set_threads
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence

@@ -17,10 +17,11 @@ from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
-from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.causal_lm import CausalLM
 from palestra.models.device import device_of, reproducible_products, return_freed_memory
 from palestra.models.loading import LoadedModels
 from palestra.models.parted_loading import load_parted
+from palestra.models.shared_cores import set_threads
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
