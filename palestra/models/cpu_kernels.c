@@ -267,9 +267,11 @@ static inline __attribute__((always_inline)) void multiply(const uint16_t *given
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
         float found[64];
+        uint16_t halves[64];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) memcpy(found + 16 * v, &sums[r][v], sizeof sums[r][v]);
-        for (int64_t i = 0; i < count; i++) out[r * outs + i] = rounded(found[i]);
+        for (int i = 0; i < 16 * vectors; i++) halves[i] = rounded(found[i]);  /* as many as a constant: in vectors */
+        memcpy(out + r * outs, halves, (size_t)count * sizeof *halves);
     }
 }
 
