@@ -2,53 +2,14 @@
    one new token of each of a few rows; kernel_library.py compiles it, cpu_kernels.py calls it.
 
    Every row is computed by itself, by one thread, so that its bits do not depend on the rows beside it. Numbers that
-   are none (NaN) stay none. bfloat16 is the upper half of a float, and lies in uint16_t. */
+   are none (NaN) stay none. */
 
 #include <omp.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+
+#include "cpu_numbers.h"
 
 #define AT_ONCE 256   /* positions whose scores exist at the same time */
-#define SHORT 16384   /* numbers for which a second thread is not worth while */
 #define BLOCKS 32     /* of rows whose sums are added at last: as many however many threads there are */
-
-static inline float wide(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 16;
-    float found;
-    memcpy(&found, &bits, sizeof found);
-    return found;
-}
-
-/* To the nearest, and to even between two, as torch rounds. */
-static inline uint16_t rounded(float given) {
-    uint32_t bits;
-    memcpy(&bits, &given, sizeof bits);
-    uint16_t even = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-    return (bits & 0x7fffffff) > 0x7f800000 ? (uint16_t)0x7fc0 : even;
-}
-
-/* e^x within 2e-7 of it, in a form that compilers turn into vector instructions; bounded at e^-87 and e^88.
-   x = n ln 2 + r with ln 2 in two parts, then a polynomial in r (S. Moshier, Cephes, expf). */
-static inline float power_of_e(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    float n = __builtin_rintf(x * 1.44269504088896341f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
 
 /* stream [rows, width] += added (NULL: nothing); out = RMS norm of it, factors [rows] those of the rows, if not NULL. */
 void palestra_norm(float *restrict stream, const uint16_t *restrict added, const float *restrict weight, float eps,
@@ -224,20 +185,8 @@ int64_t palestra_most_rows(void) {
 #endif
 }
 
-typedef float floats __attribute__((vector_size(64)));
-typedef uint32_t pairs __attribute__((vector_size(64)));
-
-/* sum + x[0] * weights[., 0] + x[1] * weights[., 1], of two numbers x. */
-static inline floats with_products(floats sum, uint32_t x, pairs weights) {
-#ifdef __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)weights);
-#else  /* so that it compiles everywhere; it is called only where `palestra_most_rows` is more than 0 */
-    return sum + wide((uint16_t)x) * (floats)(weights << 16) + wide((uint16_t)(x >> 16)) * (floats)(weights & 0xffff0000u);
-#endif
-}
-
-/* Products of `rows` rows, given [rows, width], with 16 * `vectors` columns of a block, of which `count` are outputs; both
-   are constants where this is called, so that all sums stay in registers. */
+/* Products of `rows` rows, given [rows, width], with 16 * `vectors` columns of a block, of which `count` are outputs; see
+   `add_products`. */
 static inline __attribute__((always_inline)) void multiply(const uint16_t *given, int64_t width, const uint16_t *packed,
                                                            int64_t block, const uint16_t *biases, uint16_t *out,
                                                            int64_t outs, int64_t count, const int rows,
@@ -252,18 +201,7 @@ static inline __attribute__((always_inline)) void multiply(const uint16_t *given
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) sums[r][v] = start;
     }
-    for (int64_t at = 0; at < width; at += 2) {
-        pairs weights[4];
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) memcpy(&weights[v], packed + at * block + 32 * v, sizeof weights[v]);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            uint32_t x;
-            memcpy(&x, given + r * width + at, sizeof x);
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sums[r][v] = with_products(sums[r][v], x, weights[v]);
-        }
-    }
+    add_products(sums, given, width, width, packed, block, rows, vectors);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
         float found[64];

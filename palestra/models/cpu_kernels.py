@@ -20,7 +20,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from palestra.models.kernel_arguments import CachedRows, DecodingLayer, MatrixAddress
+from palestra.models.attention_kernels import AttentionKernels
+from palestra.models.kernel_arguments import (
+    CachedRows,
+    DecodingLayer,
+    MatrixAddress,
+    beside,
+    empty,
+    laid,
+    start,
+    written,
+)
 from palestra.models.kernel_library import kernel_library
 
 log = logging.getLogger("palestra.models")
@@ -48,6 +58,7 @@ class CpuKernels:
 
     Attributes:
         most_rows: how many rows `product` and `layer` multiply faster than oneDNN does; 0: never.
+        attention: of runs of tokens; None: the processor has no products of bfloat16.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -58,6 +69,7 @@ class CpuKernels:
         library.palestra_most_rows.restype = _COUNT
         self._library = library
         self.most_rows: int = library.palestra_most_rows()
+        self.attention = AttentionKernels(library) if self.most_rows else None
 
     def norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Add to a residual stream, in place, and return its RMS norm, bfloat16 [N, width], and the rows' factors.
@@ -69,10 +81,10 @@ class CpuKernels:
             eps: of the norm.
         """
         rows, width = stream.shape
-        more = None if added is None else _laid(added, _HALF, rows, width)
-        given = _written(stream, _WHOLE, rows, width), more, _laid(weight, _WHOLE, width)
-        out, factors = _empty(_HALF, rows, width), _empty(_WHOLE, rows, 1)
-        self._library.palestra_norm(*map(_start, given), eps, _start(out), _start(factors), rows, width)
+        more = None if added is None else laid(added, _HALF, rows, width)
+        given = written(stream, _WHOLE, rows, width), more, laid(weight, _WHOLE, width)
+        out, factors = empty(_HALF, rows, width), empty(_WHOLE, rows, 1)
+        self._library.palestra_norm(*map(start, given), eps, start(out), start(factors), rows, width)
         return out, factors
 
     def norm_gradient(
@@ -84,39 +96,39 @@ class CpuKernels:
         """
         rows, width = stream.shape
         given = (
-            _laid(of_out, _HALF, rows, width),
-            _laid(stream, _WHOLE, rows, width),
-            _laid(factors, _WHOLE, rows, 1),
-            _laid(weight, _WHOLE, width),
-            None if more is None else _laid(more, _WHOLE, rows, width),
+            laid(of_out, _HALF, rows, width),
+            laid(stream, _WHOLE, rows, width),
+            laid(factors, _WHOLE, rows, 1),
+            laid(weight, _WHOLE, width),
+            None if more is None else laid(more, _WHOLE, rows, width),
         )
-        of_stream, parts = _empty(_WHOLE, rows, width), _empty(_WHOLE, _BLOCKS, width).zero_()
-        self._library.palestra_norm_gradient(*map(_start, given), _start(of_stream), _start(parts), rows, width)
+        of_stream, parts = empty(_WHOLE, rows, width), empty(_WHOLE, _BLOCKS, width).zero_()
+        self._library.palestra_norm_gradient(*map(start, given), start(of_stream), start(parts), rows, width)
         return of_stream, parts.sum(dim=0)
 
     def rotate(self, whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [1, H, N, D] and keys [1, K, N, D], rotated, and values; see `TorchOperators`."""
         (queries, keys), rows, width = heads, len(whole), cos.shape[-1]
         count = queries + 2 * keys
-        given = _laid(whole, _HALF, rows, count * width), *(_laid(one, _WHOLE, rows, 1, width) for one in (cos, sin))
-        out = _empty(_HALF, rows, count, width)
-        self._library.palestra_rotate(*map(_start, given), _start(out), rows, count, queries + keys, width)
+        given = laid(whole, _HALF, rows, count * width), *(laid(one, _WHOLE, rows, 1, width) for one in (cos, sin))
+        out = empty(_HALF, rows, count, width)
+        self._library.palestra_rotate(*map(start, given), start(out), rows, count, queries + keys, width)
         parts = out.transpose(0, 1).unsqueeze(0)
         return parts[:, :queries], parts[:, queries : queries + keys], parts[:, queries + keys :]
 
     def gate(self, both: Tensor) -> Tensor:
         """Return silu(gate) * up, bfloat16 [N, inner], of gate and up beside one another, [N, 2 * inner]."""
         rows, width = len(both), both.shape[1] // 2
-        given, out = _laid(both, _HALF, rows, 2 * width), _empty(_HALF, rows, width)
-        self._library.palestra_gate(_start(given), _start(out), rows, width)
+        given, out = laid(both, _HALF, rows, 2 * width), empty(_HALF, rows, width)
+        self._library.palestra_gate(start(given), start(out), rows, width)
         return out
 
     def gate_gradient(self, both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `gate` returned, [N, inner], and the gradient of `both`, [N, 2 * inner]; see `TorchOperators`."""
         rows, width = of_out.shape
-        given = _laid(both, _HALF, rows, 2 * width), _laid(of_out, _HALF, rows, width)
-        again, of_both = _empty(_HALF, rows, width), _empty(_HALF, rows, 2 * width)
-        self._library.palestra_gate_gradient(*map(_start, (*given, again, of_both)), rows, width)
+        given = laid(both, _HALF, rows, 2 * width), laid(of_out, _HALF, rows, width)
+        again, of_both = empty(_HALF, rows, width), empty(_HALF, rows, 2 * width)
+        self._library.palestra_gate_gradient(*map(start, (*given, again, of_both)), rows, width)
         return again, of_both
 
     def attend(
@@ -139,20 +151,16 @@ class CpuKernels:
             window: how many positions a token sees, its own included; None: all before it.
         """
         rows, heads, capacity, width = keys.shape
-        queries, stride = new[0].shape[1], new[0].stride(2)
-        wanted = [(_HALF, (1, count, rows, width)) for count in (queries, heads, heads)]
-        if [(one.dtype, one.shape) for one in new] != wanted:
+        queries = new[0].shape[1]
+        if new[0].shape[2:] != (rows, width):
             raise ValueError(f"new keys {tuple(new[1].shape)} don't fit a cache of {tuple(keys.shape)}")
-        parts: Sequence[Tensor] = new
-        if any(one.stride()[1:] != (width, stride, 1) for one in new):
-            beside = torch.cat(new, dim=1)[0].transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
-            parts, stride = torch.split(beside, [queries, heads, heads], dim=1), beside.stride(2)
-        cache = [_written(one, _HALF, rows, heads, capacity, width) for one in (keys, values)]
-        filled, out = _laid(lengths, torch.int64, rows), _empty(_HALF, rows, queries, width)
+        parts, stride = beside(new, (queries, heads))
+        cache = [written(one, _HALF, rows, heads, capacity, width) for one in (keys, values)]
+        filled, out = laid(lengths, torch.int64, rows), empty(_HALF, rows, queries, width)
         self._library.palestra_attend(
-            *map(_start, parts),
+            *map(start, parts),
             stride,
-            *map(_start, (*cache, filled, out)),
+            *map(start, (*cache, filled, out)),
             *(rows, heads, queries // heads, width, capacity, window or 0),
             scale,
         )
@@ -163,8 +171,8 @@ class CpuKernels:
 
         The bits of a row do not depend on the other rows.
         """
-        given, out = _laid(rows, _HALF, len(rows), matrix.width), _empty(_HALF, len(rows), matrix.outs)
-        self._library.palestra_product(ctypes.addressof(matrix), _start(given), _start(out), len(rows))
+        given, out = laid(rows, _HALF, len(rows), matrix.width), empty(_HALF, len(rows), matrix.outs)
+        self._library.palestra_product(ctypes.addressof(matrix), start(given), start(out), len(rows))
         return out
 
     def layer(
@@ -194,51 +202,19 @@ class CpuKernels:
             raise ValueError(f"a layer of {shapes} does not fit its matrices or a cache of {cached.shape}")
         if cached.addresses is None or not 0 <= layer.number < cached.layers:
             raise ValueError(f"a cache of {cached.layers} layers has none with number {layer.number} as C reads it")
-        angles = [_laid(one, _WHOLE, rows, 1, width) for one in rotation]
-        weights = [_laid(weight, _WHOLE, hidden) for weight, _ in norms]
-        room = _empty(_HALF, rows, 2 * hidden + 2 * all_heads + queries * width + 3 * inner)
+        angles = [laid(one, _WHOLE, rows, 1, width) for one in rotation]
+        weights = [laid(weight, _WHOLE, hidden) for weight, _ in norms]
+        room = empty(_HALF, rows, 2 * hidden + 2 * all_heads + queries * width + 3 * inner)
         four = (MatrixAddress * 4)(*matrices)
         self._library.palestra_layer(
-            _start(_written(stream, _WHOLE, rows, hidden)),
+            start(written(stream, _WHOLE, rows, hidden)),
             *(rows, hidden, ctypes.addressof(four)),
-            *(one for weight, (_, eps) in zip(weights, norms, strict=True) for one in (_start(weight), eps)),
-            *map(_start, angles),
+            *(one for weight, (_, eps) in zip(weights, norms, strict=True) for one in (start(weight), eps)),
+            *map(start, angles),
             ctypes.addressof(cached.addresses),
             *(layer.number, queries, keys, width, layer.window or 0),
-            *(layer.scale, _start(room)),
+            *(layer.scale, start(room)),
         )
-
-
-def _laid(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor as C reads it, a copy if its numbers do not lie one after another.
-
-    Raises:
-        ValueError: it has another type or shape, or lies elsewhere.
-    """
-    if one.dtype != dtype or one.shape != shape or one.device.type != "cpu":
-        raise ValueError(f"{dtype} {shape} on a CPU is needed, not {one.dtype} {tuple(one.shape)} on {one.device}")
-    return one.contiguous()
-
-
-def _written(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor that C writes to, which therefore must lie there already; a copy would take what is written.
-
-    Raises:
-        ValueError: see `_laid`; or its numbers do not lie one after another.
-    """
-    if not one.is_contiguous():
-        raise ValueError(f"a tensor {tuple(one.shape)} that is written to must be contiguous")
-    return _laid(one, dtype, *shape)
-
-
-def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a new tensor whose type and device do not follow torch's defaults, which other threads change."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def _start(one: Tensor | None) -> int | None:
-    """Return the address of a tensor; the caller has to hold the tensor until C returns."""
-    return None if one is None else one.data_ptr()
 
 
 @functools.cache
@@ -252,3 +228,11 @@ def cpu_kernels() -> CpuKernels | None:
         said = " ".join(str(getattr(error, "stderr", None) or error).split())[:500]
         log.warning("layers are computed without compiled kernels, and slower: %s", said)
         return None
+
+
+def attention_kernels(queries: Tensor, keys: Tensor) -> AttentionKernels | None:
+    """Return the functions for queries [1, H, N, D] and keys [1, K, N, D]; None: torch's attention computes these."""
+    if not AttentionKernels.takes(queries, keys):
+        return None
+    kernels = cpu_kernels()
+    return None if kernels is None else kernels.attention

@@ -1,4 +1,4 @@
-"""What the functions of `cpu_kernels.c` are given: matrices that oneDNN has packed, rows of a cache, layers."""
+"""What compiled functions are given: tensors as C reads them, packed matrices, rows of a cache, layers."""
 
 from __future__ import annotations
 
@@ -131,3 +131,58 @@ def _lies_in_blocks(packed: Tensor, plain: Tensor, size: int, some: bool) -> boo
         torch.equal(there[n, : width // 2, : min(size, outs - size * n)], given[size * n : size * (n + 1)].t())
         for n in compared
     )
+
+
+def laid(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return a tensor as C reads it, a copy if its numbers do not lie one after another.
+
+    Raises:
+        ValueError: it has another type or shape, or lies elsewhere.
+    """
+    if one.dtype != dtype or one.shape != shape or one.device.type != "cpu":
+        raise ValueError(f"{dtype} {shape} on a CPU is needed, not {one.dtype} {tuple(one.shape)} on {one.device}")
+    return one.contiguous()
+
+
+def written(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return a tensor that C writes to, which therefore must lie there already; a copy would take what is written.
+
+    Raises:
+        ValueError: see `laid`; or its numbers do not lie one after another.
+    """
+    if not one.is_contiguous():
+        raise ValueError(f"a tensor {tuple(one.shape)} that is written to must be contiguous")
+    return laid(one, dtype, *shape)
+
+
+def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return a new tensor whose type and device do not follow torch's defaults, which other threads change."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def start(one: Tensor | None) -> int | None:
+    """Return the address of a tensor; the caller has to hold the tensor until C returns."""
+    return None if one is None else one.data_ptr()
+
+
+def beside(new: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int]) -> tuple[Sequence[Tensor], int]:
+    """Return queries, keys and values of new tokens as C reads them, and how many numbers a token lies from the next.
+
+    Of what `rotate` returns, nothing is copied.
+
+    Args:
+        new: bfloat16, queries [1, H, N, D], keys and values [1, K, N, D], on a CPU.
+        heads: H and K.
+
+    Raises:
+        ValueError: one has another type or shape, or lies elsewhere.
+    """
+    (queries, keys), count, width, stride = heads, new[0].shape[2], new[0].shape[3], new[0].stride(2)
+    for one, own in zip(new, (queries, keys, keys), strict=True):
+        if one.dtype != torch.bfloat16 or one.shape != (1, own, count, width) or one.device.type != "cpu":
+            wanted = f"bfloat16 {(1, own, count, width)} on a CPU"
+            raise ValueError(f"{wanted} is needed, not {one.dtype} {tuple(one.shape)} on {one.device}")
+    if all(one.stride()[1:] == (width, stride, 1) for one in new):
+        return new, stride
+    whole = torch.cat(new, dim=1)[0].transpose(0, 1).contiguous().transpose(0, 1).unsqueeze(0)
+    return torch.split(whole, [queries, keys, keys], dim=1), whole.stride(2)

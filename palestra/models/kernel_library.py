@@ -1,4 +1,4 @@
-"""Compiles `cpu_kernels.c` with the machine's C compiler, and loads what it has made."""
+"""Compiles the C files beside it with the machine's C compiler, and loads what it has made."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.c")
+_SOURCES = ("cpu_kernels.c", "attention_kernels.c")
 _COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 60  # that a compiler may take
 # Sums and products may be computed in another order, which lets them be vectors; NaN and infinity keep their meaning.
@@ -34,7 +35,7 @@ def kernel_library() -> ctypes.CDLL:
 
 def _compiled(compiler: str, folder: Path) -> Path:
     """Return a library that was made in a folder; errors are those of `kernel_library`."""
-    object_file, library = folder / "kernels.o", folder / "kernels.so"
+    library = folder / "kernels.so"
     settings = os.environ | {"LC_ALL": "C"}
     run = functools.partial(
         subprocess.run,
@@ -46,11 +47,17 @@ def _compiled(compiler: str, folder: Path) -> Path:
         env=settings,
         cwd=folder,
     )
-    compiling = [compiler, *_FLAGS.split(), "-c", str(_SOURCE), "-o", str(object_file)]
-    try:
-        run([*compiling, _WIDEST])
-    except subprocess.CalledProcessError:
-        run(compiling)
+
+    def compile_file(name: str) -> str:
+        compiling = [compiler, *_FLAGS.split(), "-c", str(Path(__file__).with_name(name))]
+        try:
+            run([*compiling, _WIDEST])
+        except subprocess.CalledProcessError:
+            run(compiling)
+        return str(Path(name).with_suffix(".o"))
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compile_file, _SOURCES))
     # Linked without OpenMP: its functions are those that torch has loaded, and so are the threads.
-    run([compiler, "-shared", str(object_file), "-o", str(library)])
+    run([compiler, "-shared", *objects, "-o", str(library), "-lm"])
     return library

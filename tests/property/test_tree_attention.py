@@ -95,6 +95,28 @@ def test_values_and_gradients_are_those_of_one_mask(one, two, given_bounds, repe
         assert torch.allclose(gradient, right, atol=1e-5)
 
 
+@given(rows, rows, st.sampled_from([1, 3]), st.sampled_from([None, 1, 4]), st.integers(0, 2**31))
+def test_in_bfloat16_values_and_gradients_are_those_of_one_mask(one, two, repeats, window, seed):
+    trees = [tree_of(one), tree_of(two)]
+    nodes, width, groups = sum(map(len, trees)), 8, 2
+    draw = torch.Generator().manual_seed(seed)
+    query, key, value, upstream = (
+        torch.randn((1, heads, nodes, width), generator=draw).to(torch.bfloat16)
+        for heads in (groups * repeats, groups, groups, groups * repeats)
+    )
+    upstream = upstream[0].transpose(0, 1)
+    exact = [part.double().requires_grad_() for part in (query, key, value)]
+    expected = F.scaled_dot_product_attention(
+        *exact, attn_mask=seen_by_each(trees, window), scale=0.3, enable_gqa=True
+    )[0].transpose(0, 1)
+    wanted = expected.detach(), *torch.autograd.grad(expected, exact, upstream.double())
+    given_parts = [part.requires_grad_() for part in (query, key, value)]
+    found = TreeAttention(trees, torch.device("cpu"))(0, *given_parts, 0.3, window)
+    gradients = torch.autograd.grad(found, given_parts, upstream)
+    for own, right in zip((found.detach(), *gradients), wanted, strict=True):
+        assert float((own.double() - right).norm()) <= 2**-7 * float(right.norm() + 0.1)
+
+
 @given(rows, rows, st.sampled_from([None, 1, 4]))
 def test_on_a_gpu_the_blocks_of_nodes_hold_all_that_see_each_other(one, two, window):
     """The mask of what is computed on a GPU, tried with blocks of a few nodes: there is no GPU here."""

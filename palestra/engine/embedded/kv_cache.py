@@ -7,6 +7,7 @@ moves to the next one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.models.cpu_kernels import cpu_kernels
+from palestra.models.attention_kernels import CachedRuns
+from palestra.models.cpu_kernels import attention_kernels, cpu_kernels
 from palestra.models.kernel_arguments import CachedRows
 
 STEP = 64
@@ -266,6 +268,7 @@ class PrefillAttention:
     def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
         """Each piece is (keys [layers, 2, key heads, P, head dim], tokens of it that are filled, tokens to add)."""
         self._pieces = pieces
+        self._tokens = sum(new for _, _, new in pieces)
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def __call__(
@@ -284,6 +287,25 @@ class PrefillAttention:
             scale: factor of the scores before the softmax.
             window: how many positions a token sees, its own included; None: all before it.
         """
+        new = query[:, :, : self._tokens], key[:, :, : self._tokens], value[:, :, : self._tokens]
+        kernels = attention_kernels(query, key)
+        if kernels is not None:
+            pieces = [kernels.prompts(layer, new, self._runs, scale, window)]
+        else:
+            pieces = self._by_pieces(layer, *new, scale, window)
+        # Rows that were added only to keep matrix products above one row have no keys of their own.
+        if self._tokens < query.shape[2]:
+            pieces.append(query.new_zeros((query.shape[2] - self._tokens, query.shape[1], query.shape[3])))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    @functools.cached_property
+    def _runs(self) -> CachedRuns:
+        return CachedRuns(self._pieces)
+
+    def _by_pieces(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> list[Tensor]:
+        """Do what a call does, piece by piece with torch's attention: return [tokens, heads, head dim] of each."""
         results = []
         start = 0
         for number, (kept, filled, new) in enumerate(self._pieces):
@@ -304,10 +326,7 @@ class PrefillAttention:
             )
             results.append(seen[0].transpose(0, 1))
             start += new
-        # Rows that were added only to keep matrix products above one row have no keys of their own.
-        if start < query.shape[2]:
-            results.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
-        return torch.cat(results)
+        return results
 
 
 def _seen(filled: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
