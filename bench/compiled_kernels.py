@@ -28,6 +28,7 @@ from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.cpu_kernels import cpu_kernels
 from palestra.models.device import tune_malloc
 from palestra.models.packed import pack
+from palestra.trainer import tree_attention
 from palestra.trainer.token_forward import flat_inputs
 
 ROWS, PROMPT, LENGTH = (1, 8, 64), 1024, 50
@@ -120,6 +121,8 @@ def print_row(name: str, rounds: int, compute: Pass, bare: Pass | None) -> None:
         with ExitStack() as without:
             for user in (layer_functions, kv_cache, packed_matrix):
                 without.enter_context(patch.object(user, "cpu_kernels", lambda: None))
+            for reader in (kv_cache, tree_attention):
+                without.enter_context(patch.object(reader, "attention_kernels", lambda *_: None))
             for one, found in zip(passes, plain, strict=True):
                 found += seconds(one)
     (before, *theirs), (now, *ours) = ([1000 * statistics.median(each) for each in way] for way in (plain, compiled))

@@ -1,11 +1,12 @@
-"""Seconds and memory of one layer's attention over a tree of rows, by branches and by one mask of all nodes.
+"""Seconds and memory of one layer's attention over a tree of rows: by compiled kernels, by branches, and by one mask.
 
 python bench/tree_attention.py --threads 2             # trees of 1,000 to 16,000 nodes
 python bench/tree_attention.py --only "long prompt"
 
-Beside them the same number of computed tokens as rows of their own, which share nothing: each is one causal call. All
-are forward and backward in bfloat16, with the heads of SmolLM2-135M, in turns; medians. Each figure of memory is the
-largest resident set of a process of its own, less what the process had before.
+`runs` is what a trainer does where kernels are compiled, `branches` what it does by torch's attention, and `mask` one
+call with a mask of all nodes squared. Beside them the same number of computed tokens as rows of their own, which share
+nothing, by compiled kernels. All are forward and backward in bfloat16, with the heads of SmolLM2-135M, in turns;
+medians. Each figure of memory is the largest resident set of a process of its own, less what the process had before.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from torch import Tensor
 
 from palestra.models.device import tune_malloc
 from palestra.tokens import TokenRun
+from palestra.trainer import tree_attention
 from palestra.trainer.packing import Tree
 from palestra.trainer.tree_attention import TreeAttention
 
 HEADS, KEY_HEADS, WIDTH = 9, 3, 64
-WAYS = ("branches", "mask", "rows")
+WAYS = ("runs", "branches", "mask", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ def attention(shape: Shape, way: str) -> tuple[int, Callable[[Tensor, Tensor, Te
         return len(tree), lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )[0].transpose(0, 1)
+    if way == "branches":
+        tree_attention.attention_kernels = lambda *_: None
     attend = TreeAttention(trees, torch.device("cpu"))
     return len(tree), lambda q, k, v: attend(0, q, k, v, scale)
 
@@ -131,7 +135,8 @@ def main() -> None:
         torch.set_num_threads(wanted.threads)
         print(json.dumps(seconds(SHAPES[wanted.only], wanted.way, wanted.repeats)))
         return
-    print("| tree | tokens | ms: branches | mask | rows | MiB: branches | mask | rows |\n" + "|---" * 8 + "|")
+    columns = [" | ".join(f"{unit}: {way}" if way == WAYS[0] else way for way in WAYS) for unit in ("ms", "MiB")]
+    print(f"| tree | tokens | {' | '.join(columns)} |\n" + "|---" * (2 + 2 * len(WAYS)) + "|")
     for name in SHAPES if wanted.only is None else (wanted.only,):
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         memory: dict[str, float] = {}

@@ -4,7 +4,7 @@
    Queries that read the same keys are rows of one product with a block of 64 keys, and the softmax goes from block to
    block with the largest score so far (Dao et al., FlashAttention-2, 2023). Scores and sums are float; their weights are
    rounded for the next product. The bits of what a query sees depend on nothing but what it sees and where its run
-   begins: neither on the queries beside it nor on the number of threads. */
+   begins, as long as all numbers are finite: neither on the queries beside it nor on the number of threads. */
 
 #include <math.h>
 #include <omp.h>
@@ -32,7 +32,9 @@ struct shape {
 };
 
 static inline int64_t filled(int64_t count) { return (count + 15) / 16 * 16; }
+static inline int64_t in_pairs(int64_t count) { return (count + 1) / 2 * 2; }
 static inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+static inline int64_t most_rows(int64_t group) { return group < BLOCK ? BLOCK : group; }
 static inline int64_t tokens_at_once(int64_t group) { return group < BLOCK ? BLOCK / group : 1; }
 
 /* Rows [rows, 16 * vectors] of a product, see `add_products`, or added to what is there. */
@@ -160,23 +162,23 @@ static inline void scale_seen(const struct walk *walk, int64_t token, int64_t ke
     for (int64_t i = end; i < columns; i++) score[i] = LOWEST;
 }
 
-/* What a block of queries of a run sees in one head of keys: the row of their first token, their rows in order of tokens
-   [rows, dim], rows * dim numbers of `given` that lie `stride` a token apart. */
+/* rows [tokens * group, dim] = the heads of tokens that lie `stride` numbers apart. */
 static void gather(const uint16_t *given, int64_t stride, int64_t tokens, int64_t group, int64_t dim, uint16_t *rows) {
     for (int64_t token = 0; token < tokens; token++)
         memcpy(rows + token * group * dim, given + token * stride, (size_t)(group * dim) * sizeof *rows);
 }
 
+/* What a block of queries of a run, from position `from` on, sees in one head of keys. own: a thread's part of the room. */
 static void see(const struct run *runs, const struct run *run, int64_t from, int64_t head, const uint16_t *queries,
                 int64_t stride, uint16_t *out, float *sums, int64_t all_queries, const uint16_t *keys,
-                const uint16_t *values, struct shape shape) {
+                const uint16_t *values, struct shape shape, float *own) {
     int64_t group = shape.group, dim = shape.dim, wide_dim = filled(dim);
     int64_t tokens = least(tokens_at_once(group), run->length - from), rows = tokens * group;
     int64_t row = run->first + from - (run->length - run->queries);
-    uint16_t asked[rows * dim], weights[rows * BLOCK];
-    float scores[rows * BLOCK], seen[rows * wide_dim], most[rows], total[rows];
+    float *scores = own, *seen = scores + rows * BLOCK, *most = seen + rows * wide_dim, *total = most + rows;
+    uint16_t *asked = (uint16_t *)(total + rows), *weights = asked + rows * dim;
     gather(queries + row * stride + head * group * dim, stride, tokens, group, dim, asked);
-    memset(seen, 0, sizeof seen);
+    memset(seen, 0, (size_t)(rows * wide_dim) * sizeof *seen);
     for (int64_t r = 0; r < rows; r++) most[r] = LOWEST, total[r] = 0;
 
     struct walk walk = begin_walk(runs, run, from, tokens, shape.window);
@@ -205,7 +207,7 @@ static void see(const struct run *runs, const struct run *run, int64_t from, int
                 for (int64_t i = 0; i < wide_dim; i++) seen[r * wide_dim + i] *= earlier;
             total[r] = total[r] * earlier + sum, most[r] = largest;
         }
-        multiply(weights, BLOCK, columns, values + at, wide_dim, seen, wide_dim, 1, rows, wide_dim);
+        multiply(weights, BLOCK, in_pairs(count), values + at, wide_dim, seen, wide_dim, 1, rows, wide_dim);
     }
     for (int64_t r = 0; r < rows; r++) {
         int64_t place = (row + r / group) * shape.kv * group + head * group + r % group;
@@ -214,19 +216,28 @@ static void see(const struct run *runs, const struct run *run, int64_t from, int
     }
 }
 
+/* How many floats a thread needs for itself, for values or also for gradients. */
+int64_t palestra_attend_runs_own(int64_t group, int64_t dim, int64_t gradient) {
+    int64_t rows = filled(most_rows(group)), wide_dim = filled(dim);
+    int64_t floats = rows * (BLOCK + wide_dim + 2), halves = rows * (wide_dim + BLOCK);
+    if (gradient) floats += rows * BLOCK, halves = rows * (4 * wide_dim + 3 * BLOCK);
+    return floats + halves / 2;
+}
+
 /* out [queries, kv * group, dim]: what each query of `count` runs sees, given queries whose rows lie `stride` numbers apart.
 
    new_keys, new_values: those of the queries, rows as far apart, which are put behind what is there; NULL: they are there.
    blocks [asked, 2]: a run, and the position in it of the first query of a block of `tokens_at_once` queries.
    sums [kv * group, all_queries], or NULL: logarithms of the sums of the scores' exponents. room: for
-   2 * kv * places * filled(dim) numbers. */
+   2 * kv * places * filled(dim) numbers. own [threads, ...]: see `palestra_attend_runs_own`. */
 void palestra_attend_runs(const struct run *runs, int64_t count, const int64_t *blocks, int64_t asked,
                           const uint16_t *queries, const uint16_t *new_keys, const uint16_t *new_values, int64_t stride,
-                          uint16_t *out, float *sums, int64_t all_queries, uint16_t *room, int64_t places, int64_t kv,
-                          int64_t group, int64_t dim, int64_t window, float scale) {
+                          uint16_t *out, float *sums, int64_t all_queries, uint16_t *room, float *own, int64_t threads,
+                          int64_t places, int64_t kv, int64_t group, int64_t dim, int64_t window, float scale) {
     struct shape shape = {kv, group, dim, window, places, scale};
+    int64_t each = palestra_attend_runs_own(group, dim, 0);
     uint16_t *keys = room, *values = room + kv * places * filled(dim);
-#pragma omp parallel if (places * kv * group * dim > SHORT)
+#pragma omp parallel num_threads((int)threads) if (places * kv * group * dim > SHORT)
     {
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < count * kv; item++) {
@@ -242,7 +253,8 @@ void palestra_attend_runs(const struct run *runs, int64_t count, const int64_t *
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < asked * kv; item++) {
             const int64_t *block = blocks + item / kv * 2;
-            see(runs, runs + block[0], block[1], item % kv, queries, stride, out, sums, all_queries, keys, values, shape);
+            see(runs, runs + block[0], block[1], item % kv, queries, stride, out, sums, all_queries, keys, values, shape,
+                own + omp_get_thread_num() * each);
         }
     }
 }
@@ -263,16 +275,19 @@ struct packed {
 /* Gradients of a block of queries, to of_new [queries, kv * group + 2 * kv, dim], and what they add to those of the keys and
    values that they see: to of_keys and of_values [kv, places, filled(dim)], each block of keys as [dim, keys]. */
 static void see_gradient(const struct run *runs, const struct run *run, int64_t from, int64_t head, struct given given,
-                         struct packed packed, uint16_t *of_new, float *of_keys, float *of_values, struct shape shape) {
+                         struct packed packed, uint16_t *of_new, float *of_keys, float *of_values, struct shape shape,
+                         float *own) {
     int64_t group = shape.group, dim = shape.dim, wide_dim = filled(dim), heads = shape.kv * group;
-    int64_t tokens = least(tokens_at_once(group), run->length - from), rows = tokens * group, even = (rows + 1) / 2 * 2;
+    int64_t tokens = least(tokens_at_once(group), run->length - from), rows = tokens * group, even = in_pairs(rows);
     int64_t row = run->first + from - (run->length - run->queries), place = row * heads + head * group;
-    uint16_t asked[rows * dim], of_seen[rows * dim], asked_t[dim * even], of_seen_t[dim * even];
-    uint16_t weights[rows * BLOCK], of_scores[rows * BLOCK], paired[filled(rows) * BLOCK];
-    float scores[rows * BLOCK], products[rows * BLOCK], of_asked[rows * wide_dim], sums[rows], along[rows];
+    float *scores = own, *products = scores + rows * BLOCK, *of_asked = products + rows * BLOCK;
+    float *sums = of_asked + rows * wide_dim, *along = sums + rows;
+    uint16_t *asked = (uint16_t *)(along + rows), *of_seen = asked + rows * dim, *asked_t = of_seen + rows * dim;
+    uint16_t *of_seen_t = asked_t + dim * even, *weights = of_seen_t + dim * even, *of_scores = weights + rows * BLOCK;
+    uint16_t *paired = of_scores + rows * BLOCK;  /* filled(rows) * BLOCK */
     gather(given.queries + row * given.stride + head * group * dim, given.stride, tokens, group, dim, asked);
     gather(given.of_out + place * dim, heads * dim, tokens, group, dim, of_seen);
-    memset(of_asked, 0, sizeof of_asked);
+    memset(of_asked, 0, (size_t)(rows * wide_dim) * sizeof *of_asked);
     for (int64_t r = 0; r < rows; r++) {
         int64_t token = r / group, own = place + token * heads + r % group;
         float sum = 0;
@@ -298,10 +313,11 @@ static void see_gradient(const struct run *runs, const struct run *run, int64_t 
                 float weight = power_of_e(score[i] - sums[r]);
                 weight = score[i] <= LOWEST ? 0 : weight;
                 weights[r * BLOCK + i] = rounded(weight);
-                of_scores[r * BLOCK + i] = rounded(weight * (product[i] - along[r]) * shape.scale);
+                float of_score = weight * (product[i] - along[r]) * shape.scale;
+                of_scores[r * BLOCK + i] = rounded(score[i] <= LOWEST ? 0 : of_score);
             }
         }
-        multiply(of_scores, BLOCK, columns, packed.along + at, wide_dim, of_asked, wide_dim, 1, rows, wide_dim);
+        multiply(of_scores, BLOCK, in_pairs(count), packed.along + at, wide_dim, of_asked, wide_dim, 1, rows, wide_dim);
         pack_along(weights, BLOCK, rows, columns, paired);
         multiply(of_seen_t, even, even, paired, columns, of_values + at, lying, 1, dim, columns);
         pack_along(of_scores, BLOCK, rows, columns, paired);
@@ -340,15 +356,16 @@ static void sum_parts(const struct run *run, int64_t head, const float *sums, in
 void palestra_attend_runs_gradient(const struct run *runs, int64_t count, const int64_t *blocks, const int64_t *trees,
                                    int64_t tree_count, const uint16_t *of_out, const uint16_t *out,
                                    const uint16_t *queries, int64_t stride, const float *sums, int64_t all_queries,
-                                   uint16_t *of_new, float *added, int64_t parts, uint16_t *room,
-                                   int64_t places, int64_t kv, int64_t group, int64_t dim, int64_t window,
+                                   uint16_t *of_new, float *added, int64_t parts, uint16_t *room, float *own,
+                                   int64_t threads, int64_t places, int64_t kv, int64_t group, int64_t dim, int64_t window,
                                    float scale) {
     struct shape shape = {kv, group, dim, window, places, scale};
     struct given given = {of_out, out, queries, sums, stride, all_queries};
     int64_t size = kv * places * filled(dim);
+    int64_t each = palestra_attend_runs_own(group, dim, 1);
     struct packed packed = {room, room + size, room + 2 * size};
     float *added_values = added + parts * size;
-#pragma omp parallel if (places * kv * group * dim > SHORT)
+#pragma omp parallel num_threads((int)threads) if (places * kv * group * dim > SHORT)
     {
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < count * kv; item++) {
@@ -364,7 +381,7 @@ void palestra_attend_runs_gradient(const struct run *runs, int64_t count, const 
             for (int64_t number = trees[tree] + part; number < trees[tree + 1]; number += parts) {
                 const int64_t *block = blocks + 2 * number;
                 see_gradient(runs, runs + block[0], block[1], head, given, packed, of_new, added + part * size,
-                             added_values + part * size, shape);
+                             added_values + part * size, shape, own + omp_get_thread_num() * each);
             }
         }
 #pragma omp for schedule(dynamic)

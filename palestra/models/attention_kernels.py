@@ -23,19 +23,19 @@ _ARGUMENTS = {
     + [_POINTER] * 3
     + [_COUNT]
     + [_POINTER] * 2
-    + [_COUNT, _POINTER]
-    + [_COUNT] * 5
+    + [_COUNT, _POINTER, _POINTER]
+    + [_COUNT] * 6
     + [_NUMBER],
     "palestra_attend_runs_gradient": [_POINTER, _COUNT, _POINTER, _POINTER, _COUNT]
     + [_POINTER] * 3
     + [_COUNT, _POINTER, _COUNT]
     + [_POINTER] * 2
-    + [_COUNT, _POINTER]
-    + [_COUNT] * 5
+    + [_COUNT, _POINTER, _POINTER]
+    + [_COUNT] * 6
     + [_NUMBER],
 }
 _BLOCK, _VECTOR = 64, 16  # as in the source: about as many queries at the same time, and numbers in a vector
-_MOST_WIDTH, _MOST_PARTS = 256, 8  # of a head, for which a thread has room; of a tree whose keys many threads read
+_MOST_WIDTH, _MOST_PARTS = 256, 8  # of a head; of a tree whose keys many threads read
 _RUN = np.dtype(
     [
         (name, np.int64)
@@ -79,9 +79,12 @@ class Runs:
                 tree.
         """
         count = len(lengths)
+        given = {"length": lengths, "queries": queries or lengths, "parent": parents or [-1] * count}
         self._table = table = np.zeros(count, _RUN)
-        table["length"], table["queries"] = lengths, lengths if queries is None else queries
-        table["parent"], table["behind"] = -1 if parents is None else parents, 0 if behind is None else behind
+        for name, column in (given | {"behind": behind or [0] * count}).items():
+            if len(column) != count:
+                raise ValueError(f"these are no runs: {count} of them, and {len(column)} numbers of '{name}'")
+            table[name] = column
         self._trees = np.arange(count + 1) if trees is None else np.array([*trees, count], np.int64)
         self._check()
         table["first"] = np.cumsum(table["queries"]) - table["queries"]
@@ -109,7 +112,8 @@ class Runs:
         )
         ordered = self._trees[0] == 0 and (np.diff(self._trees) > 0).all()
         if not len(table) or not ordered or not right.all():
-            raise ValueError(f"these are no runs: {table.tolist()} of the trees {self._trees.tolist()}")
+            wrong = dict(zip(_RUN.names or (), table[~right][0].tolist(), strict=True)) if not right.all() else "trees"
+            raise ValueError(f"these are no runs of {len(self._trees) - 1} trees: {wrong}")
 
     @property
     def all_asked(self) -> bool:
@@ -170,6 +174,8 @@ class CachedRuns(Runs):
                 raise ValueError(f"a cache {tuple(one.shape)} of {one.dtype} does not take {old} and {new} tokens")
         self._kept = [one for one, _, _ in pieces]  # for as long as their addresses
         self._starts = np.array([one.data_ptr() for one in self._kept], np.int64)
+        if len(np.unique(self._starts)) < len(pieces):
+            raise ValueError("two pieces of a pass don't fit one cache, which both are put into at the same time")
         self._sizes = np.array([one.shape[3] for one in self._kept], np.int64) * self._width
 
     def of(self, layer: int, heads: int, width: int) -> NDArray[np.void]:
@@ -193,6 +199,8 @@ class AttentionKernels:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
+        library.palestra_attend_runs_own.argtypes = [_COUNT] * 3
+        library.palestra_attend_runs_own.restype = _COUNT
         self._library = library
 
     @staticmethod
@@ -215,7 +223,7 @@ class AttentionKernels:
             window: how many positions a token sees, its own included; None: all before it.
         """
         heads, groups = new[0].shape[1], new[1].shape[1]
-        parts, stride = _read(new, runs)
+        parts, stride = _read(new, runs, window)
         table = runs.of(layer, groups, new[0].shape[3])
         return self._attended(table, runs, parts, stride, (heads, groups), scale, window, None)
 
@@ -231,7 +239,7 @@ class AttentionKernels:
             window: how many positions a token sees, its own included; None: all before it.
         """
         heads, groups, count = new[0].shape[1], new[1].shape[1], new[0].shape[2]
-        parts, stride = _read(new, runs)
+        parts, stride = _read(new, runs, window)
         sums = empty(_WHOLE, heads, count)
         table = self._placed(runs, parts, stride)
         return self._attended(table, runs, parts, stride, (heads, groups), scale, window, sums), sums
@@ -256,7 +264,7 @@ class AttentionKernels:
             window: see `trees`.
         """
         (_, heads, count, width), groups = new[0].shape, new[1].shape[1]
-        parts, stride = _read(new, runs)
+        parts, stride = _read(new, runs, window)
         table = self._placed(runs, parts, stride)
         given = [laid(one, _HALF, count, heads, width) for one in (of_out, made[0])]
         sums = laid(made[1], _WHOLE, heads, count)
@@ -266,15 +274,21 @@ class AttentionKernels:
         shares = max(1, min(most, -(-2 * torch.get_num_threads() // (groups * (len(trees) - 1)))))
         size = groups * runs.places * (-(-width // _VECTOR) * _VECTOR)
         added, room = empty(_WHOLE, 2, shares, size).zero_(), empty(_HALF, 3, size)
-        found = empty(_HALF, count, heads + 2 * groups, width)
+        found, own = empty(_HALF, count, heads + 2 * groups, width), self._own(heads // groups, width, True)
+        threads = len(own)
         self._library.palestra_attend_runs_gradient(
             *(table.ctypes.data, len(table), blocks.ctypes.data, trees.ctypes.data, len(trees) - 1),
             *map(start, (*given, parts[0])),
             *(stride, start(sums), count, start(found), start(added), shares, start(room)),
-            *(runs.places, groups, heads // groups, width, window or 0, scale),
+            *(start(own), threads, runs.places, groups, heads // groups, width, window or 0, scale),
         )
         whole = found.transpose(0, 1).unsqueeze(0)
         return whole[:, :heads], whole[:, heads : heads + groups], whole[:, heads + groups :]
+
+    def _own(self, group: int, width: int, gradient: bool) -> Tensor:
+        """Return memory that each thread has for itself, float32 [threads, size]."""
+        size = self._library.palestra_attend_runs_own(group, width, int(gradient))
+        return empty(_WHOLE, torch.get_num_threads(), size)
 
     @staticmethod
     def _placed(runs: Runs, parts: Sequence[Tensor], stride: int) -> NDArray[np.void]:
@@ -315,22 +329,26 @@ class AttentionKernels:
         blocks, _ = runs.blocks(queries // groups)
         out = empty(_HALF, count, queries, width)
         room = empty(_HALF, 2, groups, runs.places, -(-width // _VECTOR) * _VECTOR)
+        own = self._own(queries // groups, width, False)
+        threads = len(own)
         new = parts if sums is None else (parts[0], None, None)
         self._library.palestra_attend_runs(
             *(table.ctypes.data, len(table), blocks.ctypes.data, len(blocks)),
             *map(start, new),
             *(stride, start(out), start(sums), count, start(room)),
-            *(runs.places, groups, queries // groups, width, window or 0, scale),
+            *(start(own), threads, runs.places, groups, queries // groups, width, window or 0, scale),
         )
         return out
 
 
-def _read(new: tuple[Tensor, Tensor, Tensor], runs: Runs) -> tuple[Sequence[Tensor], int]:
+def _read(new: tuple[Tensor, Tensor, Tensor], runs: Runs, window: int | None) -> tuple[Sequence[Tensor], int]:
     """Return queries [1, H, N, D], keys and values [1, K, N, D] as C reads them; see `beside`.
 
     Raises:
         ValueError: the functions don't compute such heads, or these are not the tokens of the runs.
     """
+    if window is not None and not 1 <= window < 2**62:
+        raise ValueError(f"a window of at least 1 token is needed, not of {window}")
     queries, groups, shape = new[0].shape[1], new[1].shape[1], tuple(new[0].shape)
     if not AttentionKernels.takes(*new[:2]) or queries % groups or shape[2] != runs.queries:
         raise ValueError(f"queries {shape} don't fit {groups} heads of keys and runs of {runs.queries} tokens")

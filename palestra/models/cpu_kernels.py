@@ -2,8 +2,8 @@
 
 Between two products there are a dozen small operators of torch. While an engine samples they take longer to call than
 to compute, and while a trainer computes gradients each reads and writes memory once more (docs/benchmarks.md).
-`cpu_kernels.c` has them as a few functions in bfloat16, which the machine's C compiler makes ready in less than a
-second when the first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same
+`cpu_kernels.c` has them as a few functions in bfloat16, which the machine's C compiler makes ready in about a second
+when the first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same
 places. A decoding pass has few rows, so that its products take as long as reading the weights; each of its layers is
 one call.
 """

@@ -25,10 +25,10 @@ static inline uint16_t rounded(float given) {
     return (bits & 0x7fffffff) > 0x7f800000 ? (uint16_t)0x7fc0 : even;
 }
 
-/* e^x within 2e-7 of it, in a form that compilers turn into vector instructions; bounded at e^-87 and e^88.
+/* e^x within 2e-7 of it, in a form that compilers turn into vector instructions; 0 below e^-87, and at most e^88.
    x = n ln 2 + r with ln 2 in two parts, then a polynomial in r (S. Moshier, Cephes, expf). */
-static inline float power_of_e(float x) {
-    x = x < -87.0f ? -87.0f : x;
+static inline float power_of_e(float given) {
+    float x = given < -87.0f ? -87.0f : given;
     x = x > 88.0f ? 88.0f : x;
     float n = __builtin_rintf(x * 1.44269504088896341f);
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -42,7 +42,7 @@ static inline float power_of_e(float x) {
     uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
     float scale;
     memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
+    return given < -87.0f ? 0 : p * scale;
 }
 
 typedef float floats __attribute__((vector_size(64)));

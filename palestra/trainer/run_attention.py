@@ -19,12 +19,11 @@ def runs_of(trees: Sequence[Tree]) -> Runs:
     lengths, parents, behind, starts = list[int](), list[int](), list[int](), list[int]()
     for tree in trees:
         starts.append(len(lengths))
-        firsts = [first for first, _, _ in tree.runs]
-        for first, last, parent in tree.runs:
-            number = int(np.searchsorted(firsts, parent, side="right")) - 1  # -1: it begins behind no node
-            lengths.append(last - first)
-            parents.append(number + starts[-1] if parent >= 0 else -1)
-            behind.append(parent + 1 - firsts[number] if parent >= 0 else 0)
+        firsts, lasts, nodes = np.array(tree.runs, np.int64).reshape(-1, 3).T
+        numbers = np.searchsorted(firsts, nodes, side="right") - 1  # -1: a run begins behind no node
+        lengths += (lasts - firsts).tolist()
+        parents += np.where(nodes < 0, -1, numbers + starts[-1]).tolist()
+        behind += np.where(nodes < 0, 0, nodes + 1 - firsts[numbers]).tolist()
     return Runs(lengths, parents=parents, behind=behind, trees=starts)
 
 

@@ -112,7 +112,7 @@ def _blocks(first: int, last: int, before: NDArray[np.int64]) -> Iterator[Branch
 
 def _ancestors(tree: Tree, node: int) -> NDArray[np.int64]:
     """Return a node and its ancestors, the root first, [P]; none for -1."""
-    firsts = [first for first, _, _ in tree.runs]
+    firsts = np.array([first for first, _, _ in tree.runs])
     parts = []
     while node >= 0:
         first, _, parent = tree.runs[int(np.searchsorted(firsts, node, side="right")) - 1]

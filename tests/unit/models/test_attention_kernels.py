@@ -168,6 +168,28 @@ def test_trees_do_not_touch_each_other(kernels):
         assert one[:, 0, 90:].isnan().all()
 
 
+def test_a_reply_does_not_touch_its_siblings(kernels):
+    """Also where one begins in the middle of a prompt, behind a token beside others that it does not see."""
+    runs = Runs([100, 50], parents=[-1, 0], behind=[0, 40], trees=[0])
+    new, of_out = new_tokens(150, 6, 2, 64), drawn(150, 6, 64, seed=1)
+    right = kernels.trees(new, runs, 0.125, None)
+    gradients = kernels.trees_gradient(of_out, new, right, runs, 0.125, None)
+    for number in (1, 2):
+        bad = tuple(one.clone() for one in new)
+        bad[number][0, :, 41] = torch.inf
+        made = kernels.trees(bad, runs, 0.125, None)
+        found = kernels.trees_gradient(of_out, bad, made, runs, 0.125, None)
+        assert torch.equal(made[0][100:], right[0][100:])
+        assert torch.equal(found[0][:, :, 100:], gradients[0][:, :, 100:])
+
+
+def test_a_key_that_is_never_chosen_weighs_nothing(kernels):
+    queries, keys, values = (torch.ones(1, 1, 2, 64).to(torch.bfloat16) for _ in range(3))
+    keys[0, 0, 0], values[0, 0, 0] = -20, 3e38
+    made = kernels.trees((queries, keys, values), Runs([2]), 1.0, None)
+    assert (made[0][1] == 1).all(), "the scores are -1280 and 64"
+
+
 def test_large_scores_do_not_overflow(kernels):
     new = tuple(one * 300 for one in new_tokens(80, 6, 2, 64))
     made = kernels.trees(new, Runs([80]), 1.0, None)
@@ -207,6 +229,8 @@ def test_any_layout_is_read(kernels):
         {"lengths": [3, 3], "parents": [-1, 0], "behind": [0, 0], "trees": [0]},
         {"lengths": [3, 3], "parents": [-1, -2], "trees": [0]},
         {"lengths": [3, 3], "behind": [0, 1], "trees": [0]},
+        {"lengths": [3, 3], "parents": [-1]},
+        {"lengths": [3, 3], "queries": [1, 1, 1]},
         {"lengths": [3, 3], "trees": [1]},
         {"lengths": [3, 3], "trees": [0, 0]},
         {"lengths": [3, 3], "trees": [0, 2]},
@@ -228,6 +252,11 @@ def test_what_c_would_misread_is_refused(kernels):
         lambda: CachedRuns([(cache.float(), 3, 5)]),
         lambda: CachedRuns([(cache.transpose(3, 4), 3, 5)]),
         lambda: CachedRuns([(cache, 3, 5), (cache[:1], 3, 5)]),
+        lambda: CachedRuns([(cache, 0, 5), (cache, 5, 3)]),
+        lambda: kernels.prompts(0, new, runs, 0.125, 0),
+        lambda: kernels.trees(new, all_asked, 0.125, -1),
+        lambda: kernels.trees(new, all_asked, 0.125, 2**63),
+        lambda: kernels.trees_gradient(drawn(5, 6, 64), new, made, all_asked, 0.125, 0),
         lambda: kernels.prompts(LAYERS, new, runs, 0.125, None),
         lambda: kernels.prompts(-1, new, runs, 0.125, None),
         lambda: kernels.prompts(0, new_tokens(4, 6, 2, 64), runs, 0.125, None),
