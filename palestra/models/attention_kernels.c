@@ -12,7 +12,6 @@
 #include "cpu_numbers.h"
 
 #define BLOCK 64  /* keys of a block, and about as many rows of queries at the same time */
-#define LANES 16  /* of a vector */
 #define LOWEST -3e38f  /* in place of the score of a key that is not seen */
 
 /* Positions that follow one another, of which the last `queries` are asked. Their keys lie `step` numbers apart, `head`
@@ -162,6 +161,41 @@ static inline void scale_seen(const struct walk *walk, int64_t token, int64_t ke
     for (int64_t i = end; i < columns; i++) score[i] = LOWEST;
 }
 
+/* The largest of some scores and of one from before. */
+static inline float largest_of(const float *restrict score, int64_t columns, float largest) {
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < columns; i++) largest = score[i] > largest ? score[i] : largest;
+    return largest;
+}
+
+/* score [columns] = exponents of scores less a number, 0 for keys that are not seen; weights are the same, rounded. */
+static inline void weigh(float *restrict score, int64_t columns, float less, uint16_t *restrict weights) {
+#pragma omp simd
+    for (int64_t i = 0; i < columns; i++) {
+        float weight = power_of_e(score[i] - less);
+        score[i] = score[i] <= LOWEST ? 0 : weight;
+        weights[i] = rounded(score[i]);
+    }
+}
+
+static inline float sum_of(const float *restrict weights, int64_t columns) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < columns; i++) sum += weights[i];
+    return sum;
+}
+
+/* of_scores [columns] = gradients of scores, given weights, products of a query's gradient with the values, and `along`,
+   that of its gradient with what it saw; 0 where a weight is 0. */
+static inline void weigh_gradients(const float *restrict weight, const float *restrict product, int64_t columns,
+                                   float along, float scale, uint16_t *restrict of_scores) {
+#pragma omp simd
+    for (int64_t i = 0; i < columns; i++) {
+        float of_score = weight[i] * (product[i] - along) * scale;
+        of_scores[i] = rounded(weight[i] == 0 ? 0 : of_score);
+    }
+}
+
 /* rows [tokens * group, dim] = the heads of tokens that lie `stride` numbers apart. */
 static void gather(const uint16_t *given, int64_t stride, int64_t tokens, int64_t group, int64_t dim, uint16_t *rows) {
     for (int64_t token = 0; token < tokens; token++)
@@ -187,25 +221,14 @@ static void see(const struct run *runs, const struct run *run, int64_t from, int
         multiply(asked, dim, dim, keys + at, filled(least(walk.at->length - walk.start, BLOCK)), scores, BLOCK, 0, rows,
                  columns);
         for (int64_t r = 0; r < rows; r++) {
-            float *score = scores + r * BLOCK, largest = most[r], sum = 0;
+            float *score = scores + r * BLOCK;
             scale_seen(&walk, r / group, count, columns, shape.scale, score);
-            float lanes[LANES], sums_of[LANES] = {0};
-            for (int i = 0; i < LANES; i++) lanes[i] = largest;
-            for (int64_t i = 0; i < columns; i += LANES)
-                for (int j = 0; j < LANES; j++) lanes[j] = score[i + j] > lanes[j] ? score[i + j] : lanes[j];
-            for (int i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-            for (int64_t i = 0; i < columns; i += LANES)
-                for (int j = 0; j < LANES; j++) {
-                    float weight = power_of_e(score[i + j] - largest);
-                    weight = score[i + j] <= LOWEST ? 0 : weight;
-                    sums_of[j] += weight;
-                    weights[r * BLOCK + i + j] = rounded(weight);
-                }
-            for (int i = 0; i < LANES; i++) sum += sums_of[i];
+            float largest = largest_of(score, columns, most[r]);
+            weigh(score, columns, largest, weights + r * BLOCK);
             float earlier = power_of_e(most[r] - largest);  /* what was summed before weighs less by this */
             if (earlier != 1.0f)
                 for (int64_t i = 0; i < wide_dim; i++) seen[r * wide_dim + i] *= earlier;
-            total[r] = total[r] * earlier + sum, most[r] = largest;
+            total[r] = total[r] * earlier + sum_of(score, columns), most[r] = largest;
         }
         multiply(weights, BLOCK, in_pairs(count), values + at, wide_dim, seen, wide_dim, 1, rows, wide_dim);
     }
@@ -309,13 +332,8 @@ static void see_gradient(const struct run *runs, const struct run *run, int64_t 
         for (int64_t r = 0; r < rows; r++) {
             float *score = scores + r * BLOCK, *product = products + r * BLOCK;
             scale_seen(&walk, r / group, count, columns, shape.scale, score);
-            for (int64_t i = 0; i < columns; i++) {
-                float weight = power_of_e(score[i] - sums[r]);
-                weight = score[i] <= LOWEST ? 0 : weight;
-                weights[r * BLOCK + i] = rounded(weight);
-                float of_score = weight * (product[i] - along[r]) * shape.scale;
-                of_scores[r * BLOCK + i] = rounded(score[i] <= LOWEST ? 0 : of_score);
-            }
+            weigh(score, columns, sums[r], weights + r * BLOCK);
+            weigh_gradients(score, product, columns, along[r], shape.scale, of_scores + r * BLOCK);
         }
         multiply(of_scores, BLOCK, in_pairs(count), packed.along + at, wide_dim, of_asked, wide_dim, 1, rows, wide_dim);
         pack_along(weights, BLOCK, rows, columns, paired);
