@@ -2,7 +2,7 @@
 
 Between two products there are a dozen small operators of torch. While an engine samples they take longer to call than
 to compute, and while a trainer computes gradients each reads and writes memory once more (docs/benchmarks.md).
-`cpu_kernels.c` has them as a few functions in bfloat16, which the machine's C compiler makes ready in about a second
+`cpu_kernels.c` has them as a few functions in bfloat16, which the machine's C compiler makes ready in a second or two
 when the first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same
 places. A decoding pass has few rows, so that its products take as long as reading the weights; each of its layers is
 one call.
@@ -32,6 +32,7 @@ from palestra.models.kernel_arguments import (
     written,
 )
 from palestra.models.kernel_library import kernel_library
+from palestra.models.kernel_trial import wrong_functions
 
 log = logging.getLogger("palestra.models")
 _BLOCKS = 32  # as in the source
@@ -219,15 +220,20 @@ class CpuKernels:
 
 @functools.cache
 def cpu_kernels() -> CpuKernels | None:
-    """Compile the functions, the first time; None, and a warning: this machine can't, and torch's operators compute."""
+    """Compile and try the functions, the first time; None, and a warning: this machine can't, and torch computes."""
     if sys.platform != "linux":  # elsewhere torch has no OpenMP whose threads could be used as well
         return None
     try:
-        return CpuKernels(kernel_library())
+        found = CpuKernels(kernel_library())
     except (OSError, subprocess.SubprocessError, AttributeError) as error:  # the last: a library without the functions
         said = " ".join(str(getattr(error, "stderr", None) or error).split())[:500]
-        log.warning("layers are computed without compiled kernels, and slower: %s", said)
-        return None
+    else:
+        wrong = wrong_functions(found)
+        if not wrong:
+            return found
+        said = f"this compiler makes wrong results of {', '.join(wrong)}"
+    log.warning("layers are computed without compiled kernels, and slower: %s", said)
+    return None
 
 
 def attention_kernels(queries: Tensor, keys: Tensor) -> AttentionKernels | None:

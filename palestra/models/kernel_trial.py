@@ -1,0 +1,113 @@
+"""A trial of compiled functions before anything is computed with them: a compiler may make wrong ones in silence.
+
+They are made on each machine by the compiler that is there, which may change the order of sums; a loop that it divides
+into vectors wrongly would be a model that samples and learns something else, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from palestra.models.attention_kernels import AttentionKernels, CachedRuns, Runs
+from palestra.models.kernel_arguments import MatrixAddress
+from palestra.models.torch_operators import TorchOperators
+
+if TYPE_CHECKING:
+    from palestra.models.cpu_kernels import CpuKernels
+
+_ROWS, _WIDTH, _HEADS, _GROUPS, _DIM = 70, 576, 6, 2, 64  # enough for two threads, and no whole number of vectors
+_SCALE, _EPS = 0.125, 1e-5
+_MOST = 0.01  # of the norm of what is right: several times what rounding to bfloat16 makes
+
+
+def wrong_functions(kernels: CpuKernels) -> list[str]:
+    """Return the names of those functions whose results are not what torch's operators compute; a few milliseconds."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        wrong = [name for name, found, wanted in _results(kernels) if not _near(found, wanted)]
+    return list(dict.fromkeys(wrong))
+
+
+def _near(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether numbers of any shape are the same but for rounding."""
+    return bool((found.float() - wanted.float()).norm() <= _MOST * wanted.float().norm())
+
+
+def _results(kernels: CpuKernels) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each function, with what it has computed and what is right, of equal shapes."""
+    draw, right = torch.Generator().manual_seed(0), TorchOperators()
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
+
+    def pairs(name: str, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        yield from ((name, one, other) for one, other in zip(found, wanted, strict=True))
+
+    stream, weight, more = (
+        drawn(*shape, dtype=torch.float32) for shape in ((_ROWS, _WIDTH), (_WIDTH,), (_ROWS, _WIDTH))
+    )
+    added, of_out = drawn(_ROWS, _WIDTH), drawn(_ROWS, _WIDTH)
+    normed = right.norm(stream.clone(), added, weight, _EPS)
+    yield from pairs("norm", kernels.norm(stream.clone(), added, weight, _EPS), normed)
+    given = of_out, stream, right.norm(stream, None, weight, _EPS)[1], weight, more
+    yield from pairs("norm_gradient", kernels.norm_gradient(*given), right.norm_gradient(*given))
+    both = drawn(_ROWS, 2 * _WIDTH) * 3
+    yield "gate", kernels.gate(both), right.gate(both)
+    yield from pairs("gate_gradient", kernels.gate_gradient(both, of_out), right.gate_gradient(both, of_out))
+    whole = drawn(_ROWS, (_HEADS + 2 * _GROUPS) * _DIM)
+    cos, sin = (drawn(_ROWS, 1, _DIM, dtype=torch.float32) for _ in range(2))
+    new = kernels.rotate(whole, cos, sin, (_HEADS, _GROUPS))
+    yield from pairs("rotate", new, right.rotate(whole, cos, sin, (_HEADS, _GROUPS)))
+    yield "attend", *_decoded(kernels, drawn(_ROWS, _GROUPS, 8, _DIM), drawn(_ROWS, _GROUPS, 8, _DIM), new)
+    if kernels.attention is not None:
+        yield from _runs(kernels.attention, new, drawn(_ROWS, _HEADS, _DIM))
+        plain = drawn(96, _WIDTH)
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain, 64)
+        if (address := MatrixAddress.of(packed, plain, None, trusted=False)) is not None:
+            yield "product", kernels.product(added, address), added.float() @ plain.float().t()
+
+
+def _decoded(
+    kernels: CpuKernels, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return what new tokens see of a cache [R, K, C, D] with five positions in each row, computed both ways."""
+    filled = 5
+    lengths = torch.full((len(keys),), filled, dtype=torch.int64, device="cpu")
+    found = kernels.attend(new, keys, values, lengths, _SCALE, None)  # which puts the new ones into the cache
+    queries = new[0][0].transpose(0, 1).float().reshape(_ROWS, _GROUPS, -1, _DIM)
+    read, said = (one[:, :, : filled + 1].float() for one in (keys, values))
+    weights = (queries @ read.transpose(2, 3) * _SCALE).softmax(dim=-1)
+    return found, (weights @ said).flatten(1, 2)
+
+
+def _runs(
+    kernels: AttentionKernels, new: tuple[Tensor, Tensor, Tensor], of_out: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what attention of two runs and its gradient are, the second behind half of the first; see `_results`."""
+    first, behind = 45, 20
+    runs = Runs([first, _ROWS - first], parents=[-1, 0], behind=[0, behind], trees=[0])
+    seen = torch.ones((_ROWS, _ROWS), dtype=torch.bool, device="cpu").tril()
+    seen[first:, behind:first] = False
+    queries, keys, values = (one[0].float() for one in new)
+    keys, values = (one.repeat_interleave(_HEADS // _GROUPS, dim=0) for one in (keys, values))
+    scores = (queries @ keys.transpose(1, 2) * _SCALE).masked_fill(~seen, -torch.inf)
+    weights, given = scores.softmax(dim=-1), of_out.float().transpose(0, 1)
+    out = (weights @ values).transpose(0, 1)
+    made = kernels.trees(new, runs, _SCALE, None)
+    yield "trees", made[0], out
+    yield "trees", made[1], scores.logsumexp(dim=-1)
+    of_weights = given @ values.transpose(1, 2)
+    of_scores = weights * (of_weights - (of_weights * weights).sum(dim=-1, keepdim=True)) * _SCALE
+    gradients = kernels.trees_gradient(of_out, new, made, runs, _SCALE, None)
+    of_keys, of_values = of_scores.transpose(1, 2) @ queries, weights.transpose(1, 2) @ given
+    yield "trees_gradient", gradients[0][0], of_scores @ keys
+    for found, wanted in zip(gradients[1:], (of_keys, of_values), strict=True):
+        yield "trees_gradient", found[0], wanted.reshape(_GROUPS, -1, _ROWS, _DIM).sum(dim=1)
+    cache = torch.zeros((1, 2, _GROUPS, first, _DIM), dtype=torch.bfloat16, device="cpu")
+    pieces = [(start, end, tuple(one[:, :, start:end] for one in new)) for start, end in ((0, 30), (30, first))]
+    for start, end, (query, key, value) in pieces:
+        found = kernels.prompts(0, (query, key, value), CachedRuns([(cache, start, end - start)]), _SCALE, None)
+        yield "prompts", found, out[start:end]
