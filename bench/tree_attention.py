@@ -4,9 +4,10 @@ python bench/tree_attention.py --threads 2             # trees of 1,000 to 16,00
 python bench/tree_attention.py --only "long prompt"
 
 `runs` is what a trainer does where kernels are compiled, `branches` what it does by torch's attention, and `mask` one
-call with a mask of all nodes squared. Beside them the same number of computed tokens as rows of their own, which share
-nothing, by compiled kernels. All are forward and backward in bfloat16, with the heads of SmolLM2-135M, in turns;
-medians. Each figure of memory is the largest resident set of a process of its own, less what the process had before.
+call with a mask of all nodes squared. Beside them the same number of computed tokens as `rows` of their own, which
+share nothing, and all rows of the tree in full, `unshared`, both by compiled kernels. All are forward and backward in
+bfloat16, with the heads of SmolLM2-135M, in turns; medians. Each figure of memory is the largest resident set of a
+process of its own, less what the process had before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from palestra.trainer.packing import Tree
 from palestra.trainer.tree_attention import TreeAttention
 
 HEADS, KEY_HEADS, WIDTH = 9, 3, 64
-WAYS = ("runs", "branches", "mask", "rows")
+WAYS = ("runs", "branches", "mask", "rows", "unshared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,12 @@ def attention(shape: Shape, way: str) -> tuple[int, Callable[[Tensor, Tensor, Te
     """Return how many tokens are computed, and what computes their attention."""
     tree = shape.tree()
     trees = [tree]
-    if way == "rows":  # as many tokens, in rows that share nothing
+    if way in ("rows", "unshared"):
         lengths, left = list[int](), len(tree)
-        while left > 0:
+        while way == "rows" and left > 0:  # as many tokens, in rows that share nothing
             lengths.append(min(left, shape.lengths[0]))
             left -= lengths[-1]
-        trees = []
+        lengths, trees = lengths or shape.lengths, []
         for length in lengths:
             trees.append(Tree())
             row = TokenRun(np.arange(length, dtype=np.int32))
@@ -101,7 +102,7 @@ def attention(shape: Shape, way: str) -> tuple[int, Callable[[Tensor, Tensor, Te
     if way == "branches":
         tree_attention.attention_kernels = lambda *_: None
     attend = TreeAttention(trees, torch.device("cpu"))
-    return len(tree), lambda q, k, v: attend(0, q, k, v, scale)
+    return sum(map(len, trees)), lambda q, k, v: attend(0, q, k, v, scale)
 
 
 def seconds(shape: Shape, way: str, repeats: int) -> tuple[int, list[float], int]:
@@ -136,21 +137,26 @@ def main() -> None:
         print(json.dumps(seconds(SHAPES[wanted.only], wanted.way, wanted.repeats)))
         return
     columns = [" | ".join(f"{unit}: {way}" if way == WAYS[0] else way for way in WAYS) for unit in ("ms", "MiB")]
-    print(f"| tree | tokens | {' | '.join(columns)} |\n" + "|---" * (2 + 2 * len(WAYS)) + "|")
+    head = ("tree", "tokens", *columns, "microseconds a token: runs", "unshared", "ratio")
+    print(f"| {' | '.join(head)} |\n" + "|---" * (5 + 2 * len(WAYS)) + "|")
     for name in SHAPES if wanted.only is None else (wanted.only,):
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         memory: dict[str, float] = {}
-        tokens = 0
+        tokens: dict[str, int] = {}
         for _ in range(wanted.rounds):
             for way in WAYS:
                 words = [sys.executable, __file__, "--way", way, "--only", name]
                 words += ["--threads", str(wanted.threads), "--repeats", str(wanted.repeats)]
-                tokens, taken, grown = json.loads(subprocess.check_output(words))
+                tokens[way], taken, grown = json.loads(subprocess.check_output(words))
                 times[way] += taken
                 memory[way] = grown / 2**20
-        medians = " | ".join(f"{1e3 * statistics.median(times[way]):.1f}" for way in WAYS)
+        medians = {way: statistics.median(times[way]) for way in WAYS}
+        shared, unshared = (1e6 * medians[way] / tokens[way] for way in ("runs", "unshared"))
         print(
-            f"| {name} | {tokens:,} | {medians} | " + " | ".join(f"{memory[way]:.0f}" for way in WAYS) + " |",
+            f"| {name} | {tokens['runs']:,} | " + " | ".join(f"{1e3 * medians[way]:.1f}" for way in WAYS),
+            *(f"{memory[way]:.0f}" for way in WAYS),
+            f"{shared:.1f} | {unshared:.1f} | {shared / unshared:.2f} |",
+            sep=" | ",
             flush=True,
         )
 
