@@ -1,5 +1,5 @@
 /* Attention of runs of positions to themselves and to the runs behind which they begin, in bfloat16 on a CPU, and its
-   gradient; kernel_library.py compiles it, cpu_kernels.py calls it.
+   gradient; kernel_library.py compiles it, attention_kernels.py calls it.
 
    Queries that read the same keys are rows of one product with a block of 64 keys, and the softmax goes from block to
    block with the largest score so far (Dao et al., FlashAttention-2, 2023). Scores and sums are float; their weights are
@@ -33,7 +33,7 @@ struct shape {
 static inline int64_t filled(int64_t count) { return (count + 15) / 16 * 16; }
 static inline int64_t in_pairs(int64_t count) { return (count + 1) / 2 * 2; }
 static inline int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
-static inline int64_t most_rows(int64_t group) { return group < BLOCK ? BLOCK : group; }
+static inline int64_t rows_at_once(int64_t group) { return group < BLOCK ? BLOCK : group; }
 static inline int64_t tokens_at_once(int64_t group) { return group < BLOCK ? BLOCK / group : 1; }
 
 /* Rows [rows, 16 * vectors] of a product, see `add_products`, or added to what is there. */
@@ -178,6 +178,7 @@ static inline void weigh(float *restrict score, int64_t columns, float less, uin
     }
 }
 
+/* A loop of its own, because GCC 12 has made a wrong sum of one that rounds as well (kernel_trial.py would say so). */
 static inline float sum_of(const float *restrict weights, int64_t columns) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -241,7 +242,7 @@ static void see(const struct run *runs, const struct run *run, int64_t from, int
 
 /* How many floats a thread needs for itself, for values or also for gradients. */
 int64_t palestra_attend_runs_own(int64_t group, int64_t dim, int64_t gradient) {
-    int64_t rows = filled(most_rows(group)), wide_dim = filled(dim);
+    int64_t rows = filled(rows_at_once(group)), wide_dim = filled(dim);
     int64_t floats = rows * (BLOCK + wide_dim + 2), halves = rows * (wide_dim + BLOCK);
     if (gradient) floats += rows * BLOCK, halves = rows * (4 * wide_dim + 3 * BLOCK);
     return floats + halves / 2;
@@ -369,7 +370,7 @@ static void sum_parts(const struct run *run, int64_t head, const float *sums, in
    positions are all asked.
 
    trees [tree_count + 1]: the first block of each, and one past the last; runs of two trees do not see one another. The
-   blocks of a tree are computed in `parts` parts, each of which sums by itself: sums [2, parts, kv, places, filled(dim)],
+   blocks of a tree are computed in `parts` parts, each of which sums by itself: added [2, parts, kv, places, filled(dim)],
    zeros before. room: for 3 * kv * places * filled(dim) numbers. All else as in `palestra_attend_runs`. */
 void palestra_attend_runs_gradient(const struct run *runs, int64_t count, const int64_t *blocks, const int64_t *trees,
                                    int64_t tree_count, const uint16_t *of_out, const uint16_t *out,

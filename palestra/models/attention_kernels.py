@@ -79,9 +79,14 @@ class Runs:
                 tree.
         """
         count = len(lengths)
-        given = {"length": lengths, "queries": queries or lengths, "parent": parents or [-1] * count}
+        given = {
+            "length": lengths,
+            "queries": lengths if queries is None else queries,
+            "parent": [-1] * count if parents is None else parents,
+            "behind": [0] * count if behind is None else behind,
+        }
         self._table = table = np.zeros(count, _RUN)
-        for name, column in (given | {"behind": behind or [0] * count}).items():
+        for name, column in given.items():
             if len(column) != count:
                 raise ValueError(f"these are no runs: {count} of them, and {len(column)} numbers of '{name}'")
             table[name] = column
