@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from palestra.models.attention_kernels import AttentionKernels, CachedRuns, Runs
-from palestra.models.kernel_arguments import MatrixAddress
+from palestra.models.kernel_arguments import CachedRows, DecodingLayer, MatrixAddress
 from palestra.models.torch_operators import TorchOperators
 
 if TYPE_CHECKING:
     from palestra.models.cpu_kernels import CpuKernels
 
 _ROWS, _WIDTH, _HEADS, _GROUPS, _DIM = 70, 576, 6, 2, 64  # enough for two threads, and no whole number of vectors
+_INNER, _FILLED = 160, 5  # of the gated block; positions of a cache
 _SCALE, _EPS = 0.125, 1e-5
 _MOST = 0.01  # of the norm of what is right: several times what rounding to bfloat16 makes
 
 
 def wrong_functions(kernels: CpuKernels) -> list[str]:
-    """Return the names of those functions whose results are not what torch's operators compute; a few milliseconds."""
+    """Return the names of those functions whose results are not what torch's operators compute; it takes some 20 ms."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         wrong = [name for name, found, wanted in _results(kernels) if not _near(found, wanted)]
     return list(dict.fromkeys(wrong))
@@ -41,6 +42,7 @@ def _results(kernels: CpuKernels) -> Iterator[tuple[str, Tensor, Tensor]]:
     draw, right = torch.Generator().manual_seed(0), TorchOperators()
 
     def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return random numbers of the shape [...]."""
         return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu").to(dtype)
 
     def pairs(name: str, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -61,26 +63,72 @@ def _results(kernels: CpuKernels) -> Iterator[tuple[str, Tensor, Tensor]]:
     cos, sin = (drawn(_ROWS, 1, _DIM, dtype=torch.float32) for _ in range(2))
     new = kernels.rotate(whole, cos, sin, (_HEADS, _GROUPS))
     yield from pairs("rotate", new, right.rotate(whole, cos, sin, (_HEADS, _GROUPS)))
-    yield "attend", *_decoded(kernels, drawn(_ROWS, _GROUPS, 8, _DIM), drawn(_ROWS, _GROUPS, 8, _DIM), new)
+    cache = drawn(1, 2, _ROWS, _GROUPS, _FILLED + 3, _DIM)
+    seen = _decoded(new, cache)
+    lengths = torch.full((_ROWS,), _FILLED, dtype=torch.int64, device="cpu")
+    keys, values = cache[0].clone()
+    yield "attend", kernels.attend(new, keys, values, lengths, _SCALE, None), seen
     if kernels.attention is not None:
         yield from _runs(kernels.attention, new, drawn(_ROWS, _HEADS, _DIM))
-        plain = drawn(96, _WIDTH)
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain, 64)
-        if (address := MatrixAddress.of(packed, plain, None, trusted=False)) is not None:
-            yield "product", kernels.product(added, address), added.float() @ plain.float().t()
+        shapes = (whole.shape[1], _WIDTH), (_WIDTH, _HEADS * _DIM), (2 * _INNER, _WIDTH), (_WIDTH, _INNER)
+        plain = [drawn(*shape) / shape[1] ** 0.5 for shape in shapes]
+        yield from _multiplied(kernels, stream, plain, [weight, weight.flip(0)], (cos, sin), cache)
 
 
-def _decoded(
-    kernels: CpuKernels, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return what new tokens see of a cache [R, K, C, D] with five positions in each row, computed both ways."""
-    filled = 5
-    lengths = torch.full((len(keys),), filled, dtype=torch.int64, device="cpu")
-    found = kernels.attend(new, keys, values, lengths, _SCALE, None)  # which puts the new ones into the cache
-    queries = new[0][0].transpose(0, 1).float().reshape(_ROWS, _GROUPS, -1, _DIM)
-    read, said = (one[:, :, : filled + 1].float() for one in (keys, values))
-    weights = (queries @ read.transpose(2, 3) * _SCALE).softmax(dim=-1)
-    return found, (weights @ said).flatten(1, 2)
+def _decoded(new: tuple[Tensor, Tensor, Tensor], cache: Tensor) -> Tensor:
+    """Return what new tokens see, float32 [R, H, D], of `_FILLED` positions in a cache [1, 2, R, K, C, D]."""
+    queries, *pair = (one[0].transpose(0, 1).float() for one in new)
+    keys, values = (
+        torch.cat((old[:, :, :_FILLED].float(), one.unsqueeze(2)), dim=2)
+        for old, one in zip(cache[0], pair, strict=True)
+    )
+    weights = (queries.reshape(_ROWS, _GROUPS, -1, _DIM) @ keys.transpose(2, 3) * _SCALE).softmax(dim=-1)
+    return (weights @ values).flatten(1, 2)
+
+
+def _multiplied(
+    kernels: CpuKernels,
+    stream: Tensor,
+    plain: list[Tensor],
+    norms: list[Tensor],
+    angles: tuple[Tensor, Tensor],
+    cache: Tensor,
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield a product and what a decoding layer adds to a stream, where matrices lie as C reads them; see `_results`.
+
+    Args:
+        kernels: the functions.
+        stream: float32 [R, width].
+        plain: the matrices of a layer, bfloat16 [out, in].
+        norms: the weights of its norms, float32 [width].
+        angles: cosines and sines, float32 [R, 1, D].
+        cache: bfloat16 [1, 2, R, K, C, D], with `_FILLED` positions in each row.
+    """
+    packed = [torch.ops.mkldnn._reorder_linear_weight(one, 64) for one in plain]
+    found = [MatrixAddress.of(one, matrix, None, trusted=False) for one, matrix in zip(packed, plain, strict=True)]
+    addresses = [one for one in found if one is not None]
+    if len(addresses) < len(plain):
+        return
+    right, heads = TorchOperators(), (_HEADS, _GROUPS)
+
+    def product(rows: Tensor, number: int) -> Tensor:
+        """Return the product of rows [R, in] with a matrix, bfloat16 [R, out]."""
+        return (rows.float() @ plain[number].float().t()).to(torch.bfloat16)
+
+    normed, wanted = right.norm(stream, None, norms[0], _EPS)[0], stream.clone()
+    whole = product(normed, 0)
+    yield "product", kernels.product(normed, addresses[0]), whole
+    new = right.rotate(whole, *angles, heads)
+    seen = _decoded(new, cache).flatten(1).to(torch.bfloat16)
+    again = right.norm(wanted, product(seen, 1), norms[1], _EPS)[0]
+    wanted += product(right.gate(product(again, 2)), 3)
+
+    kept, made = cache.clone(), stream.clone()
+    rows = CachedRows([(kept, torch.full((_ROWS,), _FILLED, dtype=torch.int64, device="cpu"))])
+    layer = DecodingLayer(number=0, heads=heads, scale=_SCALE, window=None)
+    kernels.layer(made, addresses, [(weight, _EPS) for weight in norms], angles, layer, rows)
+    yield "layer", made - stream, wanted - stream
+    yield "layer", kept[0, 0, :, :, _FILLED], new[1][0].transpose(0, 1)
 
 
 def _runs(
