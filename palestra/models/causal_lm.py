@@ -34,7 +34,7 @@ from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
 from palestra.models.llama_layers import is_called_as_it_is, shorten_layers
 from palestra.models.quiet import quiet_transformers
-from palestra.models.rounded_head import RoundedHead
+from palestra.models.rounded_head import HeadWeights, RoundedHead
 from palestra.models.vision.loading import load_seeing
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.processor import sees
@@ -95,13 +95,16 @@ def _flat_attention(
 ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _flat_attention)
 
 
-def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
+def _replaced(embedded: Tensor, pictures: PictureRows | None) -> dict[str, Any]:
     """Return what a text model of transformers takes in the place of ids where some tokens stand for pictures.
 
     Args:
         embedded: embeddings of all tokens, [N, hidden]; those of pictures take their places, in the same precision.
-        pictures: has what the first layers add to their output as well, if the family has that (DeepStack).
+        pictures: has what the first layers add to their output as well, if the family has that (DeepStack); None: all
+            tokens are text.
     """
+    if pictures is None:
+        return {"inputs_embeds": embedded.unsqueeze(0)}
     first, *further = torch.split(pictures.values.to(embedded.dtype), embedded.shape[1], dim=1)
     given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, pictures.rows, first).unsqueeze(0)}
     if further:
@@ -359,7 +362,12 @@ class CausalLM:
         return self.vision.positions(*sequence)
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, attention: AttentionBackend, pictures: PictureRows | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        pictures: PictureRows | None = None,
+        weights: HeadWeights | None = None,
     ) -> Tensor:
         """Return the last layer's normalised output, float32 [N, hidden].
 
@@ -368,26 +376,29 @@ class CausalLM:
             positions: [N], the position of each token within its sequence, or [3, N]; see `positions`.
             attention: knows which tokens see each other.
             pictures: embeddings in place of those of some tokens; None: all tokens are text.
+            weights: of the output layer, of `head_weights`; None: there are none, or the module makes them.
         """
         text = self._text
         self._slot.attention = attention
         try:
             with self._autocast(ids.device):
                 given: dict[str, Any] = {"input_ids": ids.unsqueeze(0)}
-                if pictures is not None:
-                    given = _replaced(text.get_input_embeddings()(ids), pictures)
+                if pictures is not None or weights is not None:
+                    table = text.get_input_embeddings()
+                    embedded = table(ids) if weights is None else weights.embeddings(table, ids)
+                    given = _replaced(embedded, pictures)
                 out = text(**given, position_ids=positions.unsqueeze(-2), use_cache=False)
         finally:
             self._slot.clear()
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def rounded_head(self) -> RoundedHead | None:
-        """Return the output layer for a pass whose scores are computed in chunks; None: `logits` calls its module."""
+    def head_weights(self) -> HeadWeights | None:
+        """Return the output layer's weights for a pass by a `RoundedHead`; None: `logits` has to call its module."""
         head: Any = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and getattr(head, "bias", None) is None and head.weight.dtype == torch.float32
         own = self.packed is None and not self._slot.shared_out and self.compute_dtype == torch.bfloat16
-        return RoundedHead(head) if plain and own and is_called_as_it_is(head) else None
+        return HeadWeights(head) if plain and own and is_called_as_it_is(head) else None
 
     def logits(
         self, hidden: Tensor, corrections: list[Correction] | None = None, rounded: RoundedHead | None = None
@@ -400,7 +411,7 @@ class CausalLM:
         Args:
             hidden: of the positions.
             corrections: of these logits, where they are computed a second time; see `sharpened`.
-            rounded: the output layer, of `rounded_head`; None: the model's own module.
+            rounded: the output layer, on its `head_weights`; None: the model's own module.
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):

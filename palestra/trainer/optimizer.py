@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from palestra.trainer.base import OptimParams, OptimReport
+from palestra.trainer.moment_memory import zeros_apart
 
 Named = Sequence[tuple[str, nn.Parameter]]
 T = TypeVar("T")
 _SHARD_BYTES = 2**28
 _WEIGHT, _GRADIENT = "weight", "gradient"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_APART_BYTES = 2**26  # of weights on a CPU, from which on their moments lie outside of the heap
 
 
 class Optimizer:
@@ -43,6 +46,7 @@ class Optimizer:
             ],
             fused=True,
         )
+        self._apart: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None  # memory for the moments of each weight
 
     def gradient(self) -> list[Tensor | None]:
         """Return a copy of each weight's gradient, [n, d] or [d]; None: it has none."""
@@ -88,6 +92,7 @@ class Optimizer:
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0)
         self.adamw.state.clear()
+        self._apart = None
 
     def unpark(self, folder: Path, prefix: str) -> None:
         """Take over what `park` has written, bit by bit.
@@ -155,6 +160,30 @@ class Optimizer:
         ordered = [names[parameter] for group in self.adamw.param_groups for parameter in group["params"]]
         state["state"] = {number: moments[name] for number, name in enumerate(ordered) if name in moments}
         self.adamw.load_state_dict(state)
+        for parameter in names:
+            own = self.adamw.state.get(parameter, {})
+            if own and (places := self._moments_apart(parameter)) is not None:
+                for key, place in zip(_MOMENTS, places, strict=True):
+                    own[key] = place.copy_(own[key])
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the moments of a weight, [n, d] or [d], which are zero at first, and how often it was updated."""
+        state: dict[str, Tensor] = self.adamw.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            places = self._moments_apart(parameter) or [torch.zeros_like(parameter) for _ in _MOMENTS]
+            state |= zip(_MOMENTS, places, strict=True)
+        return state
+
+    def _moments_apart(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
+        """Return memory for both moments of a weight, [n, d] or [d]; None: they lie where all else does."""
+        if self._apart is None:
+            weights = [p for _, p in self.parameters if type(p.data) is Tensor and p.device.type == "cpu"]
+            if sum(p.nbytes for p in weights) < _APART_BYTES:
+                weights = []
+            zeros = zeros_apart([*weights, *weights])
+            self._apart = dict(zip(weights, zip(zeros, zeros[len(weights) :], strict=False), strict=True))
+        return self._apart.get(parameter)
 
 
 def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport]:
@@ -193,7 +222,7 @@ def _apply(optimizers: Sequence[Optimizer], params: OptimParams) -> None:
             for optimizer in optimizers
             for p in optimizer.adamw.param_groups[number]["params"]
             if p.grad is not None
-            for state in (_state(optimizer.adamw, p),)
+            for state in (optimizer.state_of(p),)
         ]
         if not states:
             continue
@@ -214,16 +243,6 @@ def _apply(optimizers: Sequence[Optimizer], params: OptimParams) -> None:
             eps=params.epsilon,
             maximize=False,
         )
-
-
-def _state(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the moments of a weight, which are zero at first, and how often it was updated."""
-    state: dict[str, Tensor] = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return state
 
 
 def moments_folder(folder: Path, prefix: str) -> Path:

@@ -17,7 +17,7 @@ from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.exact_logits import Correction
 from palestra.models.grammar_masks import unpack_bits
-from palestra.models.rounded_head import RoundedHead
+from palestra.models.rounded_head import HeadWeights, RoundedHead
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.positions import AXES
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
@@ -38,21 +38,30 @@ def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     return {name: column.to(device) for name, column in micro.targets().items()}
 
 
-def flat_hidden(model: CausalLM, micro: MicroBatch) -> Tensor:
-    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]."""
-    return hidden_with(model, micro, flat_picture_rows(model, micro))
+def flat_hidden(model: CausalLM, micro: MicroBatch, weights: HeadWeights | None = None) -> Tensor:
+    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden].
+
+    Args:
+        model: the policy's, or a reference's.
+        micro: trees of rows.
+        weights: of the output layer; see `CausalLM.hidden`.
+    """
+    return hidden_with(model, micro, flat_picture_rows(model, micro), weights)
 
 
-def hidden_with(model: CausalLM, micro: MicroBatch, pictures: PictureRows | None) -> Tensor:
+def hidden_with(
+    model: CausalLM, micro: MicroBatch, pictures: PictureRows | None, weights: HeadWeights | None = None
+) -> Tensor:
     """Return what `flat_hidden` returns, [N, hidden], where the pictures of the micro-batch are computed already.
 
     Args:
         model: the policy's, or a reference's.
         micro: trees of rows.
         pictures: of `flat_picture_rows`.
+        weights: of the output layer; see `CausalLM.hidden`.
     """
     ids, positions, attention = flat_inputs(micro.trees, model.device)
-    return model.hidden(ids, flat_positions(model, micro, positions), attention, pictures)
+    return model.hidden(ids, flat_positions(model, micro, positions), attention, pictures, weights)
 
 
 def flat_picture_rows(model: CausalLM, micro: MicroBatch) -> PictureRows | None:
@@ -173,11 +182,12 @@ class TokenForward:
             columns: its columns on the model's device.
             states: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
-        states = flat_hidden(self._model, micro) if states is None else states
+        weights = self._model.head_weights()
+        states = flat_hidden(self._model, micro, weights) if states is None else states
         hidden = states.index_select(0, columns["source"])
         allowed = allowed_tokens(micro.samples, self._masks, self._model.vocab_size)
         allowed = None if allowed is None else allowed.to(hidden.device)
-        tempered, head = bool((columns["temperature"] != 1).any()), self._model.rounded_head()
+        tempered, head = bool((columns["temperature"] != 1).any()), None if weights is None else RoundedHead(weights)
         return hidden, [
             _Chunk(
                 hidden=hidden[part],

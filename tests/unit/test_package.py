@@ -95,7 +95,9 @@ def test_another_name_is_an_attribute_error():
         palestra.Clinet  # noqa: B018
 
 
-BLOCKS = re.compile(r"wait\w*|sleep|request|stream|exchange|result|join|acquire|open|read\w*|write\w*|recv\w*|run|run_\w+")
+BLOCKS = re.compile(
+    r"wait\w*|sleep|request|stream|exchange|result|join|acquire|open|read\w*|write\w*|recv\w*|run|run_\w+"
+)
 
 
 def blocking_calls(tree: ast.AST) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from palestra.models import rounded_head
-from palestra.models.rounded_head import RoundedHead
+from palestra.models.rounded_head import HeadWeights, RoundedHead
 
 SIZES = (5, 1, 7)  # positions of each chunk
 
@@ -38,7 +39,7 @@ def test_chunks_have_the_modules_scores_and_gradients(monkeypatch, again, most):
     monkeypatch.setattr(rounded_head, "_KEPT_BYTES", most)
     head, hidden, factors = made()
     wanted = gradients(head, hidden, factors, head, again)
-    found = gradients(head, hidden, factors, RoundedHead(head), again)
+    found = gradients(head, hidden, factors, RoundedHead(HeadWeights(head)), again)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
     rounded = [one.detach().to(torch.bfloat16).double() for one in (factors, hidden)]
@@ -50,27 +51,78 @@ def test_chunks_have_the_modules_scores_and_gradients(monkeypatch, again, most):
 
 def test_the_gradient_is_added_to_what_the_weights_have_already_and_to_that_of_another_use():
     head, hidden, factors = made()
-    alone = gradients(head, hidden, factors, RoundedHead(head), False)[2].clone()
+    alone = gradients(head, hidden, factors, RoundedHead(HeadWeights(head)), False)[2].clone()
     for _ in range(2):  # the first is added to that of `gradients`
         table = torch.nn.functional.embedding(torch.tensor([3, 3]), head.weight)  # as where both are tied
         with torch.autocast("cpu", torch.bfloat16):
-            ((RoundedHead(head)(hidden).float() * factors).sum() + table.sum()).backward()
+            ((RoundedHead(HeadWeights(head))(hidden).float() * factors).sum() + table.sum()).backward()
     wanted = 3 * alone
     wanted[3] += 4
     assert torch.allclose(head.weight.grad, wanted)
 
 
+class Seen(TorchDispatchMode):
+    """The names of all operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scored", [True, False], ids=["with scores", "without"])
+@pytest.mark.parametrize("pad", [None, 3], ids=["", "padding"])
+def test_embeddings_by_the_same_weights_add_their_rows_to_the_gradient(scored, pad):
+    head, hidden, factors = made()
+    ids, weights = torch.tensor([3, 9, 3, 39]), torch.arange(64.0).view(4, 16)
+
+    def gradient(tied: HeadWeights | None) -> Tensor:
+        head.weight.grad = None
+        table = nn.Embedding(40, 16, padding_idx=pad, _weight=head.weight.detach())
+        table.weight = head.weight
+        table.register_forward_hook(lambda _layer, _given, out: out.to(torch.bfloat16).float())
+        rows = table(ids) if tied is None else tied.embeddings(table, ids)
+        assert torch.equal(rows, head.weight[ids].to(torch.bfloat16).float()), "with its hooks"
+        loss = (rows * weights).sum()
+        if scored:
+            loss = loss + loss_of(head, hidden, factors, RoundedHead(tied or HeadWeights(head)))
+        with Seen() as seen:
+            loss.backward()
+        assert (tied is None) == any("embedding_dense_backward" in name for name in seen.names)
+        assert not table.sparse
+        assert not head.weight.grad.is_sparse
+        return head.weight.grad.clone()
+
+    found, wanted = gradient(HeadWeights(head)), gradient(None)
+    assert torch.allclose(found, wanted)
+    assert bool(found[3].any()) == (scored or pad is None)
+
+
+def test_embeddings_by_other_weights_are_their_own():
+    head, hidden, factors = made()
+    table = nn.Embedding(40, 16)
+    tied = HeadWeights(head)
+    rows = tied.embeddings(table, torch.tensor([1, 1]))
+    (rows.sum() + loss_of(head, hidden, factors, RoundedHead(tied))).backward()
+    assert torch.equal(table.weight.grad[1], torch.full((16,), 2.0))
+    assert int(table.weight.grad.count_nonzero()) == 16
+    assert torch.equal(head.weight.grad, gradients(head, hidden, factors, RoundedHead(HeadWeights(head)), False)[2])
+
+
 def test_weights_that_are_not_trained_get_no_gradient_and_hidden_states_do():
     head, hidden, factors = made()
     head.weight.requires_grad_(False)
-    (RoundedHead(head)(hidden).float() * factors).sum().backward()
+    (RoundedHead(HeadWeights(head))(hidden).float() * factors).sum().backward()
     assert head.weight.grad is None
     assert hidden.grad.abs().sum() > 0
 
 
 def test_a_pass_without_use_of_its_scores_leaves_no_gradient():
     head, hidden, _ = made()
-    RoundedHead(head)(hidden)
+    RoundedHead(HeadWeights(head))(hidden)
     (hidden.sum() + head.weight.sum()).backward()
     assert torch.equal(head.weight.grad, torch.ones(40, 16))
 
@@ -82,9 +134,9 @@ def loss_of(head: nn.Linear, hidden: Tensor, factors: Tensor, product) -> Tensor
 
 def test_a_pass_that_did_not_ask_for_the_weights_leaves_nothing_to_the_next():
     head, hidden, factors = made()
-    wanted = gradients(head, hidden, factors, RoundedHead(head), False)[2].clone()
+    wanted = gradients(head, hidden, factors, RoundedHead(HeadWeights(head)), False)[2].clone()
     head.weight.grad = None
-    loss = loss_of(head, hidden, factors, RoundedHead(head))
+    loss = loss_of(head, hidden, factors, RoundedHead(HeadWeights(head)))
     torch.autograd.grad(loss, hidden, retain_graph=True)
     loss.backward(inputs=[hidden], retain_graph=True)
     loss.backward(inputs=[head.weight], retain_graph=True)
@@ -95,9 +147,9 @@ def test_a_pass_that_did_not_ask_for_the_weights_leaves_nothing_to_the_next():
 
 def test_a_pass_that_fails_half_way_leaves_nothing_to_the_next():
     head, hidden, factors = made()
-    wanted = gradients(head, hidden, factors, RoundedHead(head), False)[2].clone()
+    wanted = gradients(head, hidden, factors, RoundedHead(HeadWeights(head)), False)[2].clone()
     head.weight.grad, failures = None, [True]
-    rounded = RoundedHead(head)
+    rounded = RoundedHead(HeadWeights(head))
 
     def fail(_gradient):
         if failures:
@@ -116,7 +168,7 @@ def test_a_pass_that_fails_half_way_leaves_nothing_to_the_next():
 
 def test_a_gradient_of_the_gradient_is_refused():
     head, hidden, factors = made()
-    loss = loss_of(head, hidden, factors, RoundedHead(head)).square()
+    loss = loss_of(head, hidden, factors, RoundedHead(HeadWeights(head))).square()
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.square().sum().backward()
@@ -124,6 +176,6 @@ def test_a_gradient_of_the_gradient_is_refused():
 
 def test_an_output_layer_that_is_listened_to_is_called(tiny):
     tiny.compute_in(torch.bfloat16)
-    assert tiny.rounded_head() is not None
+    assert tiny.head_weights() is not None
     tiny.model.get_output_embeddings().register_forward_hook(lambda _layer, _given, out: 2 * out)
-    assert tiny.rounded_head() is None
+    assert tiny.head_weights() is None
