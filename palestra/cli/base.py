@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
         "then, in another terminal, with `base` and `adapter` in the job's policy:\n"
         "  PALESTRA_BASE_KEY_FILE=runs/base/keys/default palestra run job.toml",
     )
+    parser.set_defaults(trains=True)
     parser.add_argument("model", metavar="MODEL", help="the base, as `model` of a job has it")
     add_server_options(
         parser,

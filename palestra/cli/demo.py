@@ -19,6 +19,7 @@ def add(commands: Any) -> None:
         "train SmolLM2-135M to add, on this machine, in three to seven minutes",
         "  palestra demo --steps 10",
     )
+    parser.set_defaults(trains=True)
     parser.add_argument("--steps", metavar="STEPS", type=int, default=30, help="training steps")
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="number from which all sampling and all orders follow"

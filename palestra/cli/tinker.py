@@ -31,6 +31,7 @@ def add(commands: Any) -> None:
         "then, in another terminal:\n"
         "  TINKER_BASE_URL=http://127.0.0.1:7412 TINKER_API_KEY=$(cat runs/tinker/keys/default) python my_loop.py",
     )
+    parser.set_defaults(trains=True)
     parser.add_argument("models", metavar="MODEL", nargs="+", help="a base model, as `model` of a job has it")
     add_server_options(
         parser, "runs/tinker", "keys, journal and checkpoints", "address to listen on; TLS is a proxy's work"

@@ -19,6 +19,7 @@ def add(commands: Any) -> None:
         "  palestra train my_agent:rollout --tasks tasks.jsonl --validation held_out.jsonl --set steps=50\n"
         "  palestra train --reward my_rewards.py:score --tasks prompts.jsonl   # one answer to each task's `prompt`",
     )
+    parser.set_defaults(trains=True)
     parser.add_argument("rollout", nargs="?", help=f"the function that plays: {FUNCTION}; without it, --reward")
     parser.add_argument(
         "--reward",
