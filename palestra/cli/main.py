@@ -43,7 +43,6 @@ from palestra.cli import (
     worker,
 )
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
-from palestra.cli.small_blocks import start_without_caches
 from palestra.errors import PalestraError
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, say, show_error
@@ -122,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         top.print_help()
         return 0
     if arguments is None and getattr(parsed, "trains", False):
+        from palestra.cli.small_blocks import start_without_caches  # other commands start no processes
+
         start_without_caches()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter("%(name)s: %(message)s"))

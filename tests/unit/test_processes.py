@@ -1,0 +1,42 @@
+"""Programs beside a job: what they are started with."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from palestra.processes import MALLOC_VARIABLE, malloc_without_caches, popen
+
+PROGRAM = """
+import os, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as connection:
+    connection.sendall(os.environ["GLIBC_TUNABLES"].encode() + b"|" + os.environ["MARK"].encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (None, "glibc.malloc.tcache_count=0"),
+        ("", "glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.mxfast=64", "glibc.malloc.mxfast=64:glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.tcache_count=3:glibc.malloc.mxfast=64", "glibc.malloc.tcache_count=3:glibc.malloc.mxfast=64"),
+    ],
+)
+def test_settings_of_malloc_are_added_and_none_is_overruled(given, wanted):
+    assert malloc_without_caches(given) == wanted
+
+
+def test_a_program_gets_its_variables_and_the_settings(tmp_path):
+    (tmp_path / "says_its_variables.py").write_text(PROGRAM)
+    kept = {name: value for name, value in os.environ.items() if name != MALLOC_VARIABLE}
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = popen("says_its_variables", theirs, kept | {"PYTHONPATH": str(tmp_path), "MARK": "ä b"})
+        ours.settimeout(60)
+        said = ours.makefile("rb").read().decode()
+    assert process.wait(60) == 0
+    assert said == "glibc.malloc.tcache_count=0|ä b"
