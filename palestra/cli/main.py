@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         top.print_help()
         return 0
     if arguments is None and getattr(parsed, "trains", False):
-        from palestra.cli.small_blocks import start_without_caches  # other commands start no processes
+        from palestra.cli.small_blocks import start_without_caches  # loads asyncio, which others do without
 
         start_without_caches()
     handler = logging.StreamHandler(sys.stderr)
