@@ -92,7 +92,7 @@ def describe(now: Situation, still_seconds: float, holders: Sequence[Holder] = (
     elif now.collected is not None and still_seconds >= STALLED_SECONDS:
         text += f", no progress for {duration(still_seconds)}"
         text += f"; held: {held_by(holders)}" if holders else ""
-    if now.seconds_left is not None:
+    if now.seconds_left is not None and now.seconds_left >= 1:  # the last evaluation is no part of the estimate
         text += f", about {clock(now.seconds_left)} left"
     return text
 

@@ -34,6 +34,7 @@ def held(number: int, worker: str = "box-17", claimed: float = 300.0, heard: flo
     [
         (looked(), 0.0, (), "gathering step 3: 12 of 64 episodes"),
         (looked(seconds_left=3725.0), 0.0, (), "gathering step 3: 12 of 64 episodes, about 1:02:05 left"),
+        (looked(seconds_left=0.0), 0.0, (), "gathering step 3: 12 of 64 episodes"),
         (looked(phase="training step 3", collected=None), 900.0, held(1), "training step 3"),
         (looked(phase="evaluating before training", collected=PhaseProgress(0, 16)), 0.0, (),
          "evaluating before training: 0 of 16 episodes"),
