@@ -21,7 +21,7 @@ def start_without_caches() -> None:
         _restore(given)
         return
     wanted = malloc_without_caches(given)
-    if wanted == given or not sys.executable or not _has_glibc():
+    if wanted == given or not _is_whole_process() or not _has_glibc():
         return
     changed = {MALLOC_VARIABLE: wanted, _STARTED: str(os.getpid())}
     try:
@@ -37,6 +37,12 @@ def _restore(given: str) -> None:
         os.environ[MALLOC_VARIABLE] = before
     else:
         os.environ.pop(MALLOC_VARIABLE, None)
+
+
+def _is_whole_process() -> bool:
+    """Return whether this command is what the process was started for: not a fork, and no program that calls it."""
+    own = sys.argv[1:]
+    return bool(sys.executable and own) and sys.orig_argv[-len(own) :] == own
 
 
 def _has_glibc() -> bool:

@@ -25,11 +25,13 @@ print(json.dumps([os.getpid(), sys.argv[1:], at_start, handed_on]))
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
 
 
-def started(*arguments: str, **environment: str) -> tuple[int, list[str], list[str], dict[str, str | None]]:
+def started(
+    *arguments: str, script: str = SCRIPT, **environment: str
+) -> tuple[int, list[str], list[str], dict[str, str | None]]:
     """What the process says of itself, behind its number as its parent knows it."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments], env=kept | environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, *arguments], env=kept | environment, stdout=subprocess.PIPE, text=True
     ) as process:
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -46,20 +48,27 @@ def test_it_has_no_caches_and_the_same_number_and_arguments():
 
 
 def test_other_tunables_are_kept_and_handed_on():
-    _, _, at_start, handed_on = started(GLIBC_TUNABLES="glibc.malloc.mxfast=64")
+    _, _, at_start, handed_on = started("run", GLIBC_TUNABLES="glibc.malloc.mxfast=64")
     assert at_start == ["glibc.malloc.mxfast=64", "glibc.malloc.tcache_count=0"]
     assert handed_on["GLIBC_TUNABLES"] == "glibc.malloc.mxfast=64"
 
 
 def test_who_has_set_the_caches_is_not_overruled():
-    _, _, at_start, handed_on = started(GLIBC_TUNABLES="glibc.malloc.tcache_count=7")
+    _, _, at_start, handed_on = started("run", GLIBC_TUNABLES="glibc.malloc.tcache_count=7")
     assert at_start == ["glibc.malloc.tcache_count=7"]
     assert handed_on["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=7"
 
 
 def test_the_mark_of_another_process_does_not_count():
-    _, _, at_start, _ = started(PALESTRA_STARTED_AGAIN="1")
+    _, _, at_start, _ = started("run", PALESTRA_STARTED_AGAIN="1")
     assert at_start == ["glibc.malloc.tcache_count=0"]
+
+
+def test_a_fork_does_not_become_the_program_that_it_is_of():
+    """Its arguments are not those of the process."""
+    _, given, at_start, _ = started("7", script=SCRIPT.replace("\nstart_", "\nsys.argv = ['palestra', 'demo']\nstart_"))
+    assert given == ["demo"]
+    assert at_start == []
 
 
 def test_a_call_within_a_process_does_not_replace_it(tmp_path, capsys):
