@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from palestra.threads import in_thread
@@ -27,20 +28,21 @@ MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc alone, when a process starts
 NO_CACHES = "glibc.malloc.tcache_count=0"
 
 
-def malloc_without_caches(given: str | None) -> str:
+def malloc_without_caches(given: str) -> str:
     """Return settings of glibc's malloc, `GLIBC_TUNABLES`, for a process that trains or samples.
 
     torch asks for memory that begins at a multiple of 64 bytes, for which glibc cuts a little off both ends of a block.
     A cut that lies in a thread's cache of small blocks is handed out again and stays for as long as a pass does; when
     the block is freed, it can't grow together with its neighbours, and a pass has to take other memory. Without these
-    caches a training step of 135 M parameters needs 150 to 300 MB less, and as much time (docs/benchmarks.md).
+    caches a training step of 135 M parameters needs 150 to 300 MB less, and as much time (docs/benchmarks.md). Where
+    there is a GPU, which has the large blocks, the caches stay: small operators take longer without them.
 
     Args:
-        given: the settings that there are; None: none. One of these caches is kept.
+        given: the settings that there are, which may be none; one of these caches is kept.
     """
-    if not given:
-        return NO_CACHES
-    return given if "tcache_count" in given else f"{given}:{NO_CACHES}"
+    if "tcache_count" in given or Path("/dev/nvidiactl").exists():
+        return given
+    return f"{given}:{NO_CACHES}" if given else NO_CACHES
 
 
 class ChildProcess(Protocol):
@@ -122,13 +124,13 @@ def popen(module: str, connection: socket.socket, environment: Mapping[str, str]
         connection: its end of the socket, which the caller closes.
         environment: all of its variables, to which settings of malloc are added.
     """
-    settings = {MALLOC_VARIABLE: malloc_without_caches(environment.get(MALLOC_VARIABLE))}
+    settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, ""))
     return subprocess.Popen(
         [sys.executable, "-m", module, str(connection.fileno())],
         pass_fds=(connection.fileno(),),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # gloo writes to it
-        env={**environment, **settings},
+        env={**environment, MALLOC_VARIABLE: settings} if settings else dict(environment),
     )
 
 

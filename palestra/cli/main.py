@@ -9,7 +9,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from palestra import __version__
 from palestra.cli import (
@@ -99,11 +99,24 @@ def parser() -> CommandParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command() -> int:
+    """Run the command for which this process was started; see `main`."""
+
+    def begin(trains: bool) -> None:
+        if trains:
+            from palestra.cli.small_blocks import start_without_caches  # loads asyncio, which others do without
+
+            start_without_caches()
+
+    return main(None, begin)
+
+
+def main(arguments: Sequence[str] | None = None, begin: Callable[[bool], None] = lambda trains: None) -> int:
     """Run one command and return its exit code: 2 for an error of usage, 130 after Ctrl-C.
 
     Args:
         arguments: the words after `palestra`; None: those of this process.
+        begin: called before the command, with whether it trains in this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     top = parser()
@@ -120,10 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(parsed, "run"):
         top.print_help()
         return 0
-    if arguments is None and getattr(parsed, "trains", False):
-        from palestra.cli.small_blocks import start_without_caches  # loads asyncio, which others do without
-
-        start_without_caches()
+    begin(getattr(parsed, "trains", False))
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter("%(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO if parsed.verbose else logging.ERROR, handlers=[handler])
@@ -153,4 +163,4 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -13,15 +13,16 @@ _STARTED = "PALESTRA_STARTED_AGAIN"  # the number of the process, which stays th
 def start_without_caches() -> None:
     """Start this process again in its own place, with the same number and arguments, unless that was done already.
 
-    Why is in `malloc_without_caches`. Other C libraries than glibc have no such caches. Processes that this one starts
-    get the environment that it was given.
+    Why is in `malloc_without_caches`. Only a process that was started for a command may call it, and before all else. A
+    debugger keeps its process, and other C libraries than glibc have no such caches. Processes that this one starts get
+    the environment that it was given.
     """
     given = os.environ.get(MALLOC_VARIABLE, "")
     if os.environ.pop(_STARTED, None) == str(os.getpid()):
         _restore(given)
         return
     wanted = malloc_without_caches(given)
-    if wanted == given or not _is_whole_process() or not _has_glibc():
+    if wanted == given or not sys.executable or sys.gettrace() is not None or not _has_glibc():
         return
     changed = {MALLOC_VARIABLE: wanted, _STARTED: str(os.getpid())}
     try:
@@ -37,12 +38,6 @@ def _restore(given: str) -> None:
         os.environ[MALLOC_VARIABLE] = before
     else:
         os.environ.pop(MALLOC_VARIABLE, None)
-
-
-def _is_whole_process() -> bool:
-    """Return whether this command is what the process was started for: not a fork, and no program that calls it."""
-    own = sys.argv[1:]
-    return bool(sys.executable and own) and sys.orig_argv[-len(own) :] == own
 
 
 def _has_glibc() -> bool:

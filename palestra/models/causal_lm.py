@@ -95,16 +95,13 @@ def _flat_attention(
 ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _flat_attention)
 
 
-def _replaced(embedded: Tensor, pictures: PictureRows | None) -> dict[str, Any]:
+def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
     """Return what a text model of transformers takes in the place of ids where some tokens stand for pictures.
 
     Args:
         embedded: embeddings of all tokens, [N, hidden]; those of pictures take their places, in the same precision.
-        pictures: has what the first layers add to their output as well, if the family has that (DeepStack); None: all
-            tokens are text.
+        pictures: has what the first layers add to their output as well, if the family has that (DeepStack).
     """
-    if pictures is None:
-        return {"inputs_embeds": embedded.unsqueeze(0)}
     first, *further = torch.split(pictures.values.to(embedded.dtype), embedded.shape[1], dim=1)
     given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, pictures.rows, first).unsqueeze(0)}
     if further:
@@ -376,18 +373,17 @@ class CausalLM:
             positions: [N], the position of each token within its sequence, or [3, N]; see `positions`.
             attention: knows which tokens see each other.
             pictures: embeddings in place of those of some tokens; None: all tokens are text.
-            weights: of the output layer, of `head_weights`; None: there are none, or the module makes them.
+            weights: of `head_weights`, which embeddings may share; None: autograd keeps the gradients of both apart.
         """
         text = self._text
         self._slot.attention = attention
         try:
             with self._autocast(ids.device):
                 given: dict[str, Any] = {"input_ids": ids.unsqueeze(0)}
-                if pictures is not None or weights is not None:
-                    table = text.get_input_embeddings()
-                    embedded = table(ids) if weights is None else weights.embeddings(table, ids)
-                    given = _replaced(embedded, pictures)
-                out = text(**given, position_ids=positions.unsqueeze(-2), use_cache=False)
+                if pictures is not None:
+                    given = _replaced(text.get_input_embeddings()(ids), pictures)
+                given |= {"position_ids": positions.unsqueeze(-2), "use_cache": False}
+                out = text(**given) if weights is None else weights.call(text, given)
         finally:
             self._slot.clear()
         hidden: Tensor = out.last_hidden_state[0]

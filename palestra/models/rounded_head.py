@@ -7,6 +7,8 @@ embeddings, where the model has them from the same matrix.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,13 +18,13 @@ from torch.func import functional_call
 
 _ROUNDED = torch.bfloat16
 _KEPT_BYTES = 2**27  # of gradients of scores, until the gradient of the weights is computed from them
-_TOKENS = 4096  # whose weights' gradient is computed at a time
+_ROWS = 4096  # of the gradient of the weights, which are computed at a time
 
 
 class HeadWeights:
     """The weights of an output layer in one pass, and of the embeddings where both are one matrix.
 
-    Made before the first layer, because autograd asks last for the gradient of what was made first.
+    A pass computes with `whole`, so that autograd asks for its gradient when scores and embeddings have given theirs.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -30,25 +32,34 @@ class HeadWeights:
         self.gradient, self._of = _Gradient(), head.weight
         self.whole: Tensor = _Weights.apply(head.weight, self.gradient)  # type: ignore[no-untyped-call]
 
-    def embeddings(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, [N, hidden], by a layer that may have the same weights.
+    def call(self, model: nn.Module, given: dict[str, Any]) -> Any:
+        """Return what a model returns, whose embeddings may have the same weights.
 
-        Then, on a CPU, their gradient is rows of these tokens alone, which are added to that of the scores; on a
-        GPU, rows of equal tokens would be added in any order.
+        Then, on a CPU, the gradient of its embeddings is the rows of the tokens alone, and they are added to that of
+        the scores. On a GPU, rows of equal tokens would be added in any order.
 
         Args:
-            embedding: the layer, with its hooks.
-            ids: [N].
+            model: all of the model but the output layer.
+            given: its arguments.
         """
-        if embedding.weight is not self._of or ids.device.type != "cpu":
-            found: Tensor = embedding(ids)
-            return found
-        embedding.sparse = True
+        name = self._table_of(model)
+        if name is None:
+            return model(**given)
+        table: Any = model.get_submodule(name)
+        before, table.sparse = table.sparse, True
         try:
-            tied: Tensor = functional_call(embedding, {"weight": self.whole}, (ids,))
+            return functional_call(model, {f"{name}.weight": self.whole}, (), given)
         finally:
-            embedding.sparse = False
-        return tied
+            table.sparse = before
+
+    def _table_of(self, model: nn.Module) -> str | None:
+        """Return the name of the embeddings with the same weights; None: their gradient is torch's."""
+        if self._of.device.type != "cpu":
+            return None
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module.weight is self._of:
+                return None if module.max_norm is not None or module.scale_grad_by_freq else name
+        return None
 
 
 class RoundedHead:
@@ -110,18 +121,16 @@ class _Gradient:
         """Add the gradient of the chunks that are kept, and forget them."""
         of_scores = [part for part, _ in self._parts]
         hidden = torch.cat([part for _, part in self._parts])
-        tokens = of_scores[0].shape[1]
+        vocabulary = of_scores[0].shape[1]
         if first := self._sum is None:
-            self._sum = torch.empty(tokens, hidden.shape[1], dtype=torch.float32, device=hidden.device)
-        for start in range(
-            0, tokens, _TOKENS
-        ):  # the scores of all chunks a second time would be the pass's largest memory
-            of_tokens = torch.cat([part[:, start : start + _TOKENS] for part in of_scores])
-            block, found = self._sum[start : start + _TOKENS], of_tokens.t() @ hidden
+            self._sum = torch.empty(vocabulary, hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        # By blocks, because the gradients of all scores a second time would be the largest memory of a pass.
+        for rows in (slice(start, start + _ROWS) for start in range(0, vocabulary, _ROWS)):
+            found = torch.cat([part[:, rows] for part in of_scores]).t() @ hidden
             if first:
-                block.copy_(found)
+                self._sum[rows].copy_(found)
             else:
-                block.add_(found)
+                self._sum[rows].add_(found)
         self._parts.clear()
         self._bytes = 0
 
@@ -145,19 +154,21 @@ class _Weights(Function):
     @staticmethod
     def forward(ctx: _Context, weight: Tensor, gradient: _Gradient) -> Tensor:
         """Return them as they are, float32 [V, hidden]."""
-        ctx.set_materialize_grads(False)  # chunks return none, in place of one of zeros
+        ctx.set_materialize_grads(False)
         ctx.gradient = gradient
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, of_rows: Tensor | None) -> tuple[Tensor | None, None]:
-        """Return float32 [V, hidden], with `of_rows`, the sparse gradient of embeddings."""
+        """Return float32 [V, hidden], with that of embeddings, dense where their module chooses so."""
         found = ctx.gradient.whole()
         if of_rows is None:
             return found, None
         if found is None:
-            return of_rows.to_dense(), None
+            return of_rows.to_dense() if of_rows.is_sparse else of_rows, None
+        if not of_rows.is_sparse:
+            return found.add_(of_rows), None
         return found.index_add_(0, of_rows._indices()[0], of_rows._values()), None
 
 
@@ -167,14 +178,14 @@ class _Rounding(Function):
     @staticmethod
     def forward(ctx: _Context, weight: Tensor, gradient: _Gradient) -> Tensor:
         """Return bfloat16 [V, hidden]."""
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # chunks return none, in place of one of zeros
         ctx.gradient = gradient
         return weight.to(_ROUNDED)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, _: None) -> tuple[None, None]:
-        """Compute the gradient, and leave it to the weights themselves."""
+        """Compute the gradient here, so that those of scores take no memory for the rest of the pass."""
         ctx.gradient.finish()
         return None, None
 

@@ -7,6 +7,7 @@ room between them: in `make demo` that took another 200 MB.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -18,16 +19,22 @@ _LINE = 64  # bytes, between which tensors begin: what torch's own allocator pro
 
 
 def zeros_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros of the shapes and types of tensors, [n, d] or [d], in one mapping of memory, on the CPU.
+    """Return zeros of the shapes and types of tensors, [n, d] or [d], in one mapping of memory, on Linux.
 
-    The memory is freed when the last of them is; pages that nobody has written take none.
+    All of them are parts of one storage, which is freed when the last of them is.
+
+    Raises:
+        MemoryError: there is no room.
     """
     starts, end = list[int](), 0
     for tensor in tensors:
         starts.append(end)
         end += math.ceil(max(tensor.nbytes, 1) / _LINE) * _LINE
-    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no room for {end / 2**30:.1f} GiB of moments") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     room = torch.frombuffer(memory, dtype=torch.uint8)
     return [

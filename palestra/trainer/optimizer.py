@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from palestra.errors import CheckpointError
 from palestra.trainer.base import OptimParams, OptimReport
 from palestra.trainer.moment_memory import zeros_apart
 
@@ -150,11 +152,22 @@ class Optimizer:
     def _restore(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
         """Give the optimizer the state of each parameter, by name, as read from a checkpoint on the CPU.
 
-        The optimizer itself moves the tensors to the parameters' devices, and `step` to where a fused update reads it.
+        The optimizer itself moves the tensors to the parameters' devices, and `step` to where a fused update reads it;
+        those that lie apart are copied there.
 
         Args:
             moments: for each weight its state; moments have the weight's shape, [n, d] or [d], and `step` is scalar.
+
+        Raises:
+            CheckpointError: a weight has moments of another shape.
         """
+        for name, parameter in self.parameters:
+            own = moments.get(name)
+            if own is not None and (
+                "step" not in own or any(key not in own or own[key].shape != parameter.shape for key in _MOMENTS)
+            ):
+                raise CheckpointError(f"the moments of {name} are not all there, or not of its shape: another model")
+        self._apart = None  # zeros again, for weights that have no moments in the checkpoint
         state = self.adamw.state_dict()
         names = {parameter: name for name, parameter in self.parameters}
         ordered = [names[parameter] for group in self.adamw.param_groups for parameter in group["params"]]
@@ -163,6 +176,7 @@ class Optimizer:
         for parameter in names:
             own = self.adamw.state.get(parameter, {})
             if own and (places := self._moments_apart(parameter)) is not None:
+                own["step"] = own["step"].clone()  # a view of the file, which would stay mapped
                 for key, place in zip(_MOMENTS, places, strict=True):
                     own[key] = place.copy_(own[key])
 
@@ -170,18 +184,18 @@ class Optimizer:
         """Return the moments of a weight, [n, d] or [d], which are zero at first, and how often it was updated."""
         state: dict[str, Tensor] = self.adamw.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             places = self._moments_apart(parameter) or [torch.zeros_like(parameter) for _ in _MOMENTS]
-            state |= zip(_MOMENTS, places, strict=True)
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {"step": step, **dict(zip(_MOMENTS, places, strict=True))}
         return state
 
     def _moments_apart(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
         """Return memory for both moments of a weight, [n, d] or [d]; None: they lie where all else does."""
         if self._apart is None:
             weights = [p for _, p in self.parameters if type(p.data) is Tensor and p.device.type == "cpu"]
-            if sum(p.nbytes for p in weights) < _APART_BYTES:
+            if sys.platform != "linux" or sum(p.nbytes for p in weights) < _APART_BYTES:
                 weights = []
-            zeros = zeros_apart([*weights, *weights])
+            zeros = zeros_apart([*weights, *weights]) if weights else []
             self._apart = dict(zip(weights, zip(zeros, zeros[len(weights) :], strict=False), strict=True))
         return self._apart.get(parameter)
 

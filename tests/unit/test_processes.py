@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -19,14 +20,20 @@ with socket.socket(fileno=int(sys.argv[1])) as connection:
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (None, "glibc.malloc.tcache_count=0"),
         ("", "glibc.malloc.tcache_count=0"),
         ("glibc.malloc.mxfast=64", "glibc.malloc.mxfast=64:glibc.malloc.tcache_count=0"),
         ("glibc.malloc.tcache_count=3:glibc.malloc.mxfast=64", "glibc.malloc.tcache_count=3:glibc.malloc.mxfast=64"),
     ],
 )
-def test_settings_of_malloc_are_added_and_none_is_overruled(given, wanted):
+def test_settings_of_malloc_are_added_and_none_is_overruled(monkeypatch, given, wanted):
+    monkeypatch.setattr(Path, "exists", lambda _: False)
     assert malloc_without_caches(given) == wanted
+
+
+def test_where_there_is_a_gpu_the_caches_stay(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    assert malloc_without_caches("") == ""
+    assert malloc_without_caches("glibc.malloc.mxfast=64") == "glibc.malloc.mxfast=64"
 
 
 def test_a_program_gets_its_variables_and_the_settings(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from palestra.cli.main import main, parser
+from palestra.cli.main import command, main, parser
 from palestra.cli.options import commands_of
 
 SCRIPT = """
@@ -64,11 +65,41 @@ def test_the_mark_of_another_process_does_not_count():
     assert at_start == ["glibc.malloc.tcache_count=0"]
 
 
-def test_a_fork_does_not_become_the_program_that_it_is_of():
-    """Its arguments are not those of the process."""
-    _, given, at_start, _ = started("7", script=SCRIPT.replace("\nstart_", "\nsys.argv = ['palestra', 'demo']\nstart_"))
-    assert given == ["demo"]
-    assert at_start == []
+def test_a_process_that_is_traced_stays():
+    traced = SCRIPT.replace("\nstart_", "\nsys.settrace(lambda *_: None)\nstart_")
+    assert started("run", script=traced)[2] == []
+
+
+COMMAND = """
+import os, sys
+sys.modules["palestra.cli.small_blocks"] = type(sys)("small_blocks")
+sys.modules["palestra.cli.small_blocks"].start_without_caches = lambda: print("again")
+from palestra.cli.main import command, main
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "printed"),
+    [
+        ("command()", ["run", "none.toml"], "again\n"),
+        ("command()", ["algorithms", "none"], ""),
+        ("main()", ["run", "none.toml"], ""),
+        ("main(sys.argv[1:])", ["run", "none.toml"], ""),
+    ],
+)
+def test_only_the_command_of_a_process_is_started_again(call, words, printed):
+    """A fork, a test or a script that calls `main` would otherwise become what its process was started for."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND.format(call=call), *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == printed
+    assert done.stderr
+
+
+def test_the_console_script_is_the_command():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="palestra")
+    assert script.load() is command
 
 
 def test_a_call_within_a_process_does_not_replace_it(tmp_path, capsys):

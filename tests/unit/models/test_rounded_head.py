@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from palestra.models import rounded_head
+from palestra.models.attention_backend import TrialAttention
 from palestra.models.rounded_head import HeadWeights, RoundedHead
 
 SIZES = (5, 1, 7)  # positions of each chunk
@@ -35,7 +36,9 @@ def gradients(head: nn.Linear, hidden: Tensor, factors: Tensor, product, again: 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("most", [0, 1000, 2**27], ids=["each chunk", "some chunks", "all chunks"])
-def test_chunks_have_the_modules_scores_and_gradients(monkeypatch, again, most):
+@pytest.mark.parametrize("rows", [7, 40, 4096])
+def test_chunks_have_the_modules_scores_and_gradients(monkeypatch, again, most, rows):
+    monkeypatch.setattr(rounded_head, "_ROWS", rows)
     monkeypatch.setattr(rounded_head, "_KEPT_BYTES", most)
     head, hidden, factors = made()
     wanted = gradients(head, hidden, factors, head, again)
@@ -66,50 +69,103 @@ class Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names = set[str]()
+        self.names = list[str]()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(str(function))
+        self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
+class Embedded(nn.Module):
+    """All of a model but its output layer; the embeddings see ids, as those of each layer do in some families."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table, self.of_layers = table, nn.Embedding(40, 16)
+        table.register_forward_hook(lambda _layer, _given, out: out.to(torch.bfloat16).float())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.table(input_ids) + self.of_layers(input_ids)
+
+
+class OwnLookup(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(ids, self.weight) * 2
+
+
 @pytest.mark.parametrize("scored", [True, False], ids=["with scores", "without"])
-@pytest.mark.parametrize("pad", [None, 3], ids=["", "padding"])
-def test_embeddings_by_the_same_weights_add_their_rows_to_the_gradient(scored, pad):
+@pytest.mark.parametrize(
+    ("kind", "settings", "sparse"),
+    [
+        (nn.Embedding, {}, True),
+        (nn.Embedding, {"padding_idx": 3}, True),
+        (nn.Embedding, {"sparse": True}, True),
+        (nn.Embedding, {"scale_grad_by_freq": True}, False),
+        (OwnLookup, {}, False),
+    ],
+    ids=["", "padding", "sparse", "by frequency", "its own look-up"],
+)
+def test_embeddings_by_the_same_weights_add_their_rows_to_the_gradient(scored, kind, settings, sparse):
     head, hidden, factors = made()
     ids, weights = torch.tensor([3, 9, 3, 39]), torch.arange(64.0).view(4, 16)
+    table = kind(40, 16, **settings)
+    table.weight = head.weight
+    model = Embedded(table)
 
-    def gradient(tied: HeadWeights | None) -> Tensor:
-        head.weight.grad = None
-        table = nn.Embedding(40, 16, padding_idx=pad, _weight=head.weight.detach())
-        table.weight = head.weight
-        table.register_forward_hook(lambda _layer, _given, out: out.to(torch.bfloat16).float())
-        rows = table(ids) if tied is None else tied.embeddings(table, ids)
-        assert torch.equal(rows, head.weight[ids].to(torch.bfloat16).float()), "with its hooks"
+    def gradient(tied: HeadWeights | None) -> tuple[Tensor, Tensor]:
+        head.weight.grad = model.of_layers.weight.grad = None
+        rows = model(ids) if tied is None else tied.call(model, {"input_ids": ids})
         loss = (rows * weights).sum()
         if scored:
             loss = loss + loss_of(head, hidden, factors, RoundedHead(tied or HeadWeights(head)))
         with Seen() as seen:
             loss.backward()
-        assert (tied is None) == any("embedding_dense_backward" in name for name in seen.names)
-        assert not table.sparse
-        assert not head.weight.grad.is_sparse
-        return head.weight.grad.clone()
+        dense = sum("embedding_dense_backward" in name for name in seen.names)
+        assert tied is None or dense == (1 if sparse else 2), "that of all layers, and of the table"
+        assert table.sparse == settings.get("sparse", False)
+        assert table.weight is head.weight
+        found = head.weight.grad
+        assert tied is None or not found.is_sparse
+        return found.to_dense() if found.is_sparse else found.clone(), model.of_layers.weight.grad
 
     found, wanted = gradient(HeadWeights(head)), gradient(None)
-    assert torch.allclose(found, wanted)
-    assert bool(found[3].any()) == (scored or pad is None)
+    assert torch.allclose(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert bool(found[0][3].any()) == (scored or "padding_idx" not in settings)
 
 
 def test_embeddings_by_other_weights_are_their_own():
     head, hidden, factors = made()
-    table = nn.Embedding(40, 16)
-    tied = HeadWeights(head)
-    rows = tied.embeddings(table, torch.tensor([1, 1]))
+    model, tied = Embedded(nn.Embedding(40, 16)), HeadWeights(head)
+    rows = tied.call(model, {"input_ids": torch.tensor([1, 1])})
     (rows.sum() + loss_of(head, hidden, factors, RoundedHead(tied))).backward()
-    assert torch.equal(table.weight.grad[1], torch.full((16,), 2.0))
-    assert int(table.weight.grad.count_nonzero()) == 16
+    assert torch.equal(model.table.weight.grad[1], torch.full((16,), 2.0))
+    assert int(model.table.weight.grad.count_nonzero()) == 16
     assert torch.equal(head.weight.grad, gradients(head, hidden, factors, RoundedHead(HeadWeights(head)), False)[2])
+
+
+def gradients_of_a_pass(model, weights: HeadWeights, tied: bool, order: list[str]) -> dict[str, Tensor]:
+    model.model.zero_grad()
+    positions = torch.arange(4)
+    states = model.hidden(positions % 3 + 5, positions, TrialAttention(), weights=weights if tied else None)
+    scores = model.logits(states, rounded=RoundedHead(weights))
+    states.register_hook(lambda _: order.append("layers"))
+    with Seen() as seen:
+        scores.log_softmax(-1)[:, 3].sum().backward()
+    assert tied != any("embedding_dense_backward" in name for name in seen.names)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_pass_of_a_trainer_makes_one_gradient_of_a_tied_matrix(tiny, monkeypatch):
+    """It is begun before that of the layers, so that gradients of scores take no memory meanwhile."""
+    tiny.compute_in(torch.bfloat16)
+    assert tiny.model.get_output_embeddings().weight is tiny.model.get_input_embeddings().weight
+    order, compute = [], rounded_head._Gradient._compute
+    monkeypatch.setattr(rounded_head._Gradient, "_compute", lambda own: (order.append("scores"), compute(own)))
+    found = gradients_of_a_pass(tiny, tiny.head_weights(), True, order)
+    assert order == ["scores", "layers"]
+    for name, wanted in gradients_of_a_pass(tiny, tiny.head_weights(), False, order).items():
+        assert torch.allclose(found[name], wanted, rtol=1e-4, atol=1e-6), name
 
 
 def test_weights_that_are_not_trained_get_no_gradient_and_hidden_states_do():
