@@ -6,6 +6,7 @@ import os
 import sys
 
 from palestra.processes import MALLOC_VARIABLE, NO_CACHES, malloc_without_caches
+from palestra.terminal import say
 
 _STARTED = "PALESTRA_STARTED_AGAIN"  # the number of the process, which stays the same
 
@@ -27,8 +28,8 @@ def start_without_caches() -> None:
     changed = {MALLOC_VARIABLE: wanted, _STARTED: str(os.getpid())}
     try:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | changed)
-    except OSError:
-        return  # the process needs more memory, and that is all
+    except OSError as error:
+        say(f"palestra: can't start again without malloc's caches, and need more memory: {error}", file=sys.stderr)
 
 
 def _restore(given: str) -> None:

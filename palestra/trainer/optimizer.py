@@ -195,8 +195,8 @@ class Optimizer:
             weights = [p for _, p in self.parameters if type(p.data) is Tensor and p.device.type == "cpu"]
             if sys.platform != "linux" or sum(p.nbytes for p in weights) < _APART_BYTES:
                 weights = []
-            zeros = zeros_apart([*weights, *weights]) if weights else []
-            self._apart = dict(zip(weights, zip(zeros, zeros[len(weights) :], strict=False), strict=True))
+            zeros, half = zeros_apart([*weights, *weights]) if weights else [], len(weights)
+            self._apart = {p: (a, b) for p, a, b in zip(weights, zeros[:half], zeros[half:], strict=True)}
         return self._apart.get(parameter)
 
 

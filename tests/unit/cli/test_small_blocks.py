@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from palestra.cli import small_blocks
 from palestra.cli.main import command, main, parser
 from palestra.cli.options import commands_of
 
@@ -68,6 +69,19 @@ def test_the_mark_of_another_process_does_not_count():
 def test_a_process_that_is_traced_stays():
     traced = SCRIPT.replace("\nstart_", "\nsys.settrace(lambda *_: None)\nstart_")
     assert started("run", script=traced)[2] == []
+
+
+def test_where_no_program_may_be_started_the_command_runs_and_says_so(monkeypatch, capsys):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "execve", refuse)
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    monkeypatch.setattr(small_blocks, "malloc_without_caches", lambda given: "glibc.malloc.tcache_count=0")
+    before = dict(os.environ)
+    small_blocks.start_without_caches()
+    assert "need more memory: [Errno 1] Operation not permitted" in capsys.readouterr().err
+    assert os.environ == before
 
 
 COMMAND = """
