@@ -2,12 +2,12 @@
 
 python bench/vllm_server.py --vllm .venv-peers/vllm/bin/python [--rounds 5] [--threads 2] [--updates]
 
-Prints two tables in Markdown; with --updates one, of new weights by a file and by a broadcast of gloo, in turns.
+Prints three tables in Markdown; with --updates one, of new weights by a file and by a broadcast of gloo, in turns.
 
 One vLLM server, started as a job starts it, is asked in turns by the engine of a job (logprobs and versions of all
-tokens, checked), by a bare client (`/v1/completions` with token ids, nothing else), and by a bare client that wants a
-seed and logprobs as well, as training does. What disturbs the machine disturbs all of them. Then it gets all weights of
-SmolLM2-135M in bfloat16.
+tokens, checked), by a bare client (`/v1/completions` with token ids, nothing else), and by a bare client that wants
+logprobs and ids as well, as training does: for whole replies first, and then for streamed ones, token by token. What
+disturbs the machine disturbs all of them. Then the server gets all weights of SmolLM2-135M in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import statistics
 import tempfile
@@ -55,18 +56,19 @@ def prompt_of(draw: random.Random) -> list[int]:
     return [draw.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)]
 
 
-def through(engine: Engine) -> Ask:
-    """A client that asks the engine of a job."""
+def through(engine: Engine, streamed: bool) -> Ask:
+    """A client that asks the engine of a job, for whole replies or token by token."""
 
     async def ask(prompt: list[int], tokens: int) -> int:
         sampling = SamplingParams(temperature=1.0, max_tokens=tokens, min_tokens=tokens, seed=next(numbers))
-        request = EngineRequest(policy="policy", prompt=TokenSequence(np.array(prompt, np.int32)), sampling=sampling)
+        ids = TokenSequence(np.array(prompt, np.int32))
+        request = EngineRequest(policy="policy", prompt=ids, sampling=sampling, streamed=streamed)
         return sum([len(piece.ids) async for piece in engine.generate(request)])
 
     return ask
 
 
-def bare(session: aiohttp.ClientSession, address: Address, model: Path, logprobs: bool) -> Ask:
+def bare(session: aiohttp.ClientSession, address: Address, model: Path, logprobs: bool, streamed: bool) -> Ask:
     """A client that asks the server for completions, with logprobs and ids or without; without a seed.
 
     vLLM's build for CPUs dies where it splits the prompt of a request with a seed.
@@ -78,10 +80,15 @@ def bare(session: aiohttp.ClientSession, address: Address, model: Path, logprobs
         body["temperature"] = 1.0
         if logprobs:
             body |= {"logprobs": 0, "return_token_ids": True}
+        if streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         async with session.post(f"{address.url}/v1/completions", json=body, headers=headers) as answer:
-            found = await answer.json()
-        assert answer.status == 200, f"the server answers {answer.status}: {found}"
-        return int(found["usage"]["completion_tokens"])
+            assert answer.status == 200, f"the server answers {answer.status}: {await answer.text()}"
+            if not streamed:
+                return int((await answer.json())["usage"]["completion_tokens"])
+            events = [line[5:].strip() async for line in answer.content if line.startswith(b"data:")]
+        assert events.pop() == b"[DONE]"
+        return int([json.loads(event) for event in events][-1]["usage"]["completion_tokens"])
 
     return ask
 
@@ -95,10 +102,16 @@ async def rate(ask: Ask, requests: int, draw: random.Random) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-async def compare(contestants: dict[str, Ask], rounds: int) -> None:
+async def compare(title: str, contestants: dict[str, Ask], rounds: int) -> None:
     """Print tokens a second of each contestant, and the first one's median ratio to each other, of the rounds."""
     ours, *others = contestants
-    say("| tokens/s | " + " | ".join(contestants) + " | " + " | ".join(f"{ours} / {one}" for one in others) + " |")
+    say(
+        f"\n| {title}, tokens/s | "
+        + " | ".join(contestants)
+        + " | "
+        + " | ".join(f"{ours} / {one}" for one in others)
+        + " |"
+    )
     say("|---|" + "---:|" * (2 * len(contestants) - 1))
     for requests, name in WORK:
         found: dict[str, list[float]] = {one: [] for one in contestants}
@@ -119,7 +132,7 @@ def ratio(first: list[float], second: list[float]) -> str:
 
 async def update(engine: Engine, weights: LocalWeights, busy: bool) -> float:
     """Seconds of an update, while nothing or eight replies are sampled."""
-    ask = through(engine)
+    ask = through(engine, streamed=False)
     replies = [asyncio.create_task(ask(prompt_of(random.Random()), 200)) for _ in range(8 * busy)]
     await asyncio.sleep(1.0 * busy)
     began = time.perf_counter()
@@ -160,7 +173,7 @@ def all_weights(shapes: Collection[str]) -> LocalWeights:
 
 
 async def run(config: JobConfig, rounds: int) -> None:
-    """Start the server, and print both tables."""
+    """Start the server, and print all tables."""
     assert isinstance(config.engine, VllmEngineConfig)
     settings, models = config.engine, read_served_models(config, {})
     assert settings.python is not None
@@ -172,12 +185,13 @@ async def run(config: JobConfig, rounds: int) -> None:
     try:
         connector = aiohttp.UnixConnector(str(address.socket), limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            contestants = {
-                "engine of a job": through(engine),
-                "bare": bare(session, address, folder, logprobs=False),
-                "bare with logprobs": bare(session, address, folder, logprobs=True),
-            }
-            await compare(contestants, rounds)
+            for streamed, name in ((False, "whole replies"), (True, "streamed replies")):
+                contestants = {
+                    "engine of a job": through(engine, streamed),
+                    "bare": bare(session, address, folder, False, streamed),
+                    "bare with logprobs": bare(session, address, folder, True, streamed),
+                }
+                await compare(name, contestants, rounds)
         await compare_updates({"by a file": engine}, all_weights(models[0].files.shapes))
     finally:
         await engine.close()
