@@ -70,7 +70,7 @@ def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = 
             file.write(_header(named, dtype))
             for _, tensor in named:
                 for piece in torch.split(tensor.reshape(-1), _PIECE):
-                    file.write(memoryview(piece.to("cpu", dtype).view(torch.uint8).numpy()))
+                    file.write(piece.to("cpu", dtype).view(torch.uint8).numpy().data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
