@@ -22,7 +22,7 @@ from palestra.runtime.parts import Parts, build_parts
 from palestra.trainer.base import OptimParams, PolicySpec, StepReport, Trainer
 from palestra.trainer.block_attention import BlockAttention
 from palestra.trainer.moment_files import read_moments
-from palestra.trainer.optimizer import moments_folder, read_shards
+from palestra.trainer.optimizer import moments_folder, read_named
 from palestra.trainer.packing import Tree, pack
 from palestra.trainer.sharded.trainer import ShardedTrainer
 from palestra.trainer.torch_policy import OPTIMIZER
@@ -206,7 +206,7 @@ def first_moments(path: Path) -> dict[str, Tensor]:
     if shards.is_dir():
         moments = read_moments(shards, [(name, nn.Parameter(value)) for name, value in saved_weights(path).items()])
     else:
-        moments = read_shards(path, OPTIMIZER)
+        moments = read_named(path, OPTIMIZER)
     return {key: value for key, value in sorted(moments.items()) if key.startswith("exp_avg.")}
 
 

@@ -18,7 +18,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models.causal_lm import CausalLM
 from palestra.trainer.base import CRITIC_METRICS, OptimParams, OptimReport
-from palestra.trainer.optimizer import Optimizer, read_shards, write_shards
+from palestra.trainer.optimizer import Optimizer, read_named, write_named
 from palestra.trainer.packing import MicroBatch
 from palestra.trainer.token_forward import columns_of, flat_hidden
 
@@ -104,10 +104,10 @@ class Critic:
 
     def write(self, folder: Path) -> None:
         """Write weights and optimizer into a checkpoint's folder."""
-        write_shards(folder, _WEIGHTS, [(name, p.detach()) for name, p in self.optimizer.parameters])
+        write_named(folder, _WEIGHTS, [(name, p.detach()) for name, p in self.optimizer.parameters])
         self.optimizer.write(folder, _MOMENTS)
         if self._target is not None:
-            write_shards(folder, _TARGET, [(name, p.detach()) for name, p in self._target.named_parameters()])
+            write_named(folder, _TARGET, [(name, p.detach()) for name, p in self._target.named_parameters()])
 
     def read(self, folder: Path) -> None:
         """Take over weights and optimizer from a checkpoint's folder.
@@ -115,10 +115,10 @@ class Critic:
         Raises:
             CheckpointError: the checkpoint has no critic, or that of another model.
         """
-        copy_weights(self.optimizer.parameters, read_shards(folder, _WEIGHTS), folder)
+        copy_weights(self.optimizer.parameters, read_named(folder, _WEIGHTS), folder)
         self.optimizer.read(folder, _MOMENTS)
         if self._target is not None:
-            copy_weights(self._target.named_parameters(), read_shards(folder, _TARGET), folder)
+            copy_weights(self._target.named_parameters(), read_named(folder, _TARGET), folder)
 
 
 class _ValueNet:

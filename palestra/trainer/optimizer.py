@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from palestra.errors import CheckpointError
+from palestra.models.tensor_file import write_tensors
 from palestra.trainer.base import OptimParams, OptimReport
 from palestra.trainer.moment_memory import zeros_apart
 
 Named = Sequence[tuple[str, nn.Parameter]]
 T = TypeVar("T")
-_SHARD_BYTES = 2**28
 _WEIGHT, _GRADIENT = "weight", "gradient"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _APART_BYTES = 2**26  # of weights on a CPU, from which on their moments lie outside of the heap
@@ -85,7 +85,7 @@ class Optimizer:
         """
         tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in self.parameters]
         tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in self.parameters if p.grad is not None]
-        write_shards(folder, f"{prefix}-{_WEIGHT}", tensors)
+        write_named(folder, f"{prefix}-{_WEIGHT}", tensors)
         self.write(folder, f"{prefix}-moments")
 
     def free(self) -> None:
@@ -103,7 +103,7 @@ class Optimizer:
             folder: where the files are.
             prefix: of the files' names.
         """
-        found = read_shards(folder, f"{prefix}-{_WEIGHT}")
+        found = read_named(folder, f"{prefix}-{_WEIGHT}")
         for name, parameter in self.parameters:
             # Copies: what is read lies at any address, and products of numbers that are not aligned round differently.
             parameter.data = found[f"{_WEIGHT}.{name}"].to(parameter.device, copy=True)
@@ -119,7 +119,7 @@ class Optimizer:
             prefix: of the files' names.
         """
         state = self.adamw.state
-        write_shards(
+        write_named(
             folder,
             prefix,
             ((f"{key}.{name}", value) for name, p in self.parameters for key, value in state.get(p, {}).items()),
@@ -144,7 +144,7 @@ class Optimizer:
     def _read(self, folder: Path, prefix: str) -> dict[str, Tensor]:
         """Return the moments of a folder, [n, d] or [d], by kind and name."""
         if not moments_folder(folder, prefix).is_dir():
-            return read_shards(folder, prefix)
+            return read_named(folder, prefix)
         from palestra.trainer.moment_files import read_moments  # loads a library that one process seldom needs
 
         return read_moments(moments_folder(folder, prefix), self.parameters)
@@ -264,27 +264,19 @@ def moments_folder(folder: Path, prefix: str) -> Path:
     return folder / f"{prefix}-shards"
 
 
-def write_shards(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write named tensors into files of a folder, `PREFIX-N.safetensors`; nothing is written where there are none.
+def write_named(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write named tensors into a file of a folder, `PREFIX-0.safetensors`; nothing is written where there are none.
 
     Args:
         folder: where to write; it has to exist.
-        prefix: of the files' names.
+        prefix: of the file's name.
         tensors: matrices [n, d], norms and biases [d], or scalar, with names that are unique.
     """
-    shard: dict[str, Tensor] = {}
-    number = 0
-    for name, tensor in tensors:
-        shard[name] = tensor
-        # safetensors copies a whole shard before it writes it, so shards are kept small.
-        if sum(t.nbytes for t in shard.values()) >= _SHARD_BYTES:
-            safetensors.torch.save_file(shard, folder / f"{prefix}-{number}.safetensors")
-            shard, number = {}, number + 1
-    if shard:
-        safetensors.torch.save_file(shard, folder / f"{prefix}-{number}.safetensors")
+    if named := list(tensors):
+        write_tensors(named, folder / f"{prefix}-0.safetensors")
 
 
-def read_shards(folder: Path, prefix: str) -> dict[str, Tensor]:
+def read_named(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the tensors, [n, d], [d] or scalar, of all files `PREFIX-*.safetensors` of a folder, on the CPU, by name.
 
     Args:

@@ -5,20 +5,16 @@ Nothing is gathered: no rank needs memory for more than it has, and all of them 
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from palestra.models.tensor_file import in_order, lay_out
 from palestra.trainer.optimizer import Named
 from palestra.trainer.sharded.mapped import mapped, reserve, rows_of_rank
 from palestra.trainer.sharded.parts import local_part
-
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors has them
 
 
 class WeightFile:
@@ -31,17 +27,10 @@ class WeightFile:
             parameters: parts of this rank, each weight once with its name.
             dtype: of weights with two dimensions or more; others are float32.
         """
-        typed = [(name, p, dtype if p.ndim >= 2 else torch.float32) for name, p in parameters]
-        typed.sort(key=lambda one: -one[2].itemsize)  # so that each begins at a multiple of the size of its numbers
-        entries, self._places, end = dict[str, object](), list[tuple[Tensor, torch.dtype, int]](), 0
-        for name, parameter, own in typed:
-            start, end = end, end + parameter.numel() * own.itemsize
-            entries[name] = {"dtype": _NAMES[own], "shape": list(parameter.shape), "data_offsets": [start, end]}
-            self._places.append((parameter, own, start))
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)
-        self._header = struct.pack("<Q", len(header)) + header
-        self._size = len(self._header) + end
+        types = [dtype if p.ndim >= 2 else torch.float32 for _, p in parameters]
+        typed = in_order([(p, (name, p.shape, own)) for (name, p), own in zip(parameters, types, strict=True)])
+        self._header, (*starts, self._size) = lay_out([shaped for _, shaped in typed])
+        self._places = [(p, own, start) for (p, (_, _, own)), start in zip(typed, starts, strict=True)]
 
     def begin(self, path: Path) -> None:
         """Make the file, without weights; one rank does so.
@@ -61,6 +50,6 @@ class WeightFile:
         for parameter, dtype, start in self._places:
             rows = rows_of_rank(parameter.shape[0], rank, count)
             width = dtype.itemsize * math.prod(parameter.shape[1:])
-            first = len(self._header) + start + rows.start * width
+            first = start + rows.start * width
             part = whole[first : first + (rows.stop - rows.start) * width].view(dtype)
             part.copy_(local_part(parameter.detach()).flatten())

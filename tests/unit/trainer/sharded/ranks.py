@@ -20,7 +20,7 @@ from palestra.pictures.encoding import encode
 from palestra.pictures.stored import StoredPictures
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.moment_files import read_moments
-from palestra.trainer.optimizer import moments_folder, read_shards
+from palestra.trainer.optimizer import moments_folder, read_named
 from palestra.trainer.sharded.processes import RankPlaces
 from palestra.trainer.sharded.trainer import ShardedTrainer
 from palestra.trainer.torch_policy import OPTIMIZER
@@ -87,7 +87,7 @@ def moments(path):
     """First and second moments and counts of updates by name, however they were written."""
     shards = moments_folder(path, OPTIMIZER)
     if not shards.is_dir():
-        return read_shards(path, OPTIMIZER)
+        return read_named(path, OPTIMIZER)
     weights = {name: torch.nn.Parameter(value) for name, value in saved_tensors(path).items()}
     return read_moments(shards, list(weights.items()))
 

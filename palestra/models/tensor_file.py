@@ -1,0 +1,81 @@
+"""Files in the format of safetensors that are written piece by piece.
+
+The library of that format makes a copy of all that it writes, which takes as much memory as the file, and as long as
+writing it.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PIECE = 2**20  # numbers that are rounded and written at a time
+_KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+Shaped = tuple[str, Sequence[int], torch.dtype]  # name, shape and type of a tensor
+
+
+def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.dtype | None = None) -> None:
+    """Write tensors into a file.
+
+    Args:
+        named: of any shape and on any device, each with a name of its own.
+        path: of the file.
+        dtype: precision of what is written; None: of each tensor as it is.
+
+    Raises:
+        OSError: the file can't be written, or not as a whole.
+    """
+    typed = in_order([(tensor.detach(), (name, tensor.shape, dtype or tensor.dtype)) for name, tensor in named])
+    header, _ = lay_out([shaped for _, shaped in typed])
+    with path.open("wb") as file:
+        file.write(header)
+        for tensor, (_, _, kind) in typed:
+            for piece in torch.split(tensor.reshape(-1), _PIECE):
+                file.write(piece.to("cpu", kind).view(torch.uint8).numpy().data)
+
+
+def in_order(typed: list[tuple[Tensor, Shaped]]) -> list[tuple[Tensor, Shaped]]:
+    """Return tensors of any shape in an order in which each begins at a multiple of the size of its numbers."""
+    return sorted(typed, key=lambda one: -one[1][2].itemsize)
+
+
+def lay_out(shaped: Sequence[Shaped]) -> tuple[bytes, list[int]]:
+    """Return how a file of tensors begins, and at which byte of it each of them does; the last place is the file's end.
+
+    A file begins with the length of a description, and the description, padded to a multiple of 8 bytes.
+
+    Args:
+        shaped: the tensors, in the order of the file; see `in_order`.
+    """
+    entries: dict[str, Any] = {}
+    ends = [0]
+    for name, shape, kind in shaped:
+        size = kind.itemsize
+        for length in shape:
+            size *= length
+        entries[name] = {"dtype": _KINDS[kind], "shape": list(shape), "data_offsets": [ends[-1], ends[-1] + size]}
+        ends.append(ends[-1] + size)
+    description = json.dumps(entries).encode()
+    description += b" " * (-len(description) % 8)
+    header = len(description).to_bytes(8, "little") + description
+    return header, [len(header) + end for end in ends]
