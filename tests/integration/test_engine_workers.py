@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -236,6 +237,11 @@ def test_a_job_whose_workers_are_hurt_ends_as_one_with_one_engine_that_is_not(tm
             until(is_over, "three workers are hurt", 120)
         job.finish(120)
         assert hurt
+        lost = [
+            json.loads(row["data"]) for row in job.query("SELECT data FROM events WHERE kind = 'engine_worker_lost'")
+        ]
+        assert 2 <= len(lost) <= len(hurt)  # the job may be over before it has noticed the last one
+        assert all("inference worker" in each["text"] and each["step"] >= 0 for each in lost)
         trained = Counter(episode for episodes in job.manifests().values() for episode in episodes)
         assert set(trained.values()) == {1}
         assert_same_metrics(job, undisturbed)

@@ -233,10 +233,10 @@ class EngineCore:
         """Fail the newest request where memory ran out; after any other error all of the policies that have begun."""
         newest = (*self.scheduler.running, *self.scheduler.prefilling)[-1:]
         if _out_of_memory(error) and newest:
+            self._fail(newest[0], error)
             for policy in self.policies.values():
                 policy.prefixes.clear()
                 policy.runner.free_unused()
-            self._fail(newest[0], error)
             return
         self._fail_begun(error, policies)
 

@@ -11,6 +11,7 @@ import torch
 
 from palestra.engine.embedded.decode_graphs import DecodeGraphs
 from palestra.engine.embedded.kv_cache import KVCache, wide_capacity_for
+from palestra.errors import EngineFailure
 from palestra.models.causal_lm import load_causal_lm
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion
@@ -130,6 +131,21 @@ async def test_a_call_that_nobody_waits_for_leaves_no_row(model, recorder):
         found = await reply(engine, prompt(9), LONG)
     async with serving(model) as engine:
         assert (await reply(engine, prompt(9), LONG))[0] == found[0]
+
+
+async def test_what_is_kept_without_rows_is_freed_where_memory_runs_out(model, recorder):
+    async with serving(model) as engine:
+        before = await reply(engine, prompt(9), LONG)
+        (policy,) = engine._core.policies.values()
+        (kept,) = policy.runner._cache._buckets.values()
+        assert kept.captured
+        recorder.error = torch.OutOfMemoryError("CUDA out of memory")
+        with pytest.raises(EngineFailure, match="out of memory"):
+            await reply(engine, prompt(600), LONG)  # in a larger bucket, whose pass is not recorded yet
+        assert policy.runner._cache._buckets == {}
+        recorder.error = None
+        assert (await reply(engine, prompt(9), LONG))[0] == before[0]
+        assert kept not in policy.runner._cache._buckets.values()
 
 
 def test_buckets_without_rows_stay_while_they_are_small():
