@@ -4,9 +4,10 @@ python bench/tree_attention.py --threads 2             # trees of 1,000 to 16,00
 python bench/tree_attention.py --only "long prompt"
 
 `runs` is what a trainer does where kernels are compiled, `branches` what it does by torch's attention, and `mask` one
-call with a mask of all nodes squared. Beside them the same number of computed tokens as `rows` of their own, which
-share nothing, and all rows of the tree in full, `unshared`, both by compiled kernels. All are forward and backward in
-bfloat16, with the heads of SmolLM2-135M, in turns; medians. Each figure of memory is the largest resident set of a
+call with a mask of all nodes squared. Beside them, by compiled kernels as well, the same number of computed tokens as
+one `row`, as `rows` as long as the tree's, which share nothing, and all rows of the tree in full, `unshared`. Pairs are
+those of a token and one that it sees, itself included. All are forward and backward in bfloat16, with the heads of
+SmolLM2-135M, in turns; medians. Each figure of memory is the largest resident set of a
 process of its own, less what the process had before.
 """
 
@@ -34,7 +35,8 @@ from palestra.trainer.packing import Tree
 from palestra.trainer.tree_attention import TreeAttention
 
 HEADS, KEY_HEADS, WIDTH = 9, 3, 64
-WAYS = ("runs", "branches", "mask", "rows", "unshared")
+WAYS = ("runs", "branches", "mask", "row", "rows", "unshared")
+FLAT = WAYS[3:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +81,29 @@ SHAPES = {
 }
 
 
+def flat_lengths(shape: Shape, tokens: int, way: str) -> list[int]:
+    """Return the tokens of each row that shares nothing, where the tree has so many."""
+    if way == "unshared":
+        return shape.lengths
+    longest = tokens if way == "row" else shape.lengths[0]
+    return [min(longest, tokens - start) for start in range(0, tokens, longest)]
+
+
+def pairs(shape: Shape, way: str) -> int:
+    """Return how many pairs of tokens attention computes."""
+    tree = shape.tree()
+    if way not in FLAT:
+        return sum(position + 1 for position in tree.positions)
+    return sum(length * (length + 1) // 2 for length in flat_lengths(shape, len(tree), way))
+
+
 def attention(shape: Shape, way: str) -> tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Return how many tokens are computed, and what computes their attention."""
     tree = shape.tree()
     trees = [tree]
-    if way in ("rows", "unshared"):
-        lengths, left = list[int](), len(tree)
-        while way == "rows" and left > 0:  # as many tokens, in rows that share nothing
-            lengths.append(min(left, shape.lengths[0]))
-            left -= lengths[-1]
-        lengths, trees = lengths or shape.lengths, []
-        for length in lengths:
+    if way in FLAT:
+        trees = []
+        for length in flat_lengths(shape, len(tree), way):
             trees.append(Tree())
             row = TokenRun(np.arange(length, dtype=np.int32))
             trees[-1].add(row, trees[-1].shared(row))
@@ -137,8 +151,9 @@ def main() -> None:
         print(json.dumps(seconds(SHAPES[wanted.only], wanted.way, wanted.repeats)))
         return
     columns = [" | ".join(f"{unit}: {way}" if way == WAYS[0] else way for way in WAYS) for unit in ("ms", "MiB")]
-    head = ("tree", "tokens", *columns, "microseconds a token: runs", "unshared", "ratio")
-    print(f"| {' | '.join(head)} |\n" + "|---" * (5 + 2 * len(WAYS)) + "|")
+    head = ("tree", "tokens", *columns)
+    print(f"| {' | '.join(head)} |\n" + "|---" * (2 + 2 * len(WAYS)) + "|")
+    shares: list[str] = []
     for name in SHAPES if wanted.only is None else (wanted.only,):
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         memory: dict[str, float] = {}
@@ -151,14 +166,23 @@ def main() -> None:
                 times[way] += taken
                 memory[way] = grown / 2**20
         medians = {way: statistics.median(times[way]) for way in WAYS}
-        shared, unshared = (1e6 * medians[way] / tokens[way] for way in ("runs", "unshared"))
         print(
             f"| {name} | {tokens['runs']:,} | " + " | ".join(f"{1e3 * medians[way]:.1f}" for way in WAYS),
-            *(f"{memory[way]:.0f}" for way in WAYS),
-            f"{shared:.1f} | {unshared:.1f} | {shared / unshared:.2f} |",
+            " | ".join(f"{memory[way]:.0f}" for way in WAYS) + " |",
             sep=" | ",
             flush=True,
         )
+        for what, counts in (("token", tokens), ("pair", {way: pairs(SHAPES[name], way) for way in WAYS})):
+            each = {way: 1e9 * medians[way] / counts[way] for way in ("runs", *FLAT)}
+            beside = " | ".join(f"{each['runs'] / each[way]:.2f}" for way in FLAT)
+            shares.append(
+                f"| {name} | {what} | " + " | ".join(f"{one:,.1f}" for one in each.values()) + f" | {beside} |"
+            )
+    beside = " | ".join(f"runs beside {way}" for way in FLAT)
+    print(
+        f"\n| tree | of a | nanoseconds: runs | {' | '.join(FLAT)} | {beside} |\n" + "|---" * (3 + 2 * len(FLAT)) + "|"
+    )
+    print("\n".join(shares))
 
 
 if __name__ == "__main__":
