@@ -93,7 +93,7 @@ vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/v
 	@echo 'engine.python = "$(abspath $(VLLM))/bin/python"'
 
 engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about a quarter of an hour on two quiet cores
-	$(BIN)/pytest tests/engines -m engines
+	$(BIN)/pytest tests/engines tests/unit/bench -m engines
 
 PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool setpriv
 PACKAGES := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool util-linux python3-tk

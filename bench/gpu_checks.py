@@ -18,6 +18,7 @@ from made_rows import POLICY, made_row, made_rows
 from torch import Tensor, nn
 
 from palestra.config import TrainerConfig, parse_config
+from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.parts import Parts, build_parts
 from palestra.trainer.base import OptimParams, PolicySpec, StepReport, Trainer
 from palestra.trainer.block_attention import BlockAttention
@@ -230,7 +231,7 @@ async def served(model: str, device: str, scale: Scale, vllm: str) -> dict[str, 
         policy = {"model": model, "max_context": 1024}
         trainer = {"device": device, "dtype": dtype}
         config = parse_config({"run_dir": folder, "policies": {POLICY: policy}, "engine": engine, "trainer": trainer})
-        parts = build_parts(config)
+        parts = await pooled_parts(config, config.engine, {})
         assert parts.trainer is not None
         try:
             await parts.engine.resume()

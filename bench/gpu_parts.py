@@ -55,6 +55,7 @@ async def rollout(model: str, device: str, scale: Scale, vllm: str | None) -> di
     finally:
         await close(parts)
     if vllm is not None:
+        del parts  # bare vLLM gets the memory of its weights
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

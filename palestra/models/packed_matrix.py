@@ -55,7 +55,7 @@ class PackedMatrix:
 
     def pack(self, weights: Sequence[Tensor]) -> None:
         """Replace the weights, one [out, in] for each layer; the biases are read from the layers."""
-        rounded = [weight.detach().to(torch.bfloat16) for weight in weights]
+        rounded = [weight.detach().to("cpu", torch.bfloat16) for weight in weights]  # a trainer's are on its card
         whole = torch.cat(rounded) if len(rounded) > 1 else rounded[0]  # of one, `cat` would only make a copy
         packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
         biases = [bias.detach() for bias in self._biases if bias is not None]

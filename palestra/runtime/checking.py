@@ -19,13 +19,11 @@ from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import (
     DEFAULT_CONTEXT,
-    EmbeddedEngineConfig,
     FakeEngineConfig,
     JobConfig,
     VllmEngineConfig,
     require_place,
 )
-from palestra.config.engine_pool import PooledEngineConfig
 from palestra.engine.vllm.command import installed_vllm
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
@@ -34,7 +32,7 @@ from palestra.errors import ConfigError, InvalidEnvironment, ModelError, Palestr
 from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
-from palestra.runtime.early_checks import check_trainer, impossible_servers
+from palestra.runtime.early_checks import check_trainer, devices, engine_tables, impossible_servers, not_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.memory import available_bytes
 from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, copies_of
@@ -150,21 +148,12 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
     import torch
 
     there = torch.cuda.is_available()
-    parts: dict[str, str] = {
-        f"{key}.device": table.device
-        for key, table in _engine_tables(config).items()
-        if isinstance(table, EmbeddedEngineConfig)
-    }
-    parts |= {"trainer.device": config.trainer.device} if config.kind == "training" else {}
+    parts = devices(config)
     for key, device in parts.items():
         if device == "cuda" and not there:
             yield Finding(key=key, text=f"{key} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
         elif config.deterministic and there and device != "cpu":
-            yield Finding(
-                key=key,
-                text="deterministic = true is only kept on a CPU, and this machine would use its GPU; "
-                f"set {key} = 'cpu', or deterministic = false",
-            )
+            yield Finding(key=key, text=not_reproducible(key))
     if config.trainer.cpu_offload and "cuda" not in parts.values():
         try:
             check_trainer(config, HERE)
@@ -178,7 +167,7 @@ def _engine_server(config: JobConfig) -> Iterator[Finding]:
         require_place(config.engine)
     except ConfigError as error:
         yield Finding(key="engine.python", text=str(error))
-    for key, table in _engine_tables(config).items():
+    for key, table in engine_tables(config).items():
         try:
             if isinstance(table, VllmEngineConfig) and table.python is not None:
                 installed_vllm(table.python)
@@ -191,12 +180,6 @@ def _engine_server(config: JobConfig) -> Iterator[Finding]:
             yield Finding(
                 key=f"{key}.key_variable", text=f"{key}.key_variable is {variable!r}, and that variable is not set here"
             )
-
-
-def _engine_tables(config: JobConfig) -> dict[str, PooledEngineConfig]:
-    """Return the tables of the engine's workers, by their keys."""
-    tables = config.engine.tables
-    return {"engine" if len(tables) == 1 else f"engine.workers.{n}": table for n, table in enumerate(tables)}
 
 
 def _tasks(config: JobConfig) -> Iterator[Finding]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.config import FakeEngineConfig, JobConfig, VllmEngineConfig
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
 from palestra.config.engine_pool import PooledEngineConfig
 from palestra.errors import ConfigError, PalestraError
-from palestra.models.device import device_of
+from palestra.models.device import DeviceName, device_of
 from palestra.runtime.places import JobPlaces
 
 CONNECT_SECONDS = 3.0
@@ -38,6 +38,53 @@ def check_trainer(config: JobConfig, places: JobPlaces) -> None:
         from palestra.trainer.sharded.rank import check_offload
 
         check_offload(config.trainer, device)
+
+
+def check_reproducible(config: JobConfig, places: JobPlaces) -> None:
+    """Refuse a deterministic job that would compute on a GPU, which gives other bits from run to run.
+
+    Args:
+        config: the job.
+        places: where its processes run; those with bundles of their own are on other machines, perhaps.
+
+    Raises:
+        ConfigError: a part of the job would.
+    """
+    with_model = config.base is None and not isinstance(config.engine, FakeEngineConfig)
+    if not (config.deterministic and with_model):
+        return
+    for key, device in devices(config).items():
+        elsewhere = places.trainer if key == "trainer.device" else places.engine
+        if elsewhere is None and device_of(device, key).type == "cuda":
+            raise ConfigError(not_reproducible(key))
+
+
+def not_reproducible(key: str) -> str:
+    """Return what is wrong with a deterministic job that would compute on a GPU.
+
+    Args:
+        key: of the device's setting.
+    """
+    return (
+        "deterministic = true is only kept on a CPU, and this machine would use its GPU; "
+        f"set {key} = 'cpu', or deterministic = false"
+    )
+
+
+def devices(config: JobConfig) -> dict[str, DeviceName]:
+    """Return what the models of a job compute on, by key, where that is not the part of another project's server."""
+    found: dict[str, DeviceName] = {
+        f"{key}.device": table.device
+        for key, table in engine_tables(config).items()
+        if isinstance(table, EmbeddedEngineConfig)
+    }
+    return found | ({"trainer.device": config.trainer.device} if config.kind == "training" else {})
+
+
+def engine_tables(config: JobConfig) -> dict[str, PooledEngineConfig]:
+    """Return the tables of the engine's workers, by their keys."""
+    tables = config.engine.tables
+    return {"engine" if len(tables) == 1 else f"engine.workers.{n}": table for n, table in enumerate(tables)}
 
 
 def check_heads(config: JobConfig) -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig, past_name
@@ -21,7 +22,7 @@ from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
-from palestra.runtime.early_checks import check_heads, check_trainer
+from palestra.runtime.early_checks import check_heads, check_reproducible, check_trainer
 from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.environments import environment_of
 from palestra.runtime.event_loop import tune_gc
@@ -265,7 +266,8 @@ async def _parts(
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
         return await connect_base(config, weights)
-    await in_thread(lambda: check_trainer(config, places))  # before an engine takes minutes to start
+    for check in (check_trainer, check_reproducible):  # before an engine takes minutes to start
+        await in_thread(partial(check, config, places))
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
     if config.engine.pooled or places.engine is not None:
         return await pooled_parts(config, config.engine, weights, pictures, places), None

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from palestra.trainer.packing import Tree
 
 BLOCK = 128  # nodes: the kernel's default
+_MOST_VARIANTS = 256  # of a compiled kernel; models of one kind need four
 
 
 @cache
@@ -29,6 +31,9 @@ def _kernel(device: str) -> Callable[..., Any]:
     """Return FlexAttention compiled for a device; on a CPU as it is, slowly and with all scores: for tests."""
     if device == "cpu":
         return flex_attention
+    # Dynamo counts what it has compiled for all models of a process together: gradients or none, one block or more,
+    # windows, shapes of heads. Behind its limit the mask and all scores would be made, as on a CPU.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
     return compiled
 

@@ -122,16 +122,17 @@ def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPictur
 class TokenForward:
     """Computes log-probabilities and entropies of trained tokens with one model."""
 
-    def __init__(self, model: CausalLM, config: TrainerConfig, masks: GrammarMasks) -> None:
+    def __init__(self, model: CausalLM, config: TrainerConfig, masks: GrammarMasks, device: torch.device) -> None:
         """Keep the model; nothing is computed yet.
 
         Args:
             model: the policy's, or a reference's.
             config: how many positions' logits may exist at a time.
             masks: walks the grammars of constrained replies.
+            device: that computes.
         """
         self._model, self._masks = model, masks
-        self._size = min(config.logit_chunk, LOGIT_CHUNK[model.device.type])
+        self._size = min(config.logit_chunk, LOGIT_CHUNK[device.type])
 
     def __call__(
         self,

@@ -58,6 +58,7 @@ class TorchPolicy:
         critic: CausalLM | None = None,
         critic_target: CausalLM | None = None,
         make_optimizer: Callable[[Named], Optimizer] = Optimizer,
+        device: torch.device | None = None,
     ) -> None:
         """Take over a model's weights as they are, at version 0.0.
 
@@ -70,15 +71,17 @@ class TorchPolicy:
             critic: a copy of the policy's model for a critic, float32; None: there is no critic.
             critic_target: another copy for a critic of actions; None: the critic is one of states.
             make_optimizer: returns AdamW over weights.
+            device: that computes; None: the one that has the weights.
         """
         model.compute_in(getattr(torch, config.dtype))
         self.model, self._tokenizer = model, tokenizer
         self.optimizer = make_optimizer(model.own_parameters())
-        self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
+        device = device or model.device
+        self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         masks = GrammarMasks(self._grammars)
-        self._forward = TokenForward(model, config, masks)
-        self._frozen = {name: TokenForward(other, config, masks) for name, other in (frozen or {}).items()}
+        self._forward = TokenForward(model, config, masks, device)
+        self._frozen = {name: TokenForward(other, config, masks, device) for name, other in (frozen or {}).items()}
         self._critic = None if critic is None else Critic(critic, config, critic_target)
         self.version = PolicyVersion(0, 0)
         self.changed = False

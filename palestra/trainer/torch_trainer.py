@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,6 +120,7 @@ class TorchTrainer:
             bases = {other.model.base for other in self._policies.values()}
             self._mixed = {base: mixed for base, mixed in self._mixed.items() if base in bases}
             self._serial.forget(policy)
+            gc.collect()  # a model's hooks refer to it, and what `tune_gc` has set would keep its weights for long
 
         await self._serial.run(work)
 

@@ -80,8 +80,7 @@ class EngineCore:
         gone = self.policies.pop(name)
         runner = gone.runner
         self.scheduler.remove_policy(name, gone)
-        runner.forget(gone)
-        del runner.policies[name]
+        runner.forget(name)
         if not runner.policies:
             more = (runner.passes, runner.prefilled_tokens, runner.sampled_tokens)
             passes, prefilled, sampled = (before + new for before, new in zip(self._gone, more, strict=True))

@@ -116,7 +116,11 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             for _ in range(2):  # libraries choose their kernels, and take the memory that they keep
                 compute()
-            found, graph = self._graph(compute)
+            try:
+                found, graph = self._graph(compute)
+            except torch.OutOfMemoryError:  # a recording does not get the free memory that torch keeps for later
+                torch.cuda.empty_cache()
+                found, graph = self._graph(compute)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return found, graph.replay
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -293,6 +294,9 @@ class EmbeddedEngine:
         self._policies = {known: model for known, model in self._policies.items() if known != name}
         self._core.remove(name)
         removed.model.free_adapter()
+        if removed.model.base is None:
+            del removed
+            gc.collect()  # a model's hooks refer to it, and what `tune_gc` has set would keep its weights for long
 
     def _must_wait(self, policy: str) -> bool:
         """Whether running replies of a policy can be finished before its weights are replaced."""

@@ -148,6 +148,11 @@ class KVCache:
             for bucket in empty:
                 del self._buckets[bucket.capacity]
 
+    def forget(self, policy: str) -> None:
+        """Drop what was prepared for passes of a policy: it refers to the weights, which are freed."""
+        for bucket in self._buckets.values():
+            bucket.captured.pop(policy, None)
+
     def make_room(self, row: Row) -> None:
         """Move a full row to the next bucket."""
         if row.length < row.bucket.capacity:

@@ -96,8 +96,10 @@ class ModelRunner:
         if self._mixed is not None and policy.model.adapter is not None:
             self._mixed.refresh(policy.model.adapter)
 
-    def forget(self, policy: ServedPolicy) -> None:
-        """Drop what was made of the weights of a policy, which are not used any more."""
+    def forget(self, name: str) -> None:
+        """Drop a policy and what was made of its weights, whose memory others get: stacks, and recorded passes."""
+        policy = self.policies.pop(name)
+        self._cache.forget(name)
         if self._mixed is not None and policy.model.adapter is not None:
             self._mixed.forget(policy.model.adapter)
 

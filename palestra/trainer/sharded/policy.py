@@ -61,7 +61,8 @@ class RankPolicy(TorchPolicy):
             group: the ranks.
         """
         models = {name: other.model for name, other in frozen.items()}
-        super().__init__(network.model, tokenizer, config, models, make_optimizer=ShardedOptimizer)
+        # Weights that are offloaded are on the CPU between two passes.
+        super().__init__(network.model, tokenizer, config, models, make_optimizer=ShardedOptimizer, device=group.device)
         self._network, self._others, self._group = network, frozen, group
 
     def outputs(self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:

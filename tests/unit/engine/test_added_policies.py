@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import save_file
 from palestra.errors import EngineFailure, ModelError
 from palestra.models.saved_weights import SavedWeights
 from palestra.types.calls import PolicyVersion
-from unit.engine.calling import FOREVER, prompt
+from unit.engine.calling import FOREVER, prompt, serving
 from unit.engine.test_two_policies import CALLS, NEW, OLD, engine_of, replies, reply_of, scaled, weights_of
 
 THIRD = PolicyVersion(0, 3)
@@ -73,3 +75,15 @@ async def test_weights_of_another_model_are_refused(tmp_path):
             await engine.add_policy("white@1", "white", NEW, SavedWeights(tmp_path))
         with pytest.raises(ModelError, match="not 'white@1'"):
             engine.version("white@1")
+
+
+async def test_weights_of_a_removed_model_are_freed_without_a_collection_by_chance(tiny):
+    gc.disable()
+    try:
+        async with serving(tiny) as engine:
+            await engine.add_policy("past", "policy", PolicyVersion(0, 0), None)
+            weight = weakref.ref(next(iter(engine._core.policies["past"].model.model.parameters())))
+            await engine.remove_policy("past")
+            assert weight() is None
+    finally:
+        gc.enable()

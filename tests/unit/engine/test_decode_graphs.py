@@ -109,6 +109,22 @@ async def test_rows_of_several_adapters_take_the_usual_way_and_one_alone_is_reco
     assert alone["a"] != alone["b"]
 
 
+async def test_a_policy_that_comes_back_under_its_name_is_recorded_with_its_own_weights(recorder):
+    """Its bucket stays, for another reply is in it; the record of the one before would read memory that is freed."""
+    async with engine_of("a", "b", deterministic=False) as engine, asyncio.timeout(60):
+        other = engine.generate(engine_request(prompt(9, 1), FOREVER, "b"))
+        await anext(other)
+        (bucket,) = engine._core.policies["b"].runner._cache._buckets.values()
+        bucket.captured["a"] = "a record of a pass with weights that are freed"
+        await engine.remove_policy("a")
+        assert set(bucket.captured) <= {"b"}
+        await other.aclose()
+        await engine.add_policy("a", "b", PolicyVersion(2, 0), None)
+        found = await all_of(engine.generate(engine_request(prompt(7), LONG, "a")))
+        wanted = await all_of(engine.generate(engine_request(prompt(7), LONG, "b")))
+    assert [piece.ids for piece in found] == [piece.ids for piece in wanted]
+
+
 async def test_a_model_that_can_not_be_recorded_is_served_all_the_same(model, recorder, caplog):
     recorder.error = RuntimeError("operation not permitted when stream is capturing")
     async with serving(model) as engine:

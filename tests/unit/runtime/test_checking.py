@@ -15,9 +15,10 @@ from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError
 from palestra.runtime import checking
 from palestra.runtime.checking import check_job, existing_parent, model_facts
-from palestra.runtime.early_checks import check_heads
+from palestra.runtime.early_checks import check_heads, check_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
+from palestra.runtime.places import HERE
 from unit.engine.scripted_vllm import write_interpreter
 
 FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
@@ -227,6 +228,13 @@ def test_a_device_that_is_not_there_and_a_promise_that_a_gpu_does_not_keep(monke
     keys = found(**TINY, deterministic=True)
     assert set(keys) == {"engine.device", "trainer.device"}
     assert "deterministic" in keys["trainer.device"]
+    for settings, key in (({}, "engine"), ({"engine": {"device": "cpu"}}, "trainer")):
+        config = parse_config(TINY | settings | {"deterministic": True})
+        with pytest.raises(ConfigError, match=rf"only kept on a CPU.*set {key}\.device = 'cpu'"):
+            check_reproducible(config, HERE)
+    on_cpu = {"deterministic": True, "engine": {"device": "cpu"}, "trainer": {"device": "cpu"}}
+    check_reproducible(parse_config(TINY | on_cpu), HERE)
+    check_reproducible(parse_config(TINY), HERE)
     assert found(**TINY, deterministic=True, engine={"device": "cpu"}, trainer={"device": "cpu"}) == {}
 
 
