@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
 from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.trainer.torch_policy import MICRO_BATCH_TOKENS, TorchPolicy
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
@@ -560,3 +563,24 @@ async def test_layers_that_are_computed_again_give_the_same_gradient_with_less_i
             kept.append(saved[0])
     assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
     assert kept[1] < 0.7 * kept[0]
+
+
+async def test_weights_of_a_removed_policy_are_freed_without_a_collection_by_chance():
+    trainer = TorchTrainer(TrainerConfig(threads=1), 2, LoadedModels())
+    gc.disable()
+    try:
+        await trainer.create("policy", PolicySpec(model="tiny-random"))
+        weight = weakref.ref(trainer._policies["policy"].parameters[0][1])
+        await trainer.remove("policy")
+        async with asyncio.timeout(20):
+            while weight() is not None:  # the thread that has removed it may hold it for a moment
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+        await trainer.close()
+
+
+def test_a_policy_whose_weights_are_on_another_device_than_computes_has_the_defaults_of_that_one():
+    made = TorchPolicy(sharp_tiny(), load_tokenizer("tiny-random"), TrainerConfig(), device=torch.device("cuda"))
+    assert (made.micro_batch_tokens, made._forward._size) == (MICRO_BATCH_TOKENS["cuda"], TrainerConfig().logit_chunk)
+    made.close()
