@@ -334,7 +334,8 @@ class Learner:
         with self._progress.inside(Part.WEIGHT_SYNC):
             async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
                 fault_point("before_publish")
-                sources = [(policy, await self._trainer.weights(policy)) for policy in policies]
+                with self._progress.inside(Part.TRAINER):  # ranks bring their parts together
+                    sources = [(policy, await self._trainer.weights(policy)) for policy in policies]
                 # All at the same time: an engine takes over what waits between two of its turns, and turns are long.
                 await together(*(self._hand_over(*each, number) for number, each in enumerate(sources)))
                 fault_point("after_publish")

@@ -17,7 +17,7 @@ from palestra.models.device import available_cores
 from palestra.models.owned_folder import OwnedFolder
 from palestra.processes import ChildProcess, ProcessStarter, open_stream, start_process
 from palestra.threads import in_thread
-from palestra.trainer.sharded.rank_process import FOLDER
+from palestra.trainer.sharded.rank_process import FOLDER, PROGRAM
 from palestra.trainer.sharded.wire import HEADER_BYTES, Answer, Beat, Request, length_of, packed, unpacked
 from palestra.waiting import cancelled, together
 
@@ -25,7 +25,6 @@ log = logging.getLogger("palestra.trainer")
 CHECK_SECONDS = 0.5  # between two looks at how long a rank has been silent
 BLAME_SECONDS = 1.0  # for a rank that has died to be seen, when another has lost the connection to it
 GRACE_SECONDS = 10.0  # for the answers of the other ranks, when one has failed
-PROGRAM = "palestra.trainer.sharded.rank_process"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,9 @@ from palestra.processes import HOSTED, die_with_parent
 from palestra.trainer.sharded.wire import Answer, Beat, Request, packed, receive, unpacked
 
 BEAT_SECONDS = 1.0
+PROGRAM = "palestra.trainer.sharded.rank_process"
 FOLDER = "PALESTRA_RANK_FOLDER"  # of the trainer, in shared memory: removed by a rank whose job has died
+_PROCESS = "process-"  # in the folder: begins the name of an empty file of each rank, which its process id ends
 
 
 class _Talk:
@@ -45,7 +47,11 @@ class _Talk:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self.requests.put(receive(self._end))
+        others = [] if HOSTED in os.environ else _ranks_here(self._folder)
         shutil.rmtree(self._folder, ignore_errors=True)
+        for process in others:  # one that is stopped does not see that the job is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         os._exit(1)  # the other threads may be computing, or waiting for ranks that have ended
 
     def beat(self) -> None:
@@ -56,6 +62,21 @@ class _Talk:
                 time.sleep(BEAT_SECONDS)
 
 
+def _ranks_here(folder: Path) -> list[int]:
+    """Return the processes of the trainer's other ranks, each of which has left its id in the folder.
+
+    An id that another program has by now is left out.
+    """
+    found = []
+    for file in folder.glob(f"{_PROCESS}*"):
+        process = int(file.name.removeprefix(_PROCESS))
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            if process != os.getpid() and PROGRAM.encode() in command:
+                found.append(process)
+    return found
+
+
 def main() -> None:
     """Answer requests until the job is gone."""
     if HOSTED in os.environ:  # else a rank outlives a job that was killed, to remove its folder
@@ -63,7 +84,9 @@ def main() -> None:
     # Ctrl-C reaches all processes of a terminal, and SIGTERM those of a group; the job saves before it ends.
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
-    talk = _Talk(socket.socket(fileno=int(sys.argv[1])), Path(os.environ[FOLDER]))
+    folder = Path(os.environ[FOLDER])
+    (folder / f"{_PROCESS}{os.getpid()}").touch()
+    talk = _Talk(socket.socket(fileno=int(sys.argv[1])), folder)
     for work in (talk.beat, talk.read):  # the first request loads torch in the thread that reads it
         threading.Thread(target=work, name=f"palestra-rank-{work.__name__}", daemon=True).start()
     from palestra.models.device import tune_malloc  # torch comes after the first sign of life

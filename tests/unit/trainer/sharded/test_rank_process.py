@@ -40,6 +40,33 @@ def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes
         process.kill()
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_ended_by_another_one_when_the_job_is_gone(tmp_path):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    (folder / f"process-{os.getpid()}").touch()  # an id that another program has by now
+    ranks, ends = [], []
+    try:
+        for _ in range(2):
+            own, theirs = socket.socketpair()
+            words = [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())]
+            ranks.append(subprocess.Popen(words, pass_fds=(theirs.fileno(),), env={**os.environ, FOLDER: str(folder)}))
+            theirs.close()
+            own.settimeout(60)
+            assert receive(own) == Beat()
+            ends.append(own)
+        ranks[1].send_signal(signal.SIGSTOP)
+        for own in ends:
+            own.close()
+        assert ranks[0].wait(timeout=60) == 1
+        assert ranks[1].wait(timeout=60) == -signal.SIGKILL
+        assert not folder.exists()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 JOB = """
 import os, socket, subprocess, sys, time
 own, theirs = socket.socketpair()
