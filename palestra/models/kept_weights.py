@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palestra.models.saved_weights import SavedWeights
-from palestra.models.weight_file import FileWeights, weight_folder, write_weights
+from palestra.models.tensor_file import write_weights
+from palestra.models.weight_file import FileWeights, weight_folder
 from palestra.models.weights import LocalWeights, WeightSource
 
 if TYPE_CHECKING:

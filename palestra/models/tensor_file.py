@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palestra.models.weight_file import FileWeights
+from palestra.models.weights import WeightSource
+
 _PIECE = 2**20  # numbers that are rounded and written at a time
 _KINDS = {
     torch.float64: "F64",
@@ -32,6 +35,26 @@ _KINDS = {
     torch.bool: "BOOL",
 }
 Shaped = tuple[str, Sequence[int], torch.dtype]  # name, shape and type of a tensor
+
+
+def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = None) -> FileWeights:
+    """Write weights into a file, and return what reads them there. A file of this name is replaced as a whole.
+
+    Args:
+        source: the weights; it may change once this has returned.
+        path: of the file.
+        dtype: precision of what is written; None: of each tensor as it is.
+
+    Raises:
+        OSError: the file can't be written; a part of it is not left behind.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        write_tensors(list(source.tensors()), part, dtype)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return FileWeights(path)
 
 
 def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.dtype | None = None) -> None:

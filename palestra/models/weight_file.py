@@ -17,7 +17,6 @@ import safetensors
 from safetensors import SafetensorError
 
 from palestra.errors import ModelError
-from palestra.models.weights import WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -30,31 +29,9 @@ def weight_folder() -> Path:
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = None) -> FileWeights:
-    """Write weights into a file, and return what reads them there. A file of this name is replaced as a whole.
-
-    Args:
-        source: the weights; it may change once this has returned.
-        path: of the file.
-        dtype: precision of what is written; None: of each tensor as it is.
-
-    Raises:
-        OSError: the file can't be written; a part of it is not left behind.
-    """
-    from palestra.models.tensor_file import write_tensors  # here alone: it loads torch, which naming a file does not
-
-    part = path.with_name(f"{path.name}.part")
-    try:
-        write_tensors(list(source.tensors()), part, dtype)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return FileWeights(path)
-
-
 @dataclass(frozen=True, slots=True)
 class FileWeights:
-    """Weights in a file that `write_weights` made.
+    """Weights in a file that `write_weights` made (`palestra.models.tensor_file`).
 
     Attributes:
         path: of the file.

@@ -186,6 +186,7 @@ def _served(
             connection,
             model.bounds,
             stop_ids,
+            owner=secrets.token_hex(4),
             seeded=settings.seeds,
             sample=sample,
             rank=None if adapter is None else adapter.rank,

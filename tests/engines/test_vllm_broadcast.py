@@ -20,7 +20,7 @@ from palestra.engine.vllm.api import VllmApi
 from palestra.engine.vllm.command import WORKER
 from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup
 from palestra.errors import EngineFailure
-from palestra.models.weight_file import write_weights
+from palestra.models.tensor_file import write_weights
 from palestra.runtime.engine_servers import EngineServers, weight_rounds
 from palestra.runtime.served_models import read_served_models
 from palestra.types.calls import PolicyVersion

@@ -18,7 +18,8 @@ from palestra.engine.external.api import Counters, EngineApi
 from palestra.engine.external.process import ServerProcess
 from palestra.engine.external.reply import Bounds
 from palestra.errors import ModelError
-from palestra.models.weight_file import FileWeights, write_weights
+from palestra.models.tensor_file import write_weights
+from palestra.models.weight_file import FileWeights
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion

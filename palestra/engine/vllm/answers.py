@@ -23,13 +23,13 @@ def list_of(event: Any, key: str) -> list[Any]:
     return found
 
 
-def chunk_of(choice: Mapping[str, Any], top: int, names_versions: bool) -> Chunk:
+def chunk_of(choice: Mapping[str, Any], top: int, owner: str | None) -> Chunk:
     """Return a choice of vLLM's answer as a chunk.
 
     Args:
         choice: as vLLM has sent it.
         top: how many of the most probable tokens were asked for.
-        names_versions: whether the versions that vLLM names are those of the policy.
+        owner: whose weights the server has to have; None: the versions that vLLM names are not those of the policy.
 
     Raises:
         EngineFailure: its logprobs are of other tokens than its ids, or it lacks a part.
@@ -39,13 +39,13 @@ def chunk_of(choice: Mapping[str, Any], top: int, names_versions: bool) -> Chunk
         content = (choice["logprobs"] or {}).get("content") or []
         if [each["token_id"] for each in content] != ids:
             raise EngineFailure("the engine sent logprobs of other tokens than those that it has sampled")
-        finish, spans = choice["finish_reason"], choice.get("weight_versions") if names_versions else None
+        finish, spans = choice["finish_reason"], choice.get("weight_versions")
         return Chunk(
             ids=tuple(ids),
             logprobs=tuple(float(each["logprob"]) for each in content),
             top=tuple(_most_probable(each["top_logprobs"], top) for each in content) if top else (),
             finish=finish,
-            versions=None if spans is None or finish is None else _spans(spans),
+            versions=None if spans is None or finish is None or owner is None else _spans(spans, owner),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineFailure(f"the engine sent a reply that can't be read: {problem(error)}") from error
@@ -57,11 +57,21 @@ def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[i
     return tuple(pairs[:top])
 
 
-def _spans(said: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
-    """Return which versions have sampled a reply, from its first token to its last without a gap."""
+def _spans(said: Sequence[Mapping[str, Any]], owner: str) -> tuple[VersionSpan, ...]:
+    """Return which versions have sampled a reply, from its first token to its last without a gap.
+
+    Raises:
+        EngineFailure: they are of another engine than the owner.
+    """
     spans, at = [], 0
     for each in said:
-        incarnation, number = map(int, str(each["version"]).split("."))
+        version, _, whose = str(each["version"]).rpartition("-")
+        if whose != owner:
+            raise EngineFailure(
+                "the engine's server has weights that this job has not sent; another job uses the same engine.url, and "
+                "a server can have one at a time"
+            )
+        incarnation, number = map(int, version.split("."))
         if each["start"] != at or each["end"] < at:
             raise EngineFailure("the engine names versions for parts of a reply that overlap or leave gaps")
         at = int(each["end"])

@@ -60,6 +60,7 @@ class VllmApi:
         bounds: Bounds,
         stop_ids: Collection[int],
         *,
+        owner: str,
         seeded: bool,
         sample: SampleText | None = None,
         rank: int | None = None,
@@ -73,6 +74,7 @@ class VllmApi:
             connection: to the server.
             bounds: of the policy.
             stop_ids: tokens that end every reply of the policy.
+            owner: a name that no other engine has, by which replies from another job's weights are told apart.
             seeded: whether the seeds of calls are sent.
             sample: by which another tokenizer is found; None: the server was started with the policy's model.
             rank: of the adapters that it gets; None: it gets whole weights.
@@ -80,7 +82,7 @@ class VllmApi:
             rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
             folder: of the model with which the server was started; None: it is not compared.
         """
-        self._folder = folder
+        self._folder, self._owner = folder, owner
         self._http, self._bounds = connection, bounds
         self._stop_ids, self._seeded, self._sample, self._rank = stop_ids, seeded, sample, rank
         self._pictures, self._weights, self.sees = pictures, "", pictures is not None
@@ -214,7 +216,7 @@ class VllmApi:
                     _check_echo(event, ids)
                     for choice in list_of(event, "choices"):
                         # vLLM names the versions of its own weights, which adapters leave as they are.
-                        yield chunk_of(choice, top, names_versions=self._rank is None)
+                        yield chunk_of(choice, top, self._owner if self._rank is None else None)
 
     async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
         """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
@@ -307,7 +309,7 @@ class VllmApi:
         Args:
             version: of the weights.
         """
-        await self._http.post("/finish_weight_update", {"weight_version": str(version)}, _LOADING)
+        await self._http.post("/finish_weight_update", {"weight_version": f"{version}-{self._owner}"}, _LOADING)
         self._weights = str(version)
         await self._http.post("/reset_prefix_cache", {}, _QUICK)
 
@@ -322,7 +324,7 @@ class VllmApi:
     async def set_version(self, version: PolicyVersion) -> None:
         """Name the version of the weights that the server has; see `EngineApi`."""
         await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
-        await self._http.post("/update_weight_version", {"new_version": str(version)}, _QUICK)
+        await self._http.post("/update_weight_version", {"new_version": f"{version}-{self._owner}"}, _QUICK)
         self._weights = str(version)
 
     async def counters(self) -> Counters:

@@ -18,7 +18,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import return_freed_memory
-from palestra.models.weight_file import write_weights
+from palestra.models.tensor_file import write_weights
 from palestra.models.weights import LocalWeights
 from palestra.trainer.base import StepReport
 from palestra.trainer.gradient import Gradient, rows_of

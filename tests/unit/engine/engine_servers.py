@@ -129,6 +129,9 @@ def of_tiny_random(server: ScriptedServer) -> ScriptedServer:
     return server
 
 
+OWNER = "0a1b"  # of an engine
+
+
 class ScriptedVllm(ScriptedServer):
     """vLLM's routes. Like the real one, it can't go on after an update without a pause."""
 
@@ -361,6 +364,7 @@ async def on_server(
                 connection,
                 BOUNDS,
                 BOUNDS.stop_ids,
+                owner=OWNER,
                 seeded=False,
                 sample=sample,
                 rank=None if adapter is None else adapter.rank,

@@ -17,7 +17,7 @@ from palestra.models.weights import LocalWeights
 from palestra.runtime.served_models import read_served_models
 from palestra.types.calls import PolicyVersion, TokenSequence
 from unit.building import engine_request
-from unit.engine.engine_servers import PROMPT, SAMPLING, STOP, ScriptedSglang, ScriptedVllm, on_server, pieces_of
+from unit.engine.engine_servers import OWNER, PROMPT, SAMPLING, STOP, ScriptedSglang, ScriptedVllm, on_server, pieces_of
 
 FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
 NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
@@ -139,7 +139,7 @@ async def test_an_update_pauses_the_server_and_brings_it_a_file(vllm, tmp_path):
         await engine.sync_weights("policy", SECOND, NEW)
         assert [path for path, _ in vllm.asked] == UPDATE
         assert vllm.asked[0][1] == {"mode": "keep"}
-        assert vllm.asked[3][1] == {"weight_version": "0.1"}
+        assert vllm.asked[3][1] == {"weight_version": f"0.1-{OWNER}"}
         assert vllm.read["model.norm.weight"].tolist() == [0, 1, 2, 3]
         assert list((tmp_path / "weights").iterdir()) == []  # no copy of the weights is left
         assert {piece.version for piece in await pieces_of(engine)} == {SECOND}

@@ -14,7 +14,7 @@ from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup, Weigh
 from palestra.errors import ConfigError, EngineFailure, EngineServerError, ModelError
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion
-from unit.engine.engine_servers import ScriptedGroup, on_server
+from unit.engine.engine_servers import OWNER, ScriptedGroup, on_server
 
 FIRST, SECOND, THIRD = (PolicyVersion(0, number) for number in range(3))
 NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
@@ -58,7 +58,7 @@ async def test_every_worker_of_a_paused_server_gets_all_weights_and_stays_in_the
         assert changes(server) == UPDATE
         assert server.groups == joined
         assert [one["model.norm.weight"].tolist() for one in server.received.values()] == [[4, 5, 6, 7]] * workers
-        assert server.version == str(THIRD)
+        assert server.version == f"{THIRD}-{OWNER}"
         await asyncio.sleep(0)
         assert engine.load().moved_bytes == 32
 

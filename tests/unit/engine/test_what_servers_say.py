@@ -17,7 +17,7 @@ from palestra.engine.external.sample_text import tokenized
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.renderers import ByteTokenizer
 from palestra.types.calls import TokenSequence
-from unit.engine.engine_servers import PROMPT, ScriptedSglang, ScriptedVllm, on_server, pieces_of
+from unit.engine.engine_servers import OWNER, PROMPT, ScriptedSglang, ScriptedVllm, on_server, pieces_of
 
 
 def change(**values):
@@ -33,7 +33,7 @@ def logprob(value, token=102):
 
 
 def spans(*found):
-    named = [{"version": version, "start": start, "end": end} for version, start, end in found]
+    named = [{"version": version.format(OWNER), "start": start, "end": end} for version, start, end in found]
     return lambda number, event: (
         {"choices": [event["choices"][0] | {"weight_versions": named}]} if number == 5 else event
     )
@@ -62,11 +62,13 @@ def spans(*found):
         (change(token_ids="abc"), "can't be read|other tokens"),
         (lambda number, event: {"text": "hello"}, "without choices"),
         (lambda number, event: {"error": {"message": "EngineCore died"}}, "EngineCore died"),
-        (spans(("0.0", 0, 5)), "versions of other than the reply's 6 tokens"),
-        (spans(("0.0", 0, 3), ("0.1", 4, 6)), "overlap or leave gaps"),
-        (spans(("0.1", 0, 6)), r"version 0\.1 has sampled what was sampled from 0\.0"),
-        (spans(("default", 0, 6)), "can't be read"),
-        (spans(("0.0", 0, 5), ("0.9", 5, 6)), r"version 0\.9, which it did not have"),
+        (spans(("0.0-{}", 0, 5)), "versions of other than the reply's 6 tokens"),
+        (spans(("0.0-{}", 0, 3), ("0.1-{}", 4, 6)), "overlap or leave gaps"),
+        (spans(("0.1-{}", 0, 6)), r"version 0\.1 has sampled what was sampled from 0\.0"),
+        (spans(("default", 0, 6)), "another job uses the same engine.url"),
+        (spans(("0.0-{}", 0, 3), ("0.0-feed", 3, 6)), "another job uses the same engine.url"),
+        (spans(("0-{}", 0, 6)), "can't be read"),
+        (spans(("0.0-{}", 0, 5), ("0.9-{}", 5, 6)), r"version 0\.9, which it did not have"),
         (change(token_ids=[1.5], logprobs=_logprobs(1.5)), r"sampled token 1\.5"),
         (change(token_ids=[True], logprobs=_logprobs(True)), "sampled token True"),
         (change(logprobs=[1]), "can't be read"),
