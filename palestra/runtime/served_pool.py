@@ -125,7 +125,7 @@ class ServerWorkers:
             servers.kill()
             self._leave(place)
 
-        return StartedWorker(engine, kill, servers.process)
+        return StartedWorker(engine, kill, servers.process, found=servers.process is None)
 
     def _begun(self, place: int) -> EngineServers:
         if self._places is not None and (place in self._served or place >= self._settings.worker_count):

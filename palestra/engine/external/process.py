@@ -18,14 +18,18 @@ from pathlib import Path
 import httpx2
 
 from palestra.engine.external.connection import Address
+from palestra.engine.external.supervisor import LAST_SECONDS, members_of
 from palestra.errors import EngineFailure, ModelError
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 STOP_SECONDS = 15.0  # the supervisor kills what is left earlier
 _LOOK_SECONDS = 0.25
 _TAIL_BYTES = 65_536
-# Lines of a traceback's end: "ValueError: Head size 16 is not supported", perhaps behind a logger's prefix.
-_ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_.]*(?:Error|Exception)|Value error)[:,] .+)$")
+# Lines of a traceback's end: "ValueError: Head size 16 is not supported", perhaps behind a logger's prefix; and what
+# vLLM says of a process of its own that was killed.
+_ERROR = re.compile(
+    r"(?:^|[\s\]])((?:[A-Za-z_.]*(?:Error|Exception)|Value error)[:,] .+|Worker proc \S+ died unexpectedly.*)$"
+)
 # What pydantic appends to a mistake in the server's arguments: "[type=value_error, input_value=…".
 _PYDANTIC = re.compile(r"\s*\[type=\w+, input_value=.*$")
 # Settings of the job that cause an error, by words of it.
@@ -108,10 +112,11 @@ class ServerProcess:
                     if _listens(address) and http.get(path).is_success:
                         return
                 if time.monotonic() > until:
+                    said = self._last_line()  # before it says that it was ended
                     self.stop()
                     raise EngineFailure(
                         f"{self._name} was not ready after {seconds:.0f} s (engine.startup_seconds); its log is "
-                        f"{self._log}, with the last line: {self._last_line()}"
+                        f"{self._log}, with the last line: {said}"
                     )
                 time.sleep(_LOOK_SECONDS)
 
@@ -124,13 +129,20 @@ class ServerProcess:
     def how_it_ended(self) -> str | None:
         """Return what `ended` says, a moment after the server has closed its connections; None: it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(1.0)
+            self._popen.wait(LAST_SECONDS + 1.0)
         return self.ended()
 
     def kill(self) -> None:
-        """End the server and all of its processes without waiting, even if they stand still; `stop` cleans up."""
+        """End the server and all of its processes without waiting, even if they stand still; `stop` cleans up.
+
+        The supervisor, and Python's process that removes what the server has in shared memory, end by themselves then.
+        """
+        for process in members_of(self._popen.pid):
+            if process != self._popen.pid and not _is_tracker(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+            os.killpg(self._popen.pid, signal.SIGCONT if sys.platform == "linux" else signal.SIGKILL)
 
     def stop(self) -> None:
         """End the server and all of its processes, and wait for that."""
@@ -156,6 +168,14 @@ class ServerProcess:
         reason = _PYDANTIC.sub("", (causes or found or [self._last_line()])[0])[:300]
         remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
         return reason if remedy is None else f"{reason.rstrip('.')}; {remedy}"
+
+
+def _is_tracker(process: int) -> bool:
+    """Return whether a process is the one by which Python removes what others have left in shared memory."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _listens(address: Address) -> bool:

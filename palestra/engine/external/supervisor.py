@@ -6,14 +6,17 @@ itself has ended, the whole group is ended, and the folders are removed: sockets
 imports the standard library alone, because it runs beside the server for all of the job.
 """
 
+import glob
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 GRACE_SECONDS = 10.0  # between asking the group to end and killing it
+LAST_SECONDS = 3.0  # for what is left of the group when the server itself has ended
 
 
 def end_with_the_job(ended: threading.Event, folders: list[str]) -> None:
@@ -26,10 +29,32 @@ def end_with_the_job(ended: threading.Event, folders: list[str]) -> None:
 
 
 def end_group(folders: list[str]) -> None:
-    """Remove the folders, and kill the group, this process included."""
+    """Remove the folders, and end the group, this process included.
+
+    Before it is killed, its processes may end by themselves for a moment: Python's own, which removes what the server
+    has in shared memory, does so when all others have.
+    """
+    os.killpg(0, signal.SIGTERM)
+    until = time.monotonic() + LAST_SECONDS
+    while len(members_of(os.getpgrp())) > 1 and time.monotonic() < until:
+        time.sleep(0.02)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
+
+
+def members_of(group: int) -> list[int]:
+    """Return the processes of a group that run; none where the system does not tell."""
+    found = []
+    for folder in glob.glob("/proc/[0-9]*"):
+        try:
+            with open(f"{folder}/stat", encoding="utf-8", errors="replace") as file:
+                state, _, own = file.read().rpartition(")")[2].split()[:3]
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(own) == group and state not in "ZX":
+            found.append(int(folder.removeprefix("/proc/")))
+    return found
 
 
 def main() -> None:

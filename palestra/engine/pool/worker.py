@@ -38,11 +38,13 @@ class StartedWorker:
         engine: of the worker; its `failure` returns when the worker has died.
         kill: ends the worker without waiting, even if it stands still; all calls of its engine fail then.
         process: number of its process; None: it has none of this machine.
+        found: whether it was running already, and only who has started it can start it again.
     """
 
     engine: Engine
     kill: Callable[[], None]
     process: int | None = None
+    found: bool = False
 
 
 class InferenceWorker:
@@ -64,6 +66,7 @@ class InferenceWorker:
         self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
         self.engine: Engine | None = None
         self.process: int | None = None
+        self.found = False  # see `StartedWorker`
         self.prefixes = PrefixIndex(prefix_tokens)
         self.requests = 0  # that are being answered
         self.restarts = 0
@@ -94,7 +97,7 @@ class InferenceWorker:
 
     def begin(self, started: StartedWorker) -> None:
         """Take a worker that was started and has the weights of the start."""
-        self.engine, self.process = started.engine, started.process
+        self.engine, self.process, self.found = started.engine, started.process, started.found
         self.prefixes = PrefixIndex(self._prefix_tokens)
         self._have, self._taking = {}, asyncio.Lock()
         self._lost = asyncio.get_running_loop().create_future()

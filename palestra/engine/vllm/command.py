@@ -79,8 +79,14 @@ def installed_vllm(python: Path) -> str:
     if not python.exists():
         raise ConfigError(f"{given}, which does not exist{whose}")
     try:
+        # By its whole path: a name without a folder would be looked for in PATH.
         looked = subprocess.run(
-            [str(python), "-I", "-c", _LOOK],
+            [
+                os.path.abspath(python),
+                "-I",
+                "-c",
+                _LOOK,
+            ],
             capture_output=True,
             text=True,
             timeout=_LOOK_SECONDS,
@@ -122,7 +128,7 @@ def vllm_command(
     assert address.socket is not None
     # Without chunked prefill a step takes whole prompts only, so that it has to have room for the longest.
     budget = max(config.prefill_tokens, max_context) if config.seeds else config.prefill_tokens
-    command = [str(config.python), "-m", _MODULE]
+    command = [os.path.abspath(config.python), "-m", _MODULE]
     command += ["--model", str(folder), "--uds", str(address.socket)]
     command += ["--config-format", "hf", "--load-format", "safetensors"]  # the files that were looked at, and no others
     command += ["--dtype", config.dtype, "--max-model-len", str(max_context)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -108,6 +109,11 @@ def test_a_server_that_ends_says_why(tmp_path):
             "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=vec",
             r"head_dim=16 isa=vec; vLLM's build for CPUs can't serve attention heads of this size: take another model",
         ),
+        (
+            "(EngineCore pid=7) ERROR [multiproc.py:9] Worker proc VllmWorker-0 died unexpectedly, shutting down.\n"
+            "RuntimeError: cancelled",
+            r"model: Worker proc VllmWorker-0 died unexpectedly, shutting down\. \(log: ",
+        ),
     ],
 )
 def test_a_setting_that_can_not_work_is_named(tmp_path, line, said):
@@ -120,7 +126,7 @@ def test_a_setting_that_can_not_work_is_named(tmp_path, line, said):
 @pytest.mark.slow
 def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path):
     process, address = process_of("import time\nprint('loading', flush=True)\ntime.sleep(600)", tmp_path)
-    with pytest.raises(EngineFailure, match=r"not ready after 1 s \(engine.startup_seconds\)"):
+    with pytest.raises(EngineFailure, match=r"not ready after 1 s \(engine.startup_seconds\).* last line: loading$"):
         process.wait_until_ready(address, "/health", 1)
     until_gone(process.pid)
 
@@ -140,6 +146,48 @@ def test_a_server_that_is_killed_is_named_and_takes_its_processes_with_it(tmp_pa
         assert time.monotonic() < deadline
     assert "the server was killed by SIGKILL" in said
     process.stop()
+
+
+SHARING = """
+from multiprocessing.shared_memory import SharedMemory
+import signal, time
+made = SharedMemory(create=True, size=100)
+print("made", made.name, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "stopped"), [("stop", False), ("kill", False), ("kill", True), ("dies", False), ("dies", True)]
+)
+def test_what_a_server_has_in_shared_memory_is_removed_however_it_ends(tmp_path, how, stopped):
+    process, _ = process_of(SHARING, tmp_path)
+    deadline = time.monotonic() + 30
+    while "made" not in (said := (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    memory = Path("/dev/shm") / said.split()[1]
+    assert memory.exists()
+    (server,) = (
+        pid
+        for pid in members(process.pid)
+        if b"SharedMemory" in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != process.pid
+    )
+    if stopped:
+        os.kill(server, signal.SIGSTOP)
+    if how == "dies":
+        os.kill(server, signal.SIGKILL)
+        until_gone(process.pid)
+    elif how == "kill":
+        if stopped:
+            os.kill(process.pid, signal.SIGSTOP)
+        process.kill()
+        until_gone(process.pid)
+    began = time.monotonic()
+    process.stop()
+    until_gone(process.pid)
+    assert not memory.exists()
+    assert time.monotonic() - began < 5
 
 
 def test_a_server_ends_with_a_job_that_is_killed(tmp_path):
