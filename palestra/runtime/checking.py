@@ -86,7 +86,7 @@ def check_job(config: JobConfig) -> list[Finding]:
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
     if not isinstance(config.engine, FakeEngineConfig) and config.base is None:
-        checks.append(_models)
+        checks += [_models, _ranks]
     return [finding for check in checks for finding in check(config)]
 
 
@@ -339,6 +339,20 @@ def _updates(config: JobConfig) -> Iterator[Finding]:
             "and `at` of the policies cover all steps",
             fatal=False,
         )
+
+
+def _ranks(config: JobConfig) -> Iterator[Finding]:
+    """Look whether the processes of a trainer with several devices fit into this machine's memory."""
+    if config.kind != "training" or config.trainer.devices == 1:
+        return
+    from palestra.runtime.rank_memory import check_memory
+
+    try:
+        check_memory(config, {name: config.policies[name].model for name in config.trained_policies})
+    except ConfigError as error:
+        yield Finding(key="trainer.devices", text=str(error))
+    except ModelError:
+        return  # `_models` says which is not there
 
 
 def _models(config: JobConfig) -> Iterator[Finding]:

@@ -213,6 +213,15 @@ def test_cpu_offload_where_there_is_no_gpu(monkeypatch):
     assert "this trainer is on CPUs" in said["trainer.cpu_offload"]
 
 
+def test_ranks_that_do_not_fit_into_memory(monkeypatch):
+    assert "trainer.devices" not in found(**TINY, trainer={"devices": 2})
+    monkeypatch.setattr("palestra.runtime.rank_memory.available_bytes", lambda: 2**29)
+    said = found(**TINY, trainer={"devices": 2})["trainer.devices"]
+    assert "0.5 GiB are free" in said
+    assert "are missing" in said
+    assert set(found(model="./nowhere", server={"port": 0}, trainer={"devices": 2})) == {"policies.policy.model"}
+
+
 def test_groups_that_can_not_teach():
     assert "at least 2" in noted(**FAKE, rollout={"group_size": 4, "min_group_size": 1})["rollout.min_group_size"]
 
