@@ -5,11 +5,9 @@ Nothing is written, and no model is loaded; `trial` does the rest with a short r
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +33,7 @@ from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.early_checks import check_trainer, devices, engine_tables, impossible_servers, not_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.memory import available_bytes
+from palestra.runtime.model_facts import ModelFacts, model_facts
 from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, copies_of
 from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
@@ -61,21 +60,6 @@ class Finding:
     fatal: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
-    """What the files of a model say without being loaded.
-
-    Attributes:
-        parameters: number of weights; None: the folder has no safetensors.
-        context: most positions; None: the model does not say.
-        sees: whether it has a tower for pictures.
-    """
-
-    parameters: int | None
-    context: int | None
-    sees: bool = False
-
-
 def check_job(config: JobConfig) -> list[Finding]:
     """Return what the configuration, this machine and the files that the job names make impossible.
 
@@ -94,30 +78,6 @@ def existing_parent(folder: Path) -> Path:
     """Return the folder, or the nearest folder above it that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def model_facts(folder: Path) -> ModelFacts:
-    """Return what the files of a model say.
-
-    Args:
-        folder: has the model in Hugging Face's layout.
-    """
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    text = found.get("text_config", found)
-    files = sorted(folder.glob("*.safetensors"))
-    return ModelFacts(
-        parameters=sum(map(_parameters, files)) if files else None,
-        context=text.get("max_position_embeddings"),
-        sees="vision_config" in found,
-    )
-
-
-def _parameters(file: Path) -> int:
-    """Return how many numbers a safetensors file holds, from its header."""
-    with file.open("rb") as opened:
-        (size,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(size))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def _port(config: JobConfig) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.models.adapter_files import adapter_folder, base_of
 from palestra.models.catalog import model_folder
-from palestra.runtime.checking import model_facts
 from palestra.runtime.memory import available_bytes
+from palestra.runtime.model_facts import model_facts
 from palestra.runtime.model_sizes import BYTES, TRAINED_BYTES
 
 GIB = 2**30

@@ -14,10 +14,11 @@ from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError
 from palestra.runtime import checking
-from palestra.runtime.checking import check_job, existing_parent, model_facts
+from palestra.runtime.checking import check_job, existing_parent
 from palestra.runtime.early_checks import check_heads, check_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
+from palestra.runtime.model_facts import model_facts
 from palestra.runtime.places import HERE
 from unit.engine.scripted_vllm import write_interpreter
 

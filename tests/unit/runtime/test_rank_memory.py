@@ -8,7 +8,7 @@ from palestra.config import parse_config
 from palestra.errors import ConfigError
 from palestra.models.catalog import model_folder
 from palestra.runtime import rank_memory
-from palestra.runtime.checking import ModelFacts, model_facts
+from palestra.runtime.model_facts import ModelFacts, model_facts
 
 GIB = 2**30
 
