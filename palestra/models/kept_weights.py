@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palestra.models.saved_weights import SavedWeights
-from palestra.models.tensor_file import write_weights
 from palestra.models.weight_file import FileWeights, weight_folder
 from palestra.models.weights import LocalWeights, WeightSource
 
@@ -58,6 +57,8 @@ class KeptFile:
         path = (folder or weight_folder()) / f"palestra-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
         self._matrices = matrices
         written = dict(_rounded(source, matrices))
+        from palestra.models.tensor_file import write_weights  # loads torch, as all that has weights does
+
         write_weights(LocalWeights(list(written.items())), path)
         if folder is None and open_files().exists():
             opened = os.open(path, os.O_RDONLY)
