@@ -9,6 +9,7 @@ Source: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,7 @@ def lay_out(shaped: Sequence[Shaped]) -> tuple[bytes, list[int]]:
     entries: dict[str, Any] = {}
     ends = [0]
     for name, shape, kind in shaped:
-        size = kind.itemsize
-        for length in shape:
-            size *= length
+        size = kind.itemsize * math.prod(shape)
         entries[name] = {"dtype": _KINDS[kind], "shape": list(shape), "data_offsets": [ends[-1], ends[-1] + size]}
         ends.append(ends[-1] + size)
     description = json.dumps(entries).encode()

@@ -115,12 +115,16 @@ class TorchTrainer:
         self._policy(policy)
 
         async def work() -> None:
-            self._policies.pop(policy).close()
+            removed = self._policies.pop(policy)
+            removed.close()
+            is_whole = removed.model.base is None
+            del removed
             self._slots.forget(policy)
             bases = {other.model.base for other in self._policies.values()}
             self._mixed = {base: mixed for base, mixed in self._mixed.items() if base in bases}
             self._serial.forget(policy)
-            gc.collect()  # a model's hooks refer to it, and what `tune_gc` has set would keep its weights for long
+            if is_whole:
+                gc.collect()  # a model's hooks refer to it, and what `tune_gc` has set would keep its weights for long
 
         await self._serial.run(work)
 

@@ -74,7 +74,7 @@ class VllmApi:
             connection: to the server.
             bounds: of the policy.
             stop_ids: tokens that end every reply of the policy.
-            owner: a name that no other engine has, by which replies from another job's weights are told apart.
+            owner: name of this engine alone. A reply that names another owner was sampled from another job's weights.
             seeded: whether the seeds of calls are sent.
             sample: by which another tokenizer is found; None: the server was started with the policy's model.
             rank: of the adapters that it gets; None: it gets whole weights.
