@@ -58,7 +58,7 @@ class WorkerKeeper:
                 raise EngineFailure(f"{worker.name} {why} (the last of {failures} failures in a row)")
             worker.restarts += 1
             pause = BACKOFF_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0
-            then = "the job waits until it is started again" if worker.found else "another one is started"
+            then = "it is used again when it answers" if worker.found else "another one is started"
             self._state.tell(f"{worker.name}{': ' if why.startswith('the ') else ' '}{why}; {then}")
             await asyncio.sleep(pause)
 

@@ -85,7 +85,8 @@ def main() -> None:
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
     folder = Path(os.environ[FOLDER])
-    (folder / f"{_PROCESS}{os.getpid()}").touch()
+    with contextlib.suppress(FileNotFoundError):  # the job is gone already, which the socket says, too
+        (folder / f"{_PROCESS}{os.getpid()}").touch()
     talk = _Talk(socket.socket(fileno=int(sys.argv[1])), folder)
     for work in (talk.beat, talk.read):  # the first request loads torch in the thread that reads it
         threading.Thread(target=work, name=f"palestra-rank-{work.__name__}", daemon=True).start()
