@@ -89,6 +89,7 @@ class Glasshouse:
     started: list[GlassEngine] = field(default_factory=list)
     on_start: object = None  # called with each engine
     fails: list[Exception] = field(default_factory=list)  # raised by the next starts
+    found: bool = False  # see `StartedWorker`
 
     async def start(self, number):
         if self.fails:
@@ -97,7 +98,7 @@ class Glasshouse:
         self.started.append(engine)
         if self.on_start is not None:
             self.on_start(engine)
-        return StartedWorker(engine, lambda: engine.break_now("was killed by the pool"))
+        return StartedWorker(engine, lambda: engine.break_now("was killed by the pool"), found=self.found)
 
     @property
     def alive(self):

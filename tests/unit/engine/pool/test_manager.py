@@ -459,12 +459,18 @@ async def test_workers_for_which_there_is_no_room_are_refused_and_none_is_starte
         assert asked == [6, 1]
 
 
-async def test_a_worker_that_is_lost_is_told_to_those_who_run_the_job():
-    house = Glasshouse()
+@pytest.mark.parametrize(
+    ("found", "why", "said"),
+    [
+        (False, "was killed by SIGKILL", "inference worker 1 was killed by SIGKILL; another one is started"),
+        (True, "the engine has ended", "inference worker 1: the engine has ended; it is used again when it answers"),
+    ],
+)
+async def test_a_worker_that_is_lost_is_told_to_those_who_run_the_job(found, why, said):
+    house = Glasshouse(found=found)
     async with pool_of(house) as pool:
-        house.started[1].break_now("was killed by SIGKILL")
-        said = await asyncio.wait_for(pool.next_loss(), 10)
-        assert said == "inference worker 1 was killed by SIGKILL; another one is started"
+        house.started[1].break_now(why)
+        assert await asyncio.wait_for(pool.next_loss(), 10) == said
 
 
 async def test_a_change_ends_with_the_pool():
