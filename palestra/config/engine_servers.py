@@ -67,7 +67,14 @@ def _from_home(python: Path) -> Path:
         raise ValueError(f"{str(python)!r} begins with an unknown user; give the whole path") from error
 
 
-Interpreter = Annotated[Path, AfterValidator(_from_home)]
+def _not_empty(python: Any) -> Any:
+    """Refuse an empty text, which as a path would be the present folder: a variable of a shell was not set, say."""
+    if python == "":
+        raise ValueError("it is empty; give an interpreter, such as .venv-vllm/bin/python")
+    return python
+
+
+Interpreter = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_from_home)]
 NEEDS_PLACE = "give python, an interpreter that has vLLM, or url, a server that runs already: one of the two"
 # Keys of a server that the job starts, which would have no effect on one that runs already.
 _OF_STARTED = (

@@ -74,6 +74,8 @@ def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:
     if found["type"] == "extra_forbidden":
         return Mistake(place, _unknown(place, section, root, found["input"]))
     message = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "missing" and (field := section.model_fields.get(place[-1])) is not None and field.description:
+        message = f"this key has to be given: {field.description.partition('. ')[0].rstrip('.')}"
     if found.get("ctx", {}).get("pattern") == _IDENTIFIER:
         message = "a name has 1 to 64 letters (a to z), digits, '.', '_' and '-', and begins with a letter or a digit"
     message += _given(found["type"], found["input"])

@@ -17,6 +17,7 @@ from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import (
     DEFAULT_CONTEXT,
+    EmbeddedEngineConfig,
     FakeEngineConfig,
     JobConfig,
     VllmEngineConfig,
@@ -33,8 +34,8 @@ from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.early_checks import check_trainer, devices, engine_tables, impossible_servers, not_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.memory import available_bytes
-from palestra.runtime.model_facts import ModelFacts, model_facts
-from palestra.runtime.model_sizes import Sizes, add_policy, add_reference, copies_of
+from palestra.runtime.model_room import read_facts, references_of, room_of, shortage
+from palestra.runtime.model_sizes import Sizes, add_policy, add_reference
 from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import read_files
@@ -317,14 +318,10 @@ def _ranks(config: JobConfig) -> Iterator[Finding]:
 
 def _models(config: JobConfig) -> Iterator[Finding]:
     """Look at the models of all policies: whether they are there, their context, memory and disk."""
-    from palestra.models.adapter_files import base_of
-    from palestra.models.catalog import model_folder
-
     sizes = Sizes()
     for name, policy in config.policies.items():
         try:
-            folder = model_folder(base_of(policy.model))
-            facts = model_facts(folder) if isinstance(folder, Path) else ModelFacts(parameters=None, context=None)
+            folder, facts = read_facts(policy.model)
         except (ModelError, OSError, ValueError) as error:
             yield Finding(key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}")
             continue
@@ -333,48 +330,41 @@ def _models(config: JobConfig) -> Iterator[Finding]:
                 key=f"policies.{name}.max_context",
                 text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
             )
-        add_policy(sizes, config, name, str(folder), facts.parameters or 0)
-    for key, model in _references(config).items():
+        add_policy(sizes, config, name, folder, facts.parameters or 0)
+    for key, model in references_of(config).items():
         try:
-            folder = model_folder(base_of(model))
-            facts = model_facts(folder) if isinstance(folder, Path) else ModelFacts(parameters=None, context=None)
+            folder, facts = read_facts(model)
         except (ModelError, OSError, ValueError) as error:
             yield Finding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
             continue
-        add_reference(sizes, config, str(folder), facts.parameters or 0)
-    yield from _room(config, sizes)
+        add_reference(sizes, config, folder, facts.parameters or 0)
+    if (found := shortage(config, sizes)) is not None:
+        yield Finding(key=found[0], text=found[1])
+    else:
+        yield from _caches(config, sizes)
+    yield from _disk(config, sizes)
 
 
-def _references(config: JobConfig) -> dict[str, str]:
-    """Return the models of references that the job names, by their keys."""
-    if config.kind != "training":
-        return {}
-    return {
-        f"{config.algorithm_key(name)}.kl.reference": kl.reference
-        for name in config.trained_policies
-        if (kl := config.algorithm_of(name).kl) is not None and kl.reference is not None
-    }
+def _caches(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
+    """Look whether keys and values have the memory that `cache_gib` gives them, which they take when they need it."""
+    room, free = room_of(config, sizes), available_bytes()
+    for key, table in engine_tables(config).items():
+        if not isinstance(table, EmbeddedEngineConfig) or table.cache_gib is None or room.cards:
+            continue
+        caches = table.cache_gib * table.started_count
+        several = f" of {table.started_count} workers" if table.started_count > 1 else ""
+        if caches + room.machine / GIB > free / GIB:
+            yield Finding(
+                key=f"{key}.cache_gib",
+                text=f"keys and values{several} may take {caches:.3g} GiB and the models take {room.machine / GIB:.1f} "
+                f"GiB, and {free / GIB:.1f} GiB are free; with many or long replies at the same time the job would run "
+                f"out of memory",
+                fatal=False,
+            )
 
 
-def _room(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
-    """Compare the bytes of the models with the memory, and those of checkpoints and past versions with the disk."""
-    import torch
-
-    free, whose = available_bytes(), "memory"
-    if config.trainer.device != "cpu" and torch.cuda.is_available():
-        free, whose = torch.cuda.mem_get_info()[0], "the GPU's memory"
-        if config.kind == "training" and (cards := min(config.trainer.devices, torch.cuda.device_count())) > 1:
-            free, whose = sum(torch.cuda.mem_get_info(card)[0] for card in range(cards)), f"the memory of {cards} GPUs"
-    if sizes.memory > free:
-        workers = copies_of(config)
-        several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
-        of_workers = "engine.workers" if config.engine.kind == "mixed" else "engine.replicas"
-        yield Finding(
-            key=of_workers if workers > 1 else "model",
-            text=f"weights, gradients and moments{several} take {sizes.memory / GIB:.1f} GiB, and {free / GIB:.1f} GiB "
-            f"of {whose} are free, so that {(sizes.memory - free) / GIB:.1f} GiB are missing; choose a smaller model"
-            + (", or fewer workers" if workers > 1 else ""),
-        )
+def _disk(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
+    """Compare the bytes of checkpoints and past versions with the room on the disk."""
     # One more than are kept: the oldest is removed when the newest is whole.
     saved, disk = sizes.saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free
     said = [f"{config.checkpoint.keep + 1} checkpoints take {saved / GIB:.1f} GiB"]

@@ -20,7 +20,7 @@ from palestra.config import JobConfig, VllmEngineConfig
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.terminal import TerminalConsole, one_line
 from palestra.types.metrics import of_policies
-from palestra.types.states import LOSSES, TurnState
+from palestra.types.states import LOSSES, STUCK, TurnState
 
 if TYPE_CHECKING:
     from palestra.runtime.local_job import LocalJob
@@ -106,7 +106,7 @@ class Console:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(f"[yellow]warning:[/] {escape(data['text'])}")
-        elif kind in LOSSES:
+        elif kind in (*LOSSES, STUCK):
             self._say(escape(one_line(data["text"])))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:

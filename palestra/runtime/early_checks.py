@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
+from palestra.config import (
+    EmbeddedEngineConfig,
+    FakeEngineConfig,
+    JobConfig,
+    SglangEngineConfig,
+    VllmEngineConfig,
+)
 from palestra.config.engine_pool import PooledEngineConfig
 from palestra.errors import ConfigError, PalestraError
 from palestra.models.device import DeviceName, device_of
@@ -144,9 +152,7 @@ def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -
         key: of the table, such as `engine`.
         table: of the workers.
     """
-    for url in getattr(table, "url", None) or ():
-        if (problem := _unreachable(url)) is not None:
-            yield f"{key}.url", f"nothing answers at {url} ({problem}); start the server first, or correct {key}.url"
+    yield from _impossible_urls(config, key, table)
     if not isinstance(table, VllmEngineConfig):
         return
     from palestra.runtime.engine_servers import weight_rounds
@@ -157,6 +163,27 @@ def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -
         yield f"{key}.{'weight_transfer' if table.weights_address is None else 'weights_address'}", str(error)
     yield from _odd_heads(config, table)
     yield from _without_room(config, key, table)
+
+
+def _impossible_urls(config: JobConfig, key: str, table: PooledEngineConfig) -> Iterator[tuple[str, str]]:
+    """Yield why servers that run already are not there, or do not fit the job's policy."""
+    if not isinstance(table, VllmEngineConfig | SglangEngineConfig) or table.url is None:
+        return
+    silent = {url: problem for url in table.url if (problem := _unreachable(url)) is not None}
+    for url, problem in silent.items():
+        yield f"{key}.url", f"nothing answers at {url} ({problem}); start the server first, or correct {key}.url"
+    variable = table.key_variable
+    if silent or (variable is not None and not os.environ.get(variable)):
+        return
+    from palestra.runtime.engine_servers import inspect_servers
+    from palestra.runtime.served_models import read_served_models
+
+    try:
+        models = read_served_models(config, {})
+    except PalestraError:  # a model, or a key of a policy, that other checks name
+        return
+    for text in asyncio.run(inspect_servers(table, models[0])).values():
+        yield f"{key}.{'key_variable' if 'key_variable' in text else 'url'}", text
 
 
 def _without_room(config: JobConfig, key: str, table: VllmEngineConfig) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,7 @@ from palestra.pictures.stored import StoredPictures
 from palestra.processes import start_process
 from palestra.renderers import select_renderer
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
+from palestra.runtime.model_room import check_more
 from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
 from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
@@ -73,7 +74,13 @@ async def pooled_parts(
 
     shown = None if pictures is None else pictures.folder
     processes, most = await in_thread(lambda: processes_of(config, settings, weights, shown, places))
-    engine = await _opened(config, settings, processes.start, _keep_in(settings, places.folder), most)
+
+    async def check_room(count: int) -> None:
+        await in_thread(lambda: check_more(config, weights, count))
+
+    has_bundles = places.engine is not None  # whose memory is their own
+    keep = _keep_in(settings, places.folder)
+    engine = await _opened(config, settings, processes.start, keep, most, None if has_bundles else check_room)
     try:
         return await in_thread(lambda: _parts(config, weights, engine, processes.models, pictures, places))
     except BaseException:

@@ -26,7 +26,7 @@ from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, vllm_c
 from palestra.engine.vllm.rendezvous import Rendezvous
 from palestra.engine.vllm.served_broadcast import ServedBroadcast
 from palestra.engine.vllm.weight_rounds import WeightRounds
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, EngineFailure
 from palestra.models.weight_file import weight_folder
 from palestra.runtime.served_models import ServedModel
 from palestra.types.calls import PolicyVersion
@@ -150,12 +150,21 @@ def _started(
 
 def _found(settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel, worker: int) -> _Place:
     """Return the server of a policy that runs already."""
-    key, variable = "", settings.key_variable
-    if variable is not None and not (key := os.environ.get(variable, "")):
-        raise ConfigError(f"engine.key_variable is {variable!r}, and that variable is not set here")
     assert settings.url is not None
-    address = Address(url=settings.url[worker], key=key)
+    address = Address(url=settings.url[worker], key=_key(settings))
     return _Place(model=model, address=address, folder=_weights_folder(settings.weights_dir), process=None, kv_bytes=0)
+
+
+def _key(settings: VllmEngineConfig | SglangEngineConfig) -> str:
+    """Return the key of servers that run already; "": they need none.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    variable = settings.key_variable
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"engine.key_variable is {variable!r}, and that variable is not set here")
+    return os.environ[variable] if variable is not None else ""
 
 
 def weight_rounds(settings: VllmEngineConfig | SglangEngineConfig) -> WeightRounds | None:
@@ -174,32 +183,73 @@ def weight_rounds(settings: VllmEngineConfig | SglangEngineConfig) -> WeightRoun
     return WeightRounds(Rendezvous(settings.weights_address, settings.weight_transfer, seconds))
 
 
+async def inspect_servers(settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel) -> dict[str, str]:
+    """Return why servers that run already can't serve a policy, by their addresses; those that fit are left out.
+
+    Nothing is changed in a server, and a job that it works for notices nothing.
+
+    Args:
+        settings: of the engine, with addresses.
+        model: of the policy.
+
+    Raises:
+        ConfigError: the key of the servers is not there.
+    """
+    found = {}
+    for url in settings.url or ():
+        api = _api(settings, model, Address(url=url, key=_key(settings)), None, is_started=False)
+        try:
+            await api.inspect(getattr(torch, settings.dtype))
+        except (ConfigError, EngineFailure) as error:
+            found[url] = str(error)
+        finally:
+            await api.close()
+    return found
+
+
+def _api(
+    settings: VllmEngineConfig | SglangEngineConfig,
+    model: ServedModel,
+    address: Address,
+    rounds: WeightRounds | None,
+    *,
+    is_started: bool,
+) -> EngineApi:
+    """Return the routes of a policy's server.
+
+    Args:
+        settings: of the engine.
+        model: of the policy.
+        address: of the server.
+        rounds: see `EngineServers`.
+        is_started: whether this process has started the server, which then has the policy's model.
+    """
+    connection, stop_ids, adapter = EngineConnection(address), model.bounds.stop_ids, model.adapter
+    sample = None if is_started else tokenized(model.tokenizer)
+    if isinstance(settings, SglangEngineConfig):
+        return SglangApi(connection, model.bounds, stop_ids, model.files.folder, sample)
+    return VllmApi(
+        connection,
+        model.bounds,
+        stop_ids,
+        owner=secrets.token_hex(4),
+        seeded=settings.seeds,
+        sample=sample,
+        rank=None if adapter is None else adapter.rank,
+        pictures=model.pictures,
+        rendezvous=None if rounds is None or adapter is not None else rounds.rendezvous,
+        folder=model.files.folder if is_started else None,
+    )
+
+
 def _served(
     settings: VllmEngineConfig | SglangEngineConfig, place: _Place, rounds: WeightRounds | None
 ) -> ServedPolicy:
     """Return a policy and the server that samples from it; see `ServedPolicy`."""
-    model, connection = place.model, EngineConnection(place.address)
-    stop_ids, adapter = model.bounds.stop_ids, model.adapter
-    sample = tokenized(model.tokenizer) if place.process is None else None
-    api: EngineApi = (
-        VllmApi(
-            connection,
-            model.bounds,
-            stop_ids,
-            owner=secrets.token_hex(4),
-            seeded=settings.seeds,
-            sample=sample,
-            rank=None if adapter is None else adapter.rank,
-            pictures=model.pictures,
-            rendezvous=None if rounds is None or adapter is not None else rounds.rendezvous,
-            folder=None if place.process is None else model.files.folder,
-        )
-        if isinstance(settings, VllmEngineConfig)
-        else SglangApi(connection, model.bounds, stop_ids, model.files.folder, sample)
-    )
+    model, adapter = place.model, place.model.adapter
     known: dict[str, Any] = {
         "name": model.name,
-        "api": api,
+        "api": _api(settings, model, place.address, rounds, is_started=place.process is not None),
         "bounds": model.bounds,
         "shapes": model.files.shapes,
         "folder": place.folder,

@@ -20,7 +20,7 @@ from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane
 from palestra.types.progress import JobProgress
-from palestra.types.states import JobState
+from palestra.types.states import STUCK, JobState
 from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra")
@@ -122,6 +122,9 @@ class LocalJob:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and isinstance(stuck := watch.exception(), PalestraError):
                 await self._failed(stuck)  # first, because what is stuck may not let itself be cancelled
+                if self._report is not None:  # who waits learns it now, and not when all is closed
+                    ending = "the job is ended, which takes up to minutes where a part of it does not answer"
+                    self._report(STUCK, {"step": self.progress.step, "text": f"{stuck}; {ending}"})
                 work.cancel()
                 await asyncio.wait((work,), timeout=CLOSE_SECONDS)
                 raise stuck

@@ -12,6 +12,7 @@ TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two mome
 SAVED_BYTES = 12  # a parameter in a checkpoint: weight and two moments in float32
 VERSION_BYTES = 4  # a parameter in a past version on the disk
 BYTES = {"bfloat16": 2, "float32": 4}  # a parameter that is only read
+HERE, ENGINE, RANKS = "here", "engine", "ranks"  # parts of a job with models: its process, workers, the trainer's ranks
 
 
 @dataclass(slots=True)
@@ -19,22 +20,34 @@ class Sizes:
     """Bytes of all models of a job.
 
     Attributes:
-        trained: in memory, of weights that are of one policy alone, with gradients and moments.
-        shared: in memory, of weights that never change, which all policies share: by model, precision, device and, of
-            an engine or a trainer that is not in the job's own process, the part of the job that has them.
+        trained: in the trainer's memory, of weights that are trained, with gradients and moments.
+        sampled: in the memory of each inference worker, of the same weights.
+        kept: of the copy of them that the job keeps for workers which are started later.
+        shared: of weights that never change, which all policies share: by model, precision, device and the part of the
+            job that has them; `HERE` if engine and trainer are in one process.
         saved: of one checkpoint of each policy.
         versions: on the disk, of the past versions of pools.
     """
 
     trained: int = 0
+    sampled: int = 0
+    kept: int = 0
     shared: dict[tuple[str, str, str, str], int] = field(default_factory=dict)
     saved: int = 0
     versions: int = 0
 
     @property
-    def memory(self) -> int:
-        """Return the bytes in memory."""
-        return self.trained + sum(self.shared.values())
+    def worker(self) -> int:
+        """Return the bytes of all models in one inference worker that is no part of the job's process."""
+        return self.sampled + self.shared_by(ENGINE)
+
+    def shared_by(self, *parts: str) -> int:
+        """Return the bytes of weights that never change in some parts of the job, of one worker's copy.
+
+        Args:
+            parts: `HERE`, `ENGINE` or `RANKS`.
+        """
+        return sum(size for (*_, part), size in self.shared.items() if part in parts)
 
 
 def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameters: int) -> None:
@@ -62,10 +75,11 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
         return
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
     past = past_copies(config, name)
+    each = BYTES[getattr(config.engine, "dtype", "bfloat16")]
+    sizes.sampled += parameters * each * (1 + past)
     # Beside workers the job keeps one copy, which a worker that is started again reads.
-    copies = (1 + past) * copies_of(config) + config.engine.pooled
-    in_engine = BYTES[getattr(config.engine, "dtype", "bfloat16")] * copies
-    sizes.trained += parameters * (in_engine + TRAINED_BYTES * networks + copied)
+    sizes.kept += parameters * each * config.engine.pooled
+    sizes.trained += parameters * (TRAINED_BYTES * networks + copied)
     sizes.saved += parameters * (SAVED_BYTES * networks + copied)
     # One more than a pool has: the oldest is removed when the newest is whole.
     sizes.versions += parameters * VERSION_BYTES * (past + 1) if past else 0
@@ -89,16 +103,16 @@ class _Shared:
 
     def __init__(self, sizes: Sizes, config: JobConfig) -> None:
         self._shared = sizes.shared
-        device, copies = str(getattr(config.engine, "device", "auto")), copies_of(config)
-        is_here = isinstance(config.engine, EmbeddedEngineConfig) and copies == 1
+        device = str(getattr(config.engine, "device", "auto"))
+        is_here = isinstance(config.engine, EmbeddedEngineConfig) and copies_of(config) == 1
         self.in_engine = self._adder(
-            str(getattr(config.engine, "dtype", "bfloat16")), device, "" if is_here else "engine", copies
+            str(getattr(config.engine, "dtype", "bfloat16")), device, HERE if is_here else ENGINE
         )
-        ranks = "ranks" if config.trainer.devices > 1 else ""  # which share out one copy
-        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device, ranks, 1)
+        ranks = RANKS if config.trainer.devices > 1 else HERE  # ranks share out one copy
+        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device, ranks)
 
-    def _adder(self, dtype: str, device: str, part: str, copies: int) -> Callable[[str, int], None]:
+    def _adder(self, dtype: str, device: str, part: str) -> Callable[[str, int], None]:
         def add(model: str, parameters: int) -> None:
-            self._shared[model, dtype, device, part] = parameters * BYTES[dtype] * copies
+            self._shared[model, dtype, device, part] = parameters * BYTES[dtype]
 
         return add

@@ -10,6 +10,7 @@ from palestra.errors import IllegalTransition
 SEAT_LOST, SEAT_UNCLAIMED = "seat_lost", "seat_unclaimed"  # why an episode is given back; see `rollout.Termination`
 # Kinds of events: a part of a job was lost, which did not end the job; their data has a `text` for people.
 LOSSES = ("trainer_lost", "base_lost", "engine_worker_lost")
+STUCK = "stuck"  # what a job reports, with such a text, when the watchdog ends it, before all of it has ended
 
 
 class JobState(StrEnum):

@@ -61,10 +61,21 @@ class EngineApi(Protocol):
     splits_versions: bool
     sees: bool
 
-    async def check(self, dtype: torch.dtype) -> None:
-        """Ask the server whether it fits the policy and can be given weights, and let it go on if it is paused.
+    async def inspect(self, dtype: torch.dtype) -> None:
+        """Compare what the server says of itself with what the policy needs. A job that uses it notices nothing.
 
-        A job that was killed may have left it so.
+        Args:
+            dtype: of the weights that it is given.
+
+        Raises:
+            ConfigError: it does not fit; the message says what to change.
+        """
+        ...
+
+    async def check(self, dtype: torch.dtype) -> None:
+        """Do what `inspect` does, let the server go on if it is paused, and try whether it is what it says.
+
+        A job that was killed may have left it paused.
 
         Args:
             dtype: of the weights that it is given.

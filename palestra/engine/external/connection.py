@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import httpx2
 
 from palestra.engine.external.bounded import read_body, read_lines
 from palestra.engine.shown import shown
-from palestra.errors import ConfigError, EngineFailure, InvalidRequest
+from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
@@ -55,12 +56,12 @@ class EngineConnection:
             address: of the server.
         """
         self._address = address
-        socket = None if address.socket is None else str(address.socket)
+        path = None if address.socket is None else str(address.socket)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx2.AsyncClient(
             base_url=address.url,
             headers={"authorization": f"Bearer {address.key}"} if address.key else {},
-            transport=httpx2.AsyncHTTPTransport(uds=socket, limits=limits),
+            transport=httpx2.AsyncHTTPTransport(uds=path, limits=limits),
         )
 
     @property
@@ -200,7 +201,12 @@ class EngineConnection:
     def _failure(self, path: str, error: Exception) -> EngineFailure:
         where = f"{self._address}{path}: {type(error).__name__}: {error}".rstrip(": ")
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) and self._address.socket is None:
-            where += "; no server listens at engine.url: start the engine's server, or correct the address"
+            unknown = any(isinstance(cause, socket.gaierror) for cause in _causes(error))
+            where += (
+                "; the name of the machine in engine.url is not known here: correct it"
+                if unknown
+                else "; no server listens at engine.url: start the engine's server, or correct the address"
+            )
         return EngineFailure(where)
 
     def _refuse(self, path: str, answer: httpx2.Response, body: bytes) -> NoReturn:
@@ -210,7 +216,10 @@ class EngineConnection:
             raise InvalidRequest(f"{_REFUSES}{_message(body) or status}")
         said = _message(body) or shown(answer.reason_phrase)
         if answer.status_code in _OTHER_KEY:
-            said += "; engine.key_variable has to name the variable with the key that the engine's server was given"
+            raise EngineKeyRefused(
+                f"{self._address}{path} answered {answer.status_code}: {said}; engine.key_variable has to name the "
+                "variable with the key that the engine's server was given"
+            )
         raise EngineFailure(f"{self._address}{path} answered {answer.status_code}: {said}")
 
     def _event(self, path: str, data: bytes) -> Any:
@@ -224,6 +233,14 @@ class EngineConnection:
                 raise InvalidRequest(f"{_REFUSES}{_said(event)}")
             raise EngineFailure(f"{self._address}{path}: {_said(event)}")
         return event
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield what has caused an error, the nearest first."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _sent(body: Body | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from palestra.engine.external.api import Counters, EngineApi
 from palestra.engine.external.process import ServerProcess
 from palestra.engine.external.reply import Bounds
-from palestra.errors import ModelError
+from palestra.errors import ConfigError, EngineKeyRefused, ModelError
 from palestra.models.tensor_file import write_weights
 from palestra.models.weight_file import FileWeights
 from palestra.models.weights import LocalWeights, WeightSource
@@ -125,11 +125,14 @@ class ServedPolicy:
         """Ask the server whether it fits the policy, and make it ready; before anything else is sent.
 
         Raises:
-            ConfigError: it does not fit.
+            ConfigError: it does not fit, or asks for another key.
             EngineFailure: it does not answer.
         """
-        await self.api.check(self.dtype)
-        await self.api.set_version(self.version)
+        try:
+            await self.api.check(self.dtype)
+            await self.api.set_version(self.version)
+        except EngineKeyRefused as error:  # asking again would not help
+            raise ConfigError(str(error)) from error
 
     def version_of(self, name: str) -> PolicyVersion:
         """Return the version of the weights that a request which begins now is sampled from.

@@ -54,8 +54,8 @@ class SglangApi:
         self._sample = sample
         self._http, self._bounds, self._stop_ids, self._folder = connection, bounds, stop_ids, folder
 
-    async def check(self, dtype: torch.dtype) -> None:
-        """Compare the server's version, context, vocabulary and tokenizer with what the policy needs; see `EngineApi`.
+    async def inspect(self, dtype: torch.dtype) -> None:
+        """Compare the server's version, context and tokenizer with what the policy needs; see `EngineApi`.
 
         Args:
             dtype: of the weights; not compared, because SGLang says only the precision that it was started with, which
@@ -74,10 +74,21 @@ class SglangApi:
                 f"the engine's server is SGLang {shown(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
             )
         self._check_context(settings)
-        await self.resume()  # a server that is paused would not answer what is asked next
-        await self._check_vocabulary()
         if self._sample is not None:
             await check_tokenizer(self._http, self._sample, _QUICK)
+
+    async def check(self, dtype: torch.dtype) -> None:
+        """Inspect the server, and compare its vocabulary with that of the policy's model; see `EngineApi`.
+
+        Args:
+            dtype: see `inspect`.
+
+        Raises:
+            ConfigError: one of them does not fit.
+        """
+        await self.inspect(dtype)
+        await self.resume()  # a server that is paused would not answer what is asked next
+        await self._check_vocabulary()
 
     async def _settings(self) -> Mapping[str, Any]:
         """Return what the server says of its settings and limits."""

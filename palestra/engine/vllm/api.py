@@ -25,7 +25,14 @@ from palestra.engine.vllm.pictures import VllmPictures
 from palestra.engine.vllm.rendezvous import Rendezvous
 from palestra.engine.vllm.sampling import vllm_sampling
 from palestra.engine.vllm.worker.palestra_weight_group import WeightLayout
-from palestra.errors import ConfigError, EngineFailure, EngineServerError, InvalidRequest, PalestraError
+from palestra.errors import (
+    ConfigError,
+    EngineFailure,
+    EngineKeyRefused,
+    EngineServerError,
+    InvalidRequest,
+    PalestraError,
+)
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 
@@ -94,8 +101,8 @@ class VllmApi:
         """Return where the server listens, for messages."""
         return self._http.address
 
-    async def check(self, dtype: torch.dtype) -> None:
-        """Compare the server's version, settings, context, vocabulary and tokenizer with what the policy needs.
+    async def inspect(self, dtype: torch.dtype) -> None:
+        """Compare the server's version, settings, context and tokenizer with what the policy needs; see `EngineApi`.
 
         Args:
             dtype: of the weights that the policy is sent.
@@ -122,9 +129,25 @@ class VllmApi:
             raise ConfigError(
                 f"the engine's server describes itself in a way that can't be read: {problem(error)}"
             ) from error
+        await self._http.get("/v1/models", _QUICK)  # asks for the key, as replies do, and the routes above do not
+        if self._sample is not None:
+            await check_tokenizer(self._http, self._sample, _QUICK)
+
+    async def check(self, dtype: torch.dtype) -> None:
+        """Inspect the server, have its workers reach the trainer, and compare its vocabulary; see `EngineApi`.
+
+        Args:
+            dtype: of the weights that the policy is sent.
+
+        Raises:
+            ConfigError: one of them does not fit.
+        """
+        await self.inspect(dtype)
         if self._rendezvous is not None:
             try:
                 await self._greet({}, _QUICK)
+            except EngineKeyRefused:
+                raise
             except EngineServerError as error:
                 raise ConfigError(f"the engine's server can't be sent weights: {error}") from error
             except EngineFailure as error:
@@ -133,8 +156,6 @@ class VllmApi:
                 ) from error
         await self.resume()  # a server that is paused would not answer what is asked next
         await self._check_vocabulary()
-        if self._sample is not None:
-            await check_tokenizer(self._http, self._sample, _QUICK)
 
     def _check_settings(self, settings: Mapping[str, Any], dtype: str) -> None:
         """Compare the server's settings with what the policy needs, and its precision with `engine.dtype`."""

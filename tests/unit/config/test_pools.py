@@ -40,7 +40,7 @@ def test_a_role_of_the_newest_weights_is_the_name_of_its_policy():
             r"'roles.opponent.pool.siz'; did you mean 'size'",
         ),
         ({"policy": "white", "pool": {}}, 'only with versions = "pool"; set that, or leave the pool out'),
-        ({"versions": "pool"}, "roles.opponent.policy: Field required"),
+        ({"versions": "pool"}, "roles.opponent.policy: this key has to be given: "),
         (
             PAST | {"policy": "black"},
             "roles.opponent.policy is 'black', and there is no such policy (there are 'white')",

@@ -153,6 +153,8 @@ class ScriptedVllm(ScriptedServer):
             return web.Response(text=self.metrics)
         if path == "/health":
             return web.Response()
+        if path == "/v1/models":
+            return web.json_response({"data": []})
         if path == "/inference/v1/generate":
             return await self.generate(request, body)
         self.asked.append((path, body or dict(request.query)))

@@ -251,7 +251,7 @@ async def test_another_program_at_the_address_is_told_from_the_engines_server(se
 
 async def test_a_wrong_key_is_said(vllm, tmp_path):
     async with on_server(vllm, tmp_path, key="another") as engine:
-        with pytest.raises(EngineFailure, match=r"answered 401: Unauthorized; engine\.key_variable has to name"):
+        with pytest.raises(ConfigError, match=r"answered 401: Unauthorized; engine\.key_variable has to name"):
             await pieces_of(engine)
 
 

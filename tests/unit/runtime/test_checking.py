@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import struct
@@ -12,14 +13,17 @@ import pytest
 from palestra.config import parse_config
 from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import ConfigError
-from palestra.runtime import checking
+from palestra.errors import ConfigError, Conflict
+from palestra.runtime import checking, model_room
+from palestra.runtime.cards import Card
 from palestra.runtime.checking import check_job, existing_parent
 from palestra.runtime.early_checks import check_heads, check_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
 from palestra.runtime.model_facts import model_facts
 from palestra.runtime.places import HERE
+from unit.engine import engine_servers
+from unit.engine.engine_servers import ScriptedVllm, listening, of_tiny_random
 from unit.engine.scripted_vllm import write_interpreter
 
 FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
@@ -140,9 +144,33 @@ def test_an_engine_whose_environment_has_no_vllm_or_whose_key_is_not_set(tmp_pat
     assert "torch sees no CUDA device" in mixed["engine.workers.0.device"]
     assert "that variable is not set here" in found(**TINY, engine=served)["engine.key_variable"]
     monkeypatch.setenv("ENGINE_KEY", "k")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        served["url"] = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        assert found(**TINY, engine=served) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "words"),
+    [
+        ({}, None, ""),
+        ({"info": {"model_config": {"logprobs_mode": "raw_logprobs", "max_model_len": 64}}}, "url", "--logprobs-mode"),
+        ({"number": "0.31.2"}, "url", "0.32 or newer is needed"),
+        ({"answers": {"/version": (404, "not found")}}, "url", "answers, but is no vLLM server"),
+        ({"tokens": lambda text: [1, 2, 3]}, "url", "another tokenizer than the policy's model"),
+        ({"KEY": "another"}, "key_variable", "answered 401: Unauthorized; engine.key_variable has to name"),
+    ],
+)
+async def test_servers_that_run_already_are_asked_what_they_are(monkeypatch, change, key, words):
+    server = of_tiny_random(ScriptedVllm())
+    server.paused = True  # by the job that it works for
+    monkeypatch.setenv("ENGINE_KEY", change.get("KEY", engine_servers.KEY))
+    for name in change.keys() - {"KEY"}:
+        setattr(server, name, change[name])
+    async with listening(server) as port:
+        url = f"http://127.0.0.1:{port}"
+        engine = {"kind": "vllm", "url": url, "key_variable": "ENGINE_KEY", "dtype": "float32"}
+        policies = {"policy": {"model": "tiny-random", "max_context": 64}}
+        said = await asyncio.to_thread(lambda: found(policies=policies, engine=engine, server={"port": 0}))
+    assert set(said) == (set() if key is None else {f"engine.{key}"})
+    assert key is None or words in said[f"engine.{key}"]
+    assert (server.paused, server.asked) == (True, [])
 
 
 def test_servers_for_which_there_is_too_little_memory(tmp_path, monkeypatch):
@@ -234,7 +262,7 @@ def test_a_device_that_is_not_there_and_a_promise_that_a_gpu_does_not_keep(monke
     assert "no CUDA" in found(**TINY, engine={"device": "cuda"})["engine.device"]
     assert found(**TINY, deterministic=True) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
+    monkeypatch.setattr(model_room, "visible_cards", lambda: [Card(name="0", memory_bytes=2**30, free_bytes=2**30)])
     keys = found(**TINY, deterministic=True)
     assert set(keys) == {"engine.device", "trainer.device"}
     assert "deterministic" in keys["trainer.device"]
@@ -307,7 +335,7 @@ def test_a_critic_and_a_reference_count_as_well(tmp_path, monkeypatch, algorithm
     """A parameter has 2 bytes in the engine, 16 in each network that is trained, and 2 in a reference."""
     folder = model_in(tmp_path / "m", 10**6)
     for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
-        monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
         keys = found(model=folder, algorithm=algorithm, trainer={"device": "cpu"}, server={"port": 0})
         assert ("model" not in keys) == fits
 
@@ -316,7 +344,7 @@ def test_each_version_of_a_pool_is_a_copy_in_the_engine(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
     role = {"policy": "policy", "versions": "pool", "pool": {"size": 3}}
     for free, fits in ((24 * 10**6, True), (24 * 10**6 - 1, False)):
-        monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
         keys = found(model=folder, roles={"opponent": role}, trainer={"device": "cpu"}, server={"port": 0})
         assert ("model" not in keys) == fits
 
@@ -339,7 +367,7 @@ def test_weights_that_never_change_count_once(tmp_path, monkeypatch, policies, c
     named = {name: {"model": folder, **policy} for name, policy in policies.items()}
     roles = {f"agent-{name}": name for name in policies}
     for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
-        monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
         keys = found(policies=named, roles=roles, server={"port": 0}, **cpu | changes)
         assert ("model" not in keys) == fits
 
@@ -349,7 +377,7 @@ def test_the_disk_that_past_versions_need_is_named(tmp_path, monkeypatch):
     role = {"policy": "policy", "versions": "pool", "pool": {"size": 3, "every_steps": 2}}
     job = {"model": folder, "roles": {"opponent": role}, "server": {"port": 0}}
     disk = checking.shutil._ntuple_diskusage
-    monkeypatch.setattr(checking, "available_bytes", lambda: 10**12)
+    monkeypatch.setattr(model_room, "available_bytes", lambda: 10**12)
     # Three checkpoints of 12 bytes a parameter, and four versions of 4.
     monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: disk(10**12, 0, 52 * 10**9))
     assert found(**job) == {}
@@ -432,27 +460,87 @@ def test_a_trained_policy_without_an_agent_is_refused_where_the_agents_are_known
     assert found(**FAKE, environment={"name": "gomoku-duel"}, policies=policies, roles=below) == {}
 
 
-def test_where_there_is_a_gpu_its_memory_counts(tmp_path, monkeypatch):
+@pytest.fixture
+def with_cards(monkeypatch):
+    """Let a machine have graphics cards, each with so many free bytes."""
     import torch
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**40))
+    def have(*free: int | None) -> None:
+        cards = [Card(name=str(number), memory_bytes=2**40, free_bytes=each) for number, each in enumerate(free)]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(model_room, "visible_cards", lambda: cards)
+
+    return have
+
+
+def test_where_there_is_a_gpu_its_memory_counts(tmp_path, with_cards):
+    with_cards(2**20)
     folder = model_in(tmp_path / "m", 10**6)  # 18 MB
     assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
     assert found(model=folder, engine={"device": "cpu"}, trainer={"device": "cpu"}, server={"port": 0}) == {}
+    assert "take 0.0 GiB" in found(model=folder, kind="inference", server={"port": 0})["model"]
+    with_cards(None)  # a driver that does not say
+    assert found(model=folder, server={"port": 0}) == {}
 
 
-def test_ranks_have_the_memory_of_several_gpus(tmp_path, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card=0: (10**7, 2**40))
+def test_ranks_have_the_memory_of_several_gpus(tmp_path, with_cards):
+    with_cards(10**7, 10**7)
     folder = model_in(tmp_path / "m", 10**6)  # 18 MB
     assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
     assert found(model=folder, trainer={"devices": 2}, server={"port": 0}) == {}
     larger = model_in(tmp_path / "larger", 2 * 10**6)
     assert "the memory of 2 GPUs" in found(model=larger, trainer={"devices": 4}, server={"port": 0})["model"]
+
+
+def test_inference_workers_have_cards_of_their_own(tmp_path, with_cards):
+    """A trainer takes 16 MB, and each of three workers 2."""
+    folder = model_in(tmp_path / "m", 10**6)
+    job = {"model": folder, "engine": {"replicas": 3}, "server": {"port": 0}}
+    with_cards(16 * 10**6, 3 * 10**6, 3 * 10**6)
+    assert found(**job) == {}
+    with_cards(16 * 10**6 - 1, 10**9, 10**9)
+    assert "of the GPU's memory" in found(**job)["model"]
+    with_cards(16 * 10**6, 3 * 10**6, 3 * 10**6 - 1)
+    assert "with 3 inference workers, each with a copy, " in found(**job)["engine.replicas"]
+
+
+def test_what_is_offloaded_is_in_the_machines_memory(tmp_path, monkeypatch, with_cards):
+    folder = model_in(tmp_path / "m", 10**6)
+    job = {"model": folder, "trainer": {"devices": 2, "cpu_offload": True}, "server": {"port": 0}}
+    with_cards(2 * 10**6, 0)
+    monkeypatch.setattr(model_room, "available_bytes", lambda: 16 * 10**6)
+    assert found(**job) == {}
+    monkeypatch.setattr(model_room, "available_bytes", lambda: 16 * 10**6 - 1)
+    assert "of memory are free" in found(**job)["model"]
+
+
+def test_keys_and_values_that_have_more_memory_than_there_is_are_noted(tmp_path):
+    said = noted(**TINY, engine={"replicas": 3, "cache_gib": 400})["engine.cache_gib"]
+    assert "keys and values of 3 workers may take 1.2e+03 GiB" in said
+    assert "GiB are free; with many or long replies" in said
+    assert "engine.cache_gib" not in noted(**TINY, engine={"replicas": 3, "cache_gib": 0.01})
+
+
+async def test_a_job_whose_models_do_not_fit_is_refused_before_they_are_loaded(tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "m", 10**6)
+    config = parse_config({"model": folder, "engine": {"replicas": 2}, "run_dir": "run", "server": {"port": 0}})
+    monkeypatch.setattr(model_room, "available_bytes", lambda: 22 * 10**6 - 1)
+    with pytest.raises(ConfigError, match=r"weights, gradients and moments with 2 inference workers.* are missing"):
+        async with local_job(config, lambda kind, data: None):
+            pass
+    model_room.check_room(config, {"policy": "tiny-random"}, HERE)  # of what is loaded in its place
+    monkeypatch.setattr(model_room, "available_bytes", lambda: 22 * 10**6)
+    model_room.check_room(config, {}, HERE)
+
+
+def test_workers_are_added_only_where_their_models_fit(tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "m", 10**6)
+    config = parse_config({"model": folder, "engine": {"replicas": 2}})
+    monkeypatch.setattr(model_room, "available_bytes", lambda: 6 * 10**6)
+    model_room.check_more(config, {}, 3)
+    with pytest.raises(Conflict, match=r"no room for 4 more inference workers, and the job goes on"):
+        model_room.check_more(config, {}, 4)
+    model_room.check_more(config, {"policy": "./nowhere"}, 4)  # which its loading says
 
 
 def test_the_disk_that_counts_is_that_of_the_folder(tmp_path, monkeypatch):
@@ -519,7 +607,7 @@ def test_each_policy_that_is_trained_counts(tmp_path, monkeypatch):
     for more, bytes_more in ({}, 0), ({"old": {"model": folder, "frozen": True}}, 2):
         settings = {"policies": policies | more, "roles": {"opponent": "black"}, "trainer": {"device": "cpu"}}
         for free, fits in (((wanted + bytes_more) * 10**6, True), ((wanted + bytes_more) * 10**6 - 1, False)):
-            monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+            monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
             assert ("model" not in found(**settings, server={"port": 0})) == fits
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.config import parse_config
+from palestra.runtime.model_room import room_of
 from palestra.runtime.model_sizes import Sizes, add_policy
 
 N = 1000  # parameters
@@ -41,4 +42,4 @@ def test_every_inference_worker_of_this_machine_has_a_copy(config, expected):
     job, sizes = parse_config(config), Sizes()
     for name in job.policies:
         add_policy(sizes, job, name, f"model of {name}", N)
-    assert sizes.memory == expected * N
+    assert room_of(job, sizes).machine == expected * N
