@@ -338,6 +338,8 @@ class EngineServerError(EngineFailure):
 class EngineKeyRefused(EngineFailure):
     """A server of the engine asks for another key than the job has, which asking again does not change."""
 
+    retryable = False
+
 
 class BaseServerLost(EngineFailure):
     """The connection to a base server was lost, or the server has been started again and has forgotten the job.

@@ -34,7 +34,7 @@ from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.early_checks import check_trainer, devices, engine_tables, impossible_servers, not_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.memory import available_bytes
-from palestra.runtime.model_room import read_facts, references_of, room_of, shortage
+from palestra.runtime.model_room import amount, read_facts, references_of, room_of, shortage
 from palestra.runtime.model_sizes import Sizes, add_policy, add_reference
 from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
@@ -322,7 +322,7 @@ def _models(config: JobConfig) -> Iterator[Finding]:
     for name, policy in config.policies.items():
         try:
             folder, facts = read_facts(policy.model)
-        except (ModelError, OSError, ValueError) as error:
+        except ModelError as error:
             yield Finding(key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}")
             continue
         if facts.context is not None and policy.max_context > facts.context and policy.max_context != DEFAULT_CONTEXT:
@@ -330,11 +330,11 @@ def _models(config: JobConfig) -> Iterator[Finding]:
                 key=f"policies.{name}.max_context",
                 text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
             )
-        add_policy(sizes, config, name, folder, facts.parameters or 0)
+        add_policy(sizes, config, name, folder, facts.parameters or 0, facts.tower)
     for key, model in references_of(config).items():
         try:
             folder, facts = read_facts(model)
-        except (ModelError, OSError, ValueError) as error:
+        except ModelError as error:
             yield Finding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
             continue
         add_reference(sizes, config, folder, facts.parameters or 0)
@@ -356,9 +356,9 @@ def _caches(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
         if caches + room.machine / GIB > free / GIB:
             yield Finding(
                 key=f"{key}.cache_gib",
-                text=f"keys and values{several} may take {caches:.3g} GiB and the models take {room.machine / GIB:.1f} "
-                f"GiB, and {free / GIB:.1f} GiB are free; with many or long replies at the same time the job would run "
-                f"out of memory",
+                text=f"keys and values{several} may take {caches:,.1f} GiB and the models take {amount(room.machine)}, "
+                f"and {amount(free)} are free; with many or long replies at the same time the job would run out of "
+                f"memory: lower {key}.cache_gib{f' or {key}.replicas' if table.started_count > 1 else ''}",
                 fatal=False,
             )
 

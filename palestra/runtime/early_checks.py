@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from palestra.config import (
@@ -19,9 +19,12 @@ from palestra.config import (
     VllmEngineConfig,
 )
 from palestra.config.engine_pool import PooledEngineConfig
-from palestra.errors import ConfigError, PalestraError
+from palestra.errors import ConfigError, EngineKeyRefused, PalestraError
 from palestra.models.device import DeviceName, device_of
 from palestra.runtime.places import JobPlaces
+
+if TYPE_CHECKING:
+    from palestra.engine.vllm.weight_rounds import WeightRounds
 
 CONNECT_SECONDS = 3.0
 # Of a head of attention, in vLLM's build for CPUs: `CPUAttentionBackend.get_supported_head_sizes` of 0.32.
@@ -152,38 +155,55 @@ def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -
         key: of the table, such as `engine`.
         table: of the workers.
     """
-    yield from _impossible_urls(config, key, table)
-    if not isinstance(table, VllmEngineConfig):
+    if not isinstance(table, VllmEngineConfig | SglangEngineConfig):
         return
     from palestra.runtime.engine_servers import weight_rounds
 
+    rounds = None
     try:
-        weight_rounds(table)
+        rounds = weight_rounds(table)
     except ConfigError as error:
-        yield f"{key}.{'weight_transfer' if table.weights_address is None else 'weights_address'}", str(error)
-    yield from _odd_heads(config, table)
-    yield from _without_room(config, key, table)
+        address = getattr(table, "weights_address", None)
+        yield f"{key}.{'weight_transfer' if address is None else 'weights_address'}", str(error)
+    if table.url is not None:
+        yield from _impossible_urls(config, key, table, rounds)
+    elif isinstance(table, VllmEngineConfig):
+        yield from _odd_heads(config, table)
+        yield from _without_room(config, key, table)
 
 
-def _impossible_urls(config: JobConfig, key: str, table: PooledEngineConfig) -> Iterator[tuple[str, str]]:
-    """Yield why servers that run already are not there, or do not fit the job's policy."""
-    if not isinstance(table, VllmEngineConfig | SglangEngineConfig) or table.url is None:
-        return
-    silent = {url: problem for url in table.url if (problem := _unreachable(url)) is not None}
-    for url, problem in silent.items():
-        yield f"{key}.url", f"nothing answers at {url} ({problem}); start the server first, or correct {key}.url"
-    variable = table.key_variable
-    if silent or (variable is not None and not os.environ.get(variable)):
-        return
+def _impossible_urls(
+    config: JobConfig, key: str, table: VllmEngineConfig | SglangEngineConfig, rounds: WeightRounds | None
+) -> Iterator[tuple[str, str]]:
+    """Yield why servers that run already are not there, or do not fit the job's policy.
+
+    Args:
+        config: the job.
+        key: of the table.
+        table: of the workers, with addresses.
+        rounds: in which they would receive weights; None: they read them from files.
+    """
     from palestra.runtime.engine_servers import inspect_servers
     from palestra.runtime.served_models import read_served_models
 
+    silent = {url: problem for url in table.url or () if (problem := _unreachable(url)) is not None}
+    for url, problem in silent.items():
+        yield f"{key}.url", f"nothing answers at {url} ({problem}); start the server first, or correct {key}.url"
+    variable = table.key_variable
+    if variable is not None and not os.environ.get(variable):
+        return
+    answering = table.model_copy(update={"url": tuple(url for url in table.url or () if url not in silent)})
     try:
         models = read_served_models(config, {})
     except PalestraError:  # a model, or a key of a policy, that other checks name
         return
-    for text in asyncio.run(inspect_servers(table, models[0])).values():
-        yield f"{key}.{'key_variable' if 'key_variable' in text else 'url'}", text
+    try:
+        wrong = asyncio.run(inspect_servers(answering, models[0], rounds))
+    except ConfigError as error:
+        yield f"{key}.key_variable", str(error)
+        return
+    for refused in wrong:
+        yield f"{key}.{'key_variable' if isinstance(refused, EngineKeyRefused) else 'url'}", str(refused)
 
 
 def _without_room(config: JobConfig, key: str, table: VllmEngineConfig) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import tempfile
@@ -26,10 +27,12 @@ from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, vllm_c
 from palestra.engine.vllm.rendezvous import Rendezvous
 from palestra.engine.vllm.served_broadcast import ServedBroadcast
 from palestra.engine.vllm.weight_rounds import WeightRounds
-from palestra.errors import ConfigError, EngineFailure
+from palestra.errors import ConfigError, EngineFailure, PalestraError
 from palestra.models.weight_file import weight_folder
 from palestra.runtime.served_models import ServedModel
 from palestra.types.calls import PolicyVersion
+
+INSPECT_SECONDS = 20.0  # for a server to say what it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,9 +165,17 @@ def _key(settings: VllmEngineConfig | SglangEngineConfig) -> str:
         ConfigError: it is not there.
     """
     variable = settings.key_variable
-    if variable is not None and not os.environ.get(variable):
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "")
+    if not key:
         raise ConfigError(f"engine.key_variable is {variable!r}, and that variable is not set here")
-    return os.environ[variable] if variable is not None else ""
+    if not (key.isascii() and key.isprintable()) or key != key.strip():  # which no header of HTTP can have
+        raise ConfigError(
+            f"engine.key_variable is {variable!r}, and what that variable has can't be a key: it has a letter beyond "
+            "ASCII, or a line break or a space around it"
+        )
+    return key
 
 
 def weight_rounds(settings: VllmEngineConfig | SglangEngineConfig) -> WeightRounds | None:
@@ -183,28 +194,38 @@ def weight_rounds(settings: VllmEngineConfig | SglangEngineConfig) -> WeightRoun
     return WeightRounds(Rendezvous(settings.weights_address, settings.weight_transfer, seconds))
 
 
-async def inspect_servers(settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel) -> dict[str, str]:
-    """Return why servers that run already can't serve a policy, by their addresses; those that fit are left out.
+async def inspect_servers(
+    settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel, rounds: WeightRounds | None
+) -> list[PalestraError]:
+    """Return why servers that run already can't serve a policy, in the order of their addresses; none: all fit.
 
     Nothing is changed in a server, and a job that it works for notices nothing.
 
     Args:
         settings: of the engine, with addresses.
         model: of the policy.
+        rounds: see `EngineServers`; a server that could not take part in them does not fit.
 
     Raises:
-        ConfigError: the key of the servers is not there.
+        ConfigError: the key of the servers is not there, or can't be one.
     """
-    found = {}
-    for url in settings.url or ():
-        api = _api(settings, model, Address(url=url, key=_key(settings)), None, is_started=False)
+    key = _key(settings)
+
+    async def look(url: str) -> PalestraError | None:
+        api = _api(settings, model, Address(url=url, key=key), rounds, is_started=False)
         try:
-            await api.inspect(getattr(torch, settings.dtype))
-        except (ConfigError, EngineFailure) as error:
-            found[url] = str(error)
+            async with asyncio.timeout(INSPECT_SECONDS):
+                await api.inspect(getattr(torch, settings.dtype))
+        except TimeoutError:
+            return EngineFailure(f"{url} takes connections, and has not answered within {INSPECT_SECONDS:g} s")
+        except PalestraError as error:
+            return error if url in str(error) else ConfigError(f"{url}: {error}")
         finally:
             await api.close()
-    return found
+        return None
+
+    found = await asyncio.gather(*map(look, settings.url or ()))
+    return [error for error in found if error is not None]
 
 
 def _api(

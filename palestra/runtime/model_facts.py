@@ -9,6 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palestra.errors import ModelError
+
+_OF_TOWERS = (
+    ".visual.",
+    ".vision_tower.",
+    ".vision_model.",
+    ".multi_modal_projector.",
+    ".connector.",
+)  # in names of weights, behind a dot
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
@@ -18,11 +28,13 @@ class ModelFacts:
         parameters: number of weights; None: the folder has no safetensors.
         context: most positions; None: the model does not say.
         sees: whether it has a tower for pictures.
+        tower: number of the tower's weights.
     """
 
     parameters: int | None
     context: int | None
     sees: bool = False
+    tower: int = 0
 
 
 def model_facts(folder: Path) -> ModelFacts:
@@ -30,20 +42,36 @@ def model_facts(folder: Path) -> ModelFacts:
 
     Args:
         folder: has the model in Hugging Face's layout.
+
+    Raises:
+        ModelError: a file is missing or damaged.
     """
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    text = found.get("text_config", found)
-    files = sorted(folder.glob("*.safetensors"))
-    return ModelFacts(
-        parameters=sum(map(_parameters, files)) if files else None,
-        context=text.get("max_position_embeddings"),
-        sees="vision_config" in found,
-    )
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        context = (found.get("text_config") or found).get("max_position_embeddings")
+        sizes: dict[str, int] = {}
+        files = sorted(folder.glob("model*.safetensors"))  # others, which some models bring as well, are not loaded
+        for file in files:
+            sizes |= _sizes(file)
+        return ModelFacts(
+            parameters=sum(sizes.values()) if files else None,
+            context=None if context is None else int(context),
+            sees="vision_config" in found,
+            tower=sum(size for name, size in sizes.items() if any(part in f".{name}" for part in _OF_TOWERS)),
+        )
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, struct.error) as error:
+        raise ModelError(f"the model in {folder} can't be read: {type(error).__name__}: {error}") from error
 
 
-def _parameters(file: Path) -> int:
-    """Return how many numbers a safetensors file holds, from its header."""
+def _sizes(file: Path) -> dict[str, int]:
+    """Return how many numbers each tensor of a safetensors file has, from its header.
+
+    Raises:
+        ValueError: it is no such file.
+    """
     with file.open("rb") as opened:
         (size,) = struct.unpack("<Q", opened.read(8))
+        if size > file.stat().st_size:
+            raise ValueError(f"{file.name} is no safetensors file")  # a pointer of Git LFS, say
         header = json.loads(opened.read(size))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -6,16 +6,18 @@ of which `palestra check` finds out by a trial.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
 from palestra.errors import ConfigError, Conflict, ModelError
+from palestra.models.device import memory_bytes
 from palestra.runtime.cards import trainer_cards, visible_cards
 from palestra.runtime.memory import available_bytes
 from palestra.runtime.model_facts import ModelFacts, model_facts
-from palestra.runtime.model_sizes import HERE, RANKS, Sizes, add_policy, add_reference, copies_of
+from palestra.runtime.model_sizes import HERE, RANKS, Sizes, add_policy, add_reference, copies_of, is_on_card
 from palestra.runtime.places import JobPlaces
 
 GIB = 2**30
@@ -43,15 +45,18 @@ def read_facts(model: str) -> tuple[str, ModelFacts]:
         model: name or folder; of an adapter, its base is meant.
 
     Raises:
-        ModelError: there is no such model.
-        OSError, ValueError: its files can't be read.
+        ModelError: there is no such model, or its files can't be read.
     """
     from palestra.models.adapter_files import base_of
     from palestra.models.catalog import model_folder
 
-    folder = model_folder(base_of(model))
-    facts = model_facts(folder) if isinstance(folder, Path) else ModelFacts(parameters=None, context=None)
-    return str(folder), facts
+    try:
+        folder = model_folder(base_of(model))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {model} can't be read: {type(error).__name__}: {error}") from error
+    if not isinstance(folder, Path):
+        return folder, ModelFacts(parameters=None, context=None)
+    return str(folder.resolve()), model_facts(folder)
 
 
 def references_of(config: JobConfig) -> dict[str, str]:
@@ -80,8 +85,14 @@ def check_room(config: JobConfig, weights: Mapping[str, str], places: JobPlaces)
     if elsewhere or isinstance(config.engine, FakeEngineConfig) or config.base is not None:
         return
     sizes = _sizes(config, weights)
-    if sizes is not None and (found := shortage(config, sizes)) is not None:
-        raise ConfigError(found[1])
+    if sizes is None or shortage(config, sizes) is None:
+        return
+    _free_unused()  # what an earlier job of this process has left
+    if (found := shortage(config, sizes)) is None:
+        return
+    if room_of(config, sizes).machine <= memory_bytes():  # perhaps others need it for the moment
+        raise ConfigError(found[1]) from MemoryError("too little is free")
+    raise ConfigError(found[1])
 
 
 def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> None:
@@ -97,14 +108,14 @@ def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> Non
     """
     sizes = _sizes(config, weights)
     if sizes is None or any(
-        isinstance(one, EmbeddedEngineConfig) and _is_on_card(one.device) for one in config.engine.tables
+        isinstance(one, EmbeddedEngineConfig) and is_on_card(one.device) for one in config.engine.tables
     ):
         return
-    if (needed := sizes.worker * count) > (free := available_bytes()):
+    if (needed := sizes.worker * count) > (free := available_bytes(swap=True)):
         raise Conflict(
             f"there is no room for {count} more inference worker{'s' * (count > 1)}, and the job goes on with those "
-            f"that it has: they take {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free, so that "
-            f"{(needed - free) / GIB:.1f} GiB are missing"
+            f"that it has: they take {amount(needed)} of memory, and {amount(free)} are free, so that "
+            f"{amount(needed - free)} are missing"
         )
 
 
@@ -114,13 +125,24 @@ def _sizes(config: JobConfig, weights: Mapping[str, str]) -> Sizes | None:
     try:
         for name, policy in config.policies.items():
             folder, facts = read_facts(weights.get(name, policy.model))
-            add_policy(sizes, config, name, folder, facts.parameters or 0)
+            add_policy(sizes, config, name, folder, facts.parameters or 0, facts.tower)
         for model in references_of(config).values():
             folder, facts = read_facts(model)
             add_reference(sizes, config, folder, facts.parameters or 0)
-    except (ModelError, OSError, ValueError):
+    except ModelError:
         return None
     return sizes
+
+
+def _free_unused() -> None:
+    """Give back memory of this process that nothing uses any more."""
+    import torch
+
+    from palestra.models.device import return_freed_memory
+
+    gc.collect()
+    return_freed_memory()
+    torch.cuda.empty_cache()  # nothing where no card is used
 
 
 def shortage(config: JobConfig, sizes: Sizes) -> tuple[str, str] | None:
@@ -130,9 +152,9 @@ def shortage(config: JobConfig, sizes: Sizes) -> tuple[str, str] | None:
         config: the job, all of whose processes are on this machine.
         sizes: of its models.
     """
-    room, workers = room_of(config, sizes), copies_of(config)
-    if room.machine > (free := available_bytes()):
-        return _key(config), _missing(room.machine, free, "memory", workers)
+    room = room_of(config, sizes)
+    if room.machine > (free := available_bytes(swap=True)):
+        return _key(config), _missing(config, room.machine, free, "memory")
     if not room.cards:
         return None
     try:
@@ -145,9 +167,9 @@ def shortage(config: JobConfig, sizes: Sizes) -> tuple[str, str] | None:
     own = known[: trainer_cards(config, is_here=True)]
     used = known if config.engine.pooled else own or known[:1]
     if room.trainer_cards > sum(own):
-        return "model", _missing(room.trainer_cards, sum(own), _cards(len(own)), 1)
+        return "model", _missing(config, room.trainer_cards, sum(own), _cards(len(own)))
     if room.cards > sum(used):
-        return _key(config), _missing(room.cards, sum(used), _cards(len(used)), workers)
+        return _key(config), _missing(config, room.cards, sum(used), _cards(len(used)))
     return None
 
 
@@ -159,29 +181,23 @@ def room_of(config: JobConfig, sizes: Sizes) -> Room:
         sizes: of its models.
     """
     trainer = config.trainer
-    trains_on_card = not trainer.cpu_offload and _is_on_card(trainer.device)
+    trains_on_card = not trainer.cpu_offload and is_on_card(trainer.device)
     trained = sizes.trained + sizes.shared_by(RANKS)
     machine, cards = sizes.kept, 0
     for (*_, device, part), size in sizes.shared.items():
-        machine += size * (part == HERE and not _is_on_card(device))
-        cards += size * (part == HERE and _is_on_card(device))
+        machine += size * (part == HERE and not is_on_card(device))
+        cards += size * (part == HERE and is_on_card(device))
     for table in config.engine.tables:
         copies = table.started_count * sizes.worker
-        if isinstance(table, EmbeddedEngineConfig) and _is_on_card(table.device):
+        if isinstance(table, EmbeddedEngineConfig) and is_on_card(table.device):
             cards += copies
-        elif isinstance(table, EmbeddedEngineConfig) or not _is_on_card("auto"):
+        elif isinstance(table, EmbeddedEngineConfig) or not is_on_card("auto"):
             machine += copies
     return Room(
         machine=machine + trained * (not trains_on_card),
         cards=cards + trained * trains_on_card,
         trainer_cards=trained * trains_on_card,
     )
-
-
-def _is_on_card(device: str) -> bool:
-    import torch
-
-    return device != "cpu" and torch.cuda.is_available()
 
 
 def _key(config: JobConfig) -> str:
@@ -194,18 +210,27 @@ def _cards(number: int) -> str:
     return "the GPU's memory" if number == 1 else f"the memory of {number} GPUs"
 
 
-def _missing(needed: int, free: int, whose: str, workers: int) -> str:
+def amount(size: int) -> str:
+    """Return bytes as people read them."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def _missing(config: JobConfig, needed: int, free: int, whose: str) -> str:
     """Return the sentence about models that do not fit.
 
     Args:
+        config: the job.
         needed: bytes.
         free: bytes.
         whose: the memory, in words.
-        workers: inference workers with a copy of the models.
     """
+    trains, workers = config.kind == "training", copies_of(config)
     several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
+    remedies = ["choose a smaller model"]
+    if trains and any(config.policies[name].adapter is None for name in config.trained_policies):
+        remedies.append("train an adapter")
+    remedies += ["use fewer workers"] if workers > 1 else []
     return (
-        f"weights, gradients and moments{several} take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB of {whose} are "
-        f"free, so that {(needed - free) / GIB:.1f} GiB are missing; choose a smaller model"
-        + (", or fewer workers" if workers > 1 else "")
+        f"weights{', gradients and moments' if trains else ''}{several} take {amount(needed)}, and {amount(free)} of "
+        f"{whose} are free, so that {amount(needed - free)} are missing; {', or '.join(remedies)}"
     )

@@ -50,7 +50,7 @@ class Sizes:
         return sum(size for (*_, part), size in self.shared.items() if part in parts)
 
 
-def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameters: int) -> None:
+def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameters: int, tower: int = 0) -> None:
     """Add what a policy takes: in the engine, in the trainer, and of networks beside it.
 
     Args:
@@ -59,6 +59,7 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
         name: of the policy.
         model: its weights; of an adapter, its base.
         parameters: of the model.
+        tower: those of them that only see, and are trained only where the policy says so.
     """
     policy, adds = config.policies[name], _Shared(sizes, config)
     if config.kind != "training" or policy.frozen:
@@ -74,15 +75,28 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
         adds.in_trainer(model, parameters)
         return
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
+    fixed = 0 if policy.vision == "trained" else tower
+    trained = parameters - fixed
     past = past_copies(config, name)
     each = BYTES[getattr(config.engine, "dtype", "bfloat16")]
     sizes.sampled += parameters * each * (1 + past)
     # Beside workers the job keeps one copy, which a worker that is started again reads.
     sizes.kept += parameters * each * config.engine.pooled
-    sizes.trained += parameters * (TRAINED_BYTES * networks + copied)
-    sizes.saved += parameters * (SAVED_BYTES * networks + copied)
+    sizes.trained += trained * (TRAINED_BYTES * networks + copied) + fixed * BYTES["float32"]
+    sizes.saved += trained * (SAVED_BYTES * networks + copied) + fixed * BYTES["float32"]
     # One more than a pool has: the oldest is removed when the newest is whole.
     sizes.versions += parameters * VERSION_BYTES * (past + 1) if past else 0
+
+
+def is_on_card(device: str) -> bool:
+    """Return whether models with a configured device are on a graphics card of this machine.
+
+    Args:
+        device: `auto`, `cpu` or `cuda`.
+    """
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
 
 
 def copies_of(config: JobConfig) -> int:
@@ -103,13 +117,15 @@ class _Shared:
 
     def __init__(self, sizes: Sizes, config: JobConfig) -> None:
         self._shared = sizes.shared
-        device = str(getattr(config.engine, "device", "auto"))
+        device, trainers = str(getattr(config.engine, "device", "auto")), config.trainer.device
+        if not is_on_card("auto"):  # so that `auto` and `cpu` are one
+            device = trainers = "cpu"
         is_here = isinstance(config.engine, EmbeddedEngineConfig) and copies_of(config) == 1
         self.in_engine = self._adder(
             str(getattr(config.engine, "dtype", "bfloat16")), device, HERE if is_here else ENGINE
         )
         ranks = RANKS if config.trainer.devices > 1 else HERE  # ranks share out one copy
-        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device, ranks)
+        self.in_trainer = self._adder(config.trainer.dtype, trainers, ranks)
 
     def _adder(self, dtype: str, device: str, part: str) -> Callable[[str, int], None]:
         def add(model: str, parameters: int) -> None:

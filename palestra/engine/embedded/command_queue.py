@@ -31,9 +31,17 @@ class CommandQueue:
             EngineFailure: the thread has ended.
         """
         with self._lock:
-            if self._closed is not None:
-                raise EngineFailure(self._closed)
+            self.check_open()
             self._queue.put(command)
+
+    def check_open(self) -> None:
+        """Refuse to go on where no command is taken any more.
+
+        Raises:
+            EngineFailure: the thread has ended.
+        """
+        if self._closed is not None:
+            raise EngineFailure(self._closed)
 
     def future(self) -> Future[None]:
         """Return a future for a command whose caller waits: the command sets its result, or `close` an error."""

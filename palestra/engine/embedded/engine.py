@@ -220,6 +220,9 @@ class EmbeddedEngine:
         with contextlib.suppress(EngineFailure):  # its thread has ended already
             self._commands.put(lambda: setattr(self, "_stopping", True))
         await in_thread(self._thread.join)  # not in a pool, for whose threads a process that ends would wait
+        for name in tuple(self._core.policies):  # who keeps a closed engine, as FastAPI keeps routes, keeps no weights
+            self._core.remove(name)
+        self._policies = {}
 
     async def failure(self) -> str:
         """Wait until the engine can not go on by itself, and return the reason in one line."""
@@ -227,6 +230,7 @@ class EmbeddedEngine:
 
     def _policy(self, name: str) -> PolicyModel:
         if name not in self._policies:
+            self._commands.check_open()  # a closed engine has no policies
             raise ModelError(f"this engine has the policies {', '.join(map(repr, self._policies))}, not {name!r}")
         return self._policies[name]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -201,12 +202,7 @@ class EngineConnection:
     def _failure(self, path: str, error: Exception) -> EngineFailure:
         where = f"{self._address}{path}: {type(error).__name__}: {error}".rstrip(": ")
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) and self._address.socket is None:
-            unknown = any(isinstance(cause, socket.gaierror) for cause in _causes(error))
-            where += (
-                "; the name of the machine in engine.url is not known here: correct it"
-                if unknown
-                else "; no server listens at engine.url: start the engine's server, or correct the address"
-            )
+            where += f"; {_remedy(error)}"
         return EngineFailure(where)
 
     def _refuse(self, path: str, answer: httpx2.Response, body: bytes) -> NoReturn:
@@ -233,6 +229,16 @@ class EngineConnection:
                 raise InvalidRequest(f"{_REFUSES}{_said(event)}")
             raise EngineFailure(f"{self._address}{path}: {_said(event)}")
         return event
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to do where no connection to a server is made."""
+    causes = list(_causes(error))
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return "the name of the machine in engine.url is not known here: correct it"
+    if any(isinstance(cause, ssl.SSLError) for cause in causes):
+        return "the server at engine.url has no certificate that holds here, or speaks plain HTTP: is it http://?"
+    return "no server listens at engine.url: start the engine's server, or correct the address"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
@@ -129,7 +130,8 @@ class VllmApi:
             raise ConfigError(
                 f"the engine's server describes itself in a way that can't be read: {problem(error)}"
             ) from error
-        await self._http.get("/v1/models", _QUICK)  # asks for the key, as replies do, and the routes above do not
+        with contextlib.suppress(InvalidRequest):  # behind a proxy that lets only some routes through, say
+            await self._http.get("/v1/models", _QUICK)  # asks for the key, as replies do, and the routes above do not
         if self._sample is not None:
             await check_tokenizer(self._http, self._sample, _QUICK)
 

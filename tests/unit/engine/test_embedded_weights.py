@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import weakref
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.errors import ModelError
+from palestra.errors import EngineFailure, ModelError
+from palestra.models.loading import LoadedModels
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request
@@ -73,6 +76,20 @@ async def test_weights_that_do_not_fit_are_refused_whole(tiny, damage):
             await engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(weights))
         assert engine.version("policy") == PolicyVersion(0, 0)
         assert await reply(engine, prompt(8), DRAWN) == before
+
+
+async def test_a_closed_engine_keeps_no_weights():
+    model, _ = LoadedModels().own("tiny-random", torch.float32, torch.device("cpu"), None)
+    alive = weakref.ref(model)
+    async with serving(model) as engine:
+        await reply(engine, prompt(8), DRAWN)
+        counted = engine.load().sampled_tokens
+    del model
+    gc.collect()
+    assert alive() is None
+    assert engine.load().sampled_tokens == counted
+    with pytest.raises(EngineFailure):
+        await reply(engine, prompt(8), DRAWN)
 
 
 async def test_while_paused_nothing_is_sampled(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import struct
 from dataclasses import replace
@@ -11,16 +12,20 @@ from dataclasses import replace
 import pytest
 
 from palestra.config import parse_config
+from palestra.control.jobs.launcher import Ending, ending_of
 from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, Conflict
+from palestra.models.catalog import model_folder
 from palestra.runtime import checking, model_room
+from palestra.runtime import engine_servers as checked_servers
 from palestra.runtime.cards import Card
 from palestra.runtime.checking import check_job, existing_parent
 from palestra.runtime.early_checks import check_heads, check_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
 from palestra.runtime.model_facts import model_facts
+from palestra.runtime.model_sizes import Sizes, add_policy
 from palestra.runtime.places import HERE
 from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedVllm, listening, of_tiny_random
@@ -154,7 +159,11 @@ def test_an_engine_whose_environment_has_no_vllm_or_whose_key_is_not_set(tmp_pat
         ({"number": "0.31.2"}, "url", "0.32 or newer is needed"),
         ({"answers": {"/version": (404, "not found")}}, "url", "answers, but is no vLLM server"),
         ({"tokens": lambda text: [1, 2, 3]}, "url", "another tokenizer than the policy's model"),
+        ({"answers": {"/v1/models": (404, "not found")}}, None, ""),
+        ({"answers": {"/server_info": (500, "down")}}, "url", "answered 500: down"),
         ({"KEY": "another"}, "key_variable", "answered 401: Unauthorized; engine.key_variable has to name"),
+        ({"KEY": "sekret\n"}, "key_variable", "what that variable has can't be a key"),
+        ({"KEY": "schlüssel"}, "key_variable", "what that variable has can't be a key"),
     ],
 )
 async def test_servers_that_run_already_are_asked_what_they_are(monkeypatch, change, key, words):
@@ -170,7 +179,31 @@ async def test_servers_that_run_already_are_asked_what_they_are(monkeypatch, cha
         said = await asyncio.to_thread(lambda: found(policies=policies, engine=engine, server={"port": 0}))
     assert set(said) == (set() if key is None else {f"engine.{key}"})
     assert key is None or words in said[f"engine.{key}"]
+    assert "sekret" not in str(said)
     assert (server.paused, server.asked) == (True, [])
+
+
+async def test_each_of_several_servers_is_asked_and_named(monkeypatch):
+    """The second is too old, the third does not answer, and nothing listens at the fourth."""
+    servers = [of_tiny_random(ScriptedVllm()) for _ in range(3)]
+    servers[1].number = "0.31.2"
+
+    async def never(request):
+        await asyncio.Event().wait()
+
+    servers[2].route = never
+    monkeypatch.setattr(checked_servers, "INSPECT_SECONDS", 1.0)
+    monkeypatch.setenv("ENGINE_KEY", engine_servers.KEY)
+    policies = {"policy": {"model": "tiny-random", "max_context": 64}}
+    async with listening(servers[0]) as good, listening(servers[1]) as old, listening(servers[2]) as silent:
+        urls = [f"http://127.0.0.1:{port}" for port in (good, old, silent, 9)]
+        engine = {"kind": "vllm", "url": urls, "key_variable": "ENGINE_KEY", "dtype": "float32"}
+        job = parse_config({"policies": policies, "engine": engine, "server": {"port": 0}})
+        texts = [finding.text for finding in await asyncio.to_thread(lambda: check_job(job))]
+    assert len(texts) == 3
+    assert texts[0].startswith(f"nothing answers at {urls[3]} (")
+    assert texts[1] == f"{urls[1]}: the engine's server is vLLM 0.31.2; 0.32 or newer is needed"
+    assert texts[2] == f"{urls[2]} takes connections, and has not answered within 1 s"
 
 
 def test_servers_for_which_there_is_too_little_memory(tmp_path, monkeypatch):
@@ -300,10 +333,41 @@ def test_what_the_files_of_a_model_say(tmp_path):
     assert model_facts(tmp_path / "b").context == 7
 
 
-def test_a_model_whose_files_are_damaged(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b'{"max_position_embeddings": "many"}'),
+        ("model.safetensors", b""),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22",
+        ),
+        ("model.safetensors", struct.pack("<Q", 2) + b"[]"),
+        ("model.safetensors", struct.pack("<Q", 8) + b'{"a": 1}'),
+        ("model.safetensors", struct.pack("<Q", 9) + b'{"a": {}}'),
+    ],
+)
+def test_a_model_whose_files_are_damaged(tmp_path, file, content):
     folder = model_in(tmp_path / "m", 1)
-    (tmp_path / "m" / "config.json").write_text("{")
-    assert folder in found(model=folder, server={"port": 0})["policies.policy.model"]
+    (tmp_path / "m" / file).write_bytes(content)
+    assert f"the model in {folder} can't be read: " in found(model=folder, server={"port": 0})["policies.policy.model"]
+
+
+def test_weights_that_are_not_loaded_do_not_count(tmp_path):
+    model_in(tmp_path / "m", 12)
+    shutil.copy(tmp_path / "m" / "model.safetensors", tmp_path / "m" / "consolidated.safetensors")
+    assert model_facts(tmp_path / "m").parameters == 12
+
+
+def test_a_tower_that_is_not_trained_counts_as_weights_alone(tmp_path):
+    facts = model_facts(model_folder("tiny-random-vision"))
+    assert 0 < facts.tower < facts.parameters
+    for vision, each in (("frozen", 4), ("trained", 16)):
+        sizes, policies = Sizes(), {"policy": {"model": "tiny-random-vision", "vision": vision}}
+        add_policy(sizes, parse_config({"policies": policies}), "policy", "m", facts.parameters, facts.tower)
+        assert sizes.trained == 16 * (facts.parameters - facts.tower) + each * facts.tower
 
 
 def test_a_context_longer_than_the_models():
@@ -335,7 +399,7 @@ def test_a_critic_and_a_reference_count_as_well(tmp_path, monkeypatch, algorithm
     """A parameter has 2 bytes in the engine, 16 in each network that is trained, and 2 in a reference."""
     folder = model_in(tmp_path / "m", 10**6)
     for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
-        monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
         keys = found(model=folder, algorithm=algorithm, trainer={"device": "cpu"}, server={"port": 0})
         assert ("model" not in keys) == fits
 
@@ -344,7 +408,7 @@ def test_each_version_of_a_pool_is_a_copy_in_the_engine(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
     role = {"policy": "policy", "versions": "pool", "pool": {"size": 3}}
     for free, fits in ((24 * 10**6, True), (24 * 10**6 - 1, False)):
-        monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
         keys = found(model=folder, roles={"opponent": role}, trainer={"device": "cpu"}, server={"port": 0})
         assert ("model" not in keys) == fits
 
@@ -367,7 +431,7 @@ def test_weights_that_never_change_count_once(tmp_path, monkeypatch, policies, c
     named = {name: {"model": folder, **policy} for name, policy in policies.items()}
     roles = {f"agent-{name}": name for name in policies}
     for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
-        monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
         keys = found(policies=named, roles=roles, server={"port": 0}, **cpu | changes)
         assert ("model" not in keys) == fits
 
@@ -377,7 +441,7 @@ def test_the_disk_that_past_versions_need_is_named(tmp_path, monkeypatch):
     role = {"policy": "policy", "versions": "pool", "pool": {"size": 3, "every_steps": 2}}
     job = {"model": folder, "roles": {"opponent": role}, "server": {"port": 0}}
     disk = checking.shutil._ntuple_diskusage
-    monkeypatch.setattr(model_room, "available_bytes", lambda: 10**12)
+    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 10**12)
     # Three checkpoints of 12 bytes a parameter, and four versions of 4.
     monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: disk(10**12, 0, 52 * 10**9))
     assert found(**job) == {}
@@ -478,7 +542,10 @@ def test_where_there_is_a_gpu_its_memory_counts(tmp_path, with_cards):
     folder = model_in(tmp_path / "m", 10**6)  # 18 MB
     assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
     assert found(model=folder, engine={"device": "cpu"}, trainer={"device": "cpu"}, server={"port": 0}) == {}
-    assert "take 0.0 GiB" in found(model=folder, kind="inference", server={"port": 0})["model"]
+    said = found(model=folder, kind="inference", server={"port": 0})["model"]
+    assert said.startswith(
+        "weights take 1.9 MiB, and 1.0 MiB of the GPU's memory are free, so that 0.9 MiB are missing"
+    )
     with_cards(None)  # a driver that does not say
     assert found(model=folder, server={"port": 0}) == {}
 
@@ -508,35 +575,43 @@ def test_what_is_offloaded_is_in_the_machines_memory(tmp_path, monkeypatch, with
     folder = model_in(tmp_path / "m", 10**6)
     job = {"model": folder, "trainer": {"devices": 2, "cpu_offload": True}, "server": {"port": 0}}
     with_cards(2 * 10**6, 0)
-    monkeypatch.setattr(model_room, "available_bytes", lambda: 16 * 10**6)
+    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 16 * 10**6)
     assert found(**job) == {}
-    monkeypatch.setattr(model_room, "available_bytes", lambda: 16 * 10**6 - 1)
+    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 16 * 10**6 - 1)
     assert "of memory are free" in found(**job)["model"]
 
 
 def test_keys_and_values_that_have_more_memory_than_there_is_are_noted(tmp_path):
     said = noted(**TINY, engine={"replicas": 3, "cache_gib": 400})["engine.cache_gib"]
-    assert "keys and values of 3 workers may take 1.2e+03 GiB" in said
-    assert "GiB are free; with many or long replies" in said
+    assert "keys and values of 3 workers may take 1,200.0 GiB" in said
+    assert said.endswith("lower engine.cache_gib or engine.replicas")
     assert "engine.cache_gib" not in noted(**TINY, engine={"replicas": 3, "cache_gib": 0.01})
 
 
 async def test_a_job_whose_models_do_not_fit_is_refused_before_they_are_loaded(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
     config = parse_config({"model": folder, "engine": {"replicas": 2}, "run_dir": "run", "server": {"port": 0}})
-    monkeypatch.setattr(model_room, "available_bytes", lambda: 22 * 10**6 - 1)
-    with pytest.raises(ConfigError, match=r"weights, gradients and moments with 2 inference workers.* are missing"):
+    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 22 * 10**6 - 1)
+    said = (
+        r"weights, gradients and moments with 2 inference workers, .* are missing; choose a smaller model, or train an"
+    )
+    with pytest.raises(ConfigError, match=said) as refused:
         async with local_job(config, lambda kind, data: None):
             pass
+    assert ending_of(refused.value) is Ending.LOST, "the machine has more memory, which others use now"
+    monkeypatch.setattr(model_room, "memory_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match=said) as refused:
+        model_room.check_room(config, {}, HERE)
+    assert ending_of(refused.value) is Ending.FAILED
     model_room.check_room(config, {"policy": "tiny-random"}, HERE)  # of what is loaded in its place
-    monkeypatch.setattr(model_room, "available_bytes", lambda: 22 * 10**6)
+    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 22 * 10**6)
     model_room.check_room(config, {}, HERE)
 
 
 def test_workers_are_added_only_where_their_models_fit(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
     config = parse_config({"model": folder, "engine": {"replicas": 2}})
-    monkeypatch.setattr(model_room, "available_bytes", lambda: 6 * 10**6)
+    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 6 * 10**6)
     model_room.check_more(config, {}, 3)
     with pytest.raises(Conflict, match=r"no room for 4 more inference workers, and the job goes on"):
         model_room.check_more(config, {}, 4)
@@ -607,7 +682,7 @@ def test_each_policy_that_is_trained_counts(tmp_path, monkeypatch):
     for more, bytes_more in ({}, 0), ({"old": {"model": folder, "frozen": True}}, 2):
         settings = {"policies": policies | more, "roles": {"opponent": "black"}, "trainer": {"device": "cpu"}}
         for free, fits in (((wanted + bytes_more) * 10**6, True), ((wanted + bytes_more) * 10**6 - 1, False)):
-            monkeypatch.setattr(model_room, "available_bytes", lambda free=free: free)
+            monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
             assert ("model" not in found(**settings, server={"port": 0})) == fits
 
 
