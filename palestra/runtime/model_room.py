@@ -38,11 +38,12 @@ class Room:
     trainer_cards: int
 
 
-def read_facts(model: str) -> tuple[str, ModelFacts]:
+def read_facts(model: str, ask: bool = True) -> tuple[str, ModelFacts]:
     """Return the folder of a model, or its exact name if it has none, and what its files say.
 
     Args:
         model: name or folder; of an adapter, its base is meant.
+        ask: whether the hub may be asked for a model; False: only its cache is looked at.
 
     Raises:
         ModelError: there is no such model, or its files can't be read.
@@ -51,7 +52,7 @@ def read_facts(model: str) -> tuple[str, ModelFacts]:
     from palestra.models.catalog import model_folder
 
     try:
-        folder = model_folder(base_of(model))
+        folder = model_folder(base_of(model), ask)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {model} can't be read: {type(error).__name__}: {error}") from error
     if not isinstance(folder, Path):
@@ -124,10 +125,10 @@ def _sizes(config: JobConfig, weights: Mapping[str, str]) -> Sizes | None:
     sizes = Sizes()
     try:
         for name, policy in config.policies.items():
-            folder, facts = read_facts(weights.get(name, policy.model))
+            folder, facts = read_facts(weights.get(name, policy.model), ask=False)  # who loads it asks, once
             add_policy(sizes, config, name, folder, facts.parameters or 0, facts.tower)
         for model in references_of(config).values():
-            folder, facts = read_facts(model)
+            folder, facts = read_facts(model, ask=False)
             add_reference(sizes, config, folder, facts.parameters or 0)
     except ModelError:
         return None

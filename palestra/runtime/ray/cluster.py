@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import ConfigError
+from palestra.processes import MALLOC_VARIABLE, malloc_without_caches
 from palestra.runtime.ray.job_environment import job_environment
 
 NAMESPACE = "palestra"
@@ -126,13 +127,16 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
     command.append(f"--object-store-memory={128 * 2**20}")  # jobs do not use the object store
     log, work = state_dir / "ray.log", state_dir / "work"
     work.mkdir(mode=0o700, exist_ok=True)  # empty, so that no relative name finds a file
+    variables = job_environment(os.environ, pass_env)
+    if settings := malloc_without_caches(variables.get(MALLOC_VARIABLE, "")):  # which its processes inherit
+        variables[MALLOC_VARIABLE] = settings
     with log.open("ab") as out:
         head = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=job_environment(os.environ, pass_env),
+            env=variables,
             cwd=work,
         )
     _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": _started(head.pid)})

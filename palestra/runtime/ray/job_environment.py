@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, MutableMapping
 
+from palestra.processes import MALLOC_VARIABLE
+
 NAMES = frozenset(
     (
         "PATH",
@@ -19,6 +21,7 @@ NAMES = frozenset(
         "XDG_CACHE_HOME",
         "PALESTRA_CACHE",
         "LD_LIBRARY_PATH",
+        MALLOC_VARIABLE,
         "VIRTUAL_ENV",
         "PYTHONPATH",
         "PYTHONHOME",
