@@ -111,7 +111,8 @@ def configuration_page() -> str:
         "## Caps of a service",
         "",
         "`palestra serve` refuses a job with a larger number than these; its operator may change each of them "
-        "([operations.md](operations.md)). `palestra run` and `palestra train` have no caps but the bounds of the keys themselves.",
+        "([operations.md](operations.md)). `palestra run` and `palestra train` have no caps but the bounds of the keys "
+        "themselves.",
         "",
         "| key | at most |",
         "|---|---|",
