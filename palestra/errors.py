@@ -27,7 +27,7 @@
     ├── EngineFailure                503  the engine could not finish a call
     │   ├── ReplyLost                503  a reply was lost in part, and could not be repeated
     │   ├── EngineServerError        503  a server of the engine has answered that it failed, so it may be asked again
-    │   ├── EngineKeyRefused         503  a server of the engine asks for another key than the job has
+    │   ├── EngineKeyRefused         500  a server of the engine asks for another key than the job has
     │   └── BaseServerLost           503  a base server has forgotten the job
     ├── TrainerLost                  503  a process of the trainer has died, and the others were ended
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
@@ -338,6 +338,7 @@ class EngineServerError(EngineFailure):
 class EngineKeyRefused(EngineFailure):
     """A server of the engine asks for another key than the job has, which asking again does not change."""
 
+    http_status = 500
     retryable = False
 
 
