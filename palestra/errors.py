@@ -467,3 +467,11 @@ def place_of(error: BaseException) -> str:
         if not installed and not frame.filename.startswith(("<", *_NOT_THE_USERS)):
             return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
     return ""
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return an error and what has caused it, the nearest first."""
+    found: list[BaseException] = [error]
+    while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
+        found.append(following)
+    return found

@@ -40,6 +40,7 @@ from palestra.errors import (
     PayloadTooLarge,
     TooManyRequests,
     Unauthorized,
+    causes_of,
 )
 
 log = logging.getLogger("palestra.client")
@@ -294,7 +295,7 @@ def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Troubl
 
 def _unreachable(url: str, error: httpx2.RequestError) -> Trouble:
     text = str(error) or type(error).__name__
-    if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)):
+    if any(isinstance(cause, ssl.SSLError) for cause in causes_of(error)):
         return Trouble(ConfigError(f"{url}: no TLS connection: {text}; perhaps its URL begins with http://"))
     if isinstance(error, httpx2.RemoteProtocolError) and text.startswith("illegal"):
         return Trouble(
@@ -304,13 +305,6 @@ def _unreachable(url: str, error: httpx2.RequestError) -> Trouble:
         return Trouble(ConfigError(f"{url} can't be asked: {text}"))
     lost = ConnectionLost(f"{url} can't be reached: {text}")
     return Trouble(lost, passing=True, unsent=isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout))
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = [error]
-    while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
-        found.append(following)
-    return found
 
 
 def _garbled(url: str, reply: httpx2.Response, error: ValueError) -> Trouble:

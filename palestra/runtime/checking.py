@@ -339,7 +339,7 @@ def _models(config: JobConfig) -> Iterator[Finding]:
             continue
         add_reference(sizes, config, folder, facts.parameters or 0)
     if (found := shortage(config, sizes)) is not None:
-        yield Finding(key=found[0], text=found[1])
+        yield Finding(key=found.key, text=found.text)
     else:
         yield from _caches(config, sizes)
     yield from _disk(config, sizes)

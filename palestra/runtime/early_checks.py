@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from palestra.config import (
-    EmbeddedEngineConfig,
-    FakeEngineConfig,
-    JobConfig,
-    SglangEngineConfig,
-    VllmEngineConfig,
-)
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, SglangEngineConfig, VllmEngineConfig
 from palestra.config.engine_pool import PooledEngineConfig
 from palestra.errors import ConfigError, EngineKeyRefused, PalestraError
 from palestra.models.device import DeviceName, device_of

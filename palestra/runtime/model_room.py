@@ -38,6 +38,21 @@ class Room:
     trainer_cards: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortage:
+    """Models that do not fit into the memory that is free.
+
+    Attributes:
+        key: of the configuration, to change.
+        text: one sentence for people.
+        may_pass: whether there is as much memory as they need, which others use now.
+    """
+
+    key: str
+    text: str
+    may_pass: bool
+
+
 def read_facts(model: str, ask: bool = True) -> tuple[str, ModelFacts]:
     """Return the folder of a model, or its exact name if it has none, and what its files say.
 
@@ -89,11 +104,8 @@ def check_room(config: JobConfig, weights: Mapping[str, str], places: JobPlaces)
     if sizes is None or shortage(config, sizes) is None:
         return
     _free_unused()  # what an earlier job of this process has left
-    if (found := shortage(config, sizes)) is None:
-        return
-    if room_of(config, sizes).machine <= memory_bytes():  # perhaps others need it for the moment
-        raise ConfigError(found[1]) from MemoryError("too little is free")
-    raise ConfigError(found[1])
+    if (found := shortage(config, sizes)) is not None:
+        raise ConfigError(found.text) from (MemoryError("others use it now") if found.may_pass else None)
 
 
 def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> None:
@@ -107,10 +119,9 @@ def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> Non
     Raises:
         Conflict: the message says how much is missing.
     """
-    sizes = _sizes(config, weights)
-    if sizes is None or any(
-        isinstance(one, EmbeddedEngineConfig) and is_on_card(one.device) for one in config.engine.tables
-    ):
+    if any(isinstance(one, EmbeddedEngineConfig) and is_on_card(one.device) for one in config.engine.tables):
+        return
+    if (sizes := _sizes(config, weights)) is None:
         return
     if (needed := sizes.worker * count) > (free := available_bytes(swap=True)):
         raise Conflict(
@@ -146,8 +157,8 @@ def _free_unused() -> None:
     torch.cuda.empty_cache()  # nothing where no card is used
 
 
-def shortage(config: JobConfig, sizes: Sizes) -> tuple[str, str] | None:
-    """Return the key to change, and a sentence, where the models of a job do not fit; None: they may fit.
+def shortage(config: JobConfig, sizes: Sizes) -> Shortage | None:
+    """Return what is missing where the models of a job do not fit into the memory that is free; None: they may fit.
 
     Args:
         config: the job, all of whose processes are on this machine.
@@ -155,22 +166,19 @@ def shortage(config: JobConfig, sizes: Sizes) -> tuple[str, str] | None:
     """
     room = room_of(config, sizes)
     if room.machine > (free := available_bytes(swap=True)):
-        return _key(config), _missing(config, room.machine, free, "memory")
+        return _shortage(config, _key(config), room.machine, free, "memory", memory_bytes())
     if not room.cards:
         return None
     try:
-        bytes_free = [card.free_bytes for card in visible_cards()]
+        cards = visible_cards()
     except ConfigError:  # the engine says that it can't count them
         return None
-    known = [each for each in bytes_free if each is not None]
-    if len(known) < len(bytes_free):
-        return None  # drivers that do not say; the process that loads the models fails
-    own = known[: trainer_cards(config, is_here=True)]
-    used = known if config.engine.pooled else own or known[:1]
-    if room.trainer_cards > sum(own):
-        return "model", _missing(config, room.trainer_cards, sum(own), _cards(len(own)))
-    if room.cards > sum(used):
-        return _key(config), _missing(config, room.cards, sum(used), _cards(len(used)))
+    own = cards[: trainer_cards(config, is_here=True)]
+    used = cards if config.engine.pooled else own or cards[:1]
+    for key, needed, on in (("model", room.trainer_cards, own), (_key(config), room.cards, used)):
+        free, whole = sum(card.free_bytes or 0 for card in on), sum(card.memory_bytes or 0 for card in on)
+        if needed > free and all(card.free_bytes is not None for card in cards):  # a driver says how much is free
+            return _shortage(config, key, needed, free, _cards(len(on)), whole)
     return None
 
 
@@ -216,14 +224,16 @@ def amount(size: int) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
-def _missing(config: JobConfig, needed: int, free: int, whose: str) -> str:
-    """Return the sentence about models that do not fit.
+def _shortage(config: JobConfig, key: str, needed: int, free: int, whose: str, whole: int) -> Shortage:
+    """Return what is missing.
 
     Args:
         config: the job.
+        key: to change.
         needed: bytes.
         free: bytes.
         whose: the memory, in words.
+        whole: bytes of this memory, free or not.
     """
     trains, workers = config.kind == "training", copies_of(config)
     several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
@@ -231,7 +241,8 @@ def _missing(config: JobConfig, needed: int, free: int, whose: str) -> str:
     if trains and any(config.policies[name].adapter is None for name in config.trained_policies):
         remedies.append("train an adapter")
     remedies += ["use fewer workers"] if workers > 1 else []
-    return (
+    text = (
         f"weights{', gradients and moments' if trains else ''}{several} take {amount(needed)}, and {amount(free)} of "
         f"{whose} are free, so that {amount(needed - free)} are missing; {', or '.join(remedies)}"
     )
+    return Shortage(key=key, text=text, may_pass=needed <= whole)

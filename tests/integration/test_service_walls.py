@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 from service import GAMES, LONG, Service, until
 
 from palestra.models.catalog import model_folder
+from palestra.processes import MALLOC_VARIABLE, malloc_without_caches
 from palestra.runtime.ray.job_environment import NAMES, PREFIXES
 
 pytestmark = pytest.mark.service
@@ -70,6 +72,7 @@ def test_a_job_has_named_variables_of_the_operator_and_an_empty_folder(service):
     others = {name for name in (*process.environ(), *raylet.environ()) if not name.startswith(PREFIXES)} - NAMES
     assert others <= {"PASSED", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "SPT_NOENV", "PYTHONBREAKPOINT", "LD_PRELOAD"}  # Ray's
     assert process.environ()["PASSED"] == "on"
+    assert process.environ().get(MALLOC_VARIABLE, "") == malloc_without_caches(os.environ.get(MALLOC_VARIABLE, ""))
     assert process.cwd() == str((service.state / "jobs" / job.job_id / "work").resolve())
     assert list(Path(process.cwd()).iterdir()) == []
     assert not Path(raylet.cwd()).is_relative_to(service.cwd)

@@ -151,11 +151,11 @@ async def test_a_part_that_can_not_be_cancelled_does_not_hold_up_the_end(tmp_pat
 
     async with watched(tmp_path, monkeypatch, break_it) as (job, running, clock):
         await until(lambda: job.progress.part is Part.TRAINER)
-        told = []
-        job._report = lambda kind, data: told.append((kind, data["text"], running.done()))
+        said = []
+        job._report = lambda kind, data: said.append((kind, data["text"], running.done()))
         why = await reason(job, running, clock)
         assert "stuck: trainer" in why
-        assert told == [
+        assert said == [
             (STUCK, f"{why}; the job is ended, which takes up to minutes where a part of it does not answer", False)
         ]
         events = await job.plane.store.log.events(0)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from palestra.control.jobs.deadlines import limit_is_over
 from palestra.control.placement.fitting import Node
-from palestra.errors import PalestraError
+from palestra.errors import PalestraError, causes_of
 from palestra.types.gpus import GpuReading
 from palestra.types.jobs import JobRecord, ProcessResources, Resources, Role
 from palestra.types.states import JobState
@@ -66,8 +66,7 @@ def ending_of(error: BaseException) -> Ending:
     that is `retryable`, or that the machine's disks or its lack of a resource caused (`MACHINE_ERRORS`). FAILED for all
     others: the configuration, the model, a damaged store, a defect.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes_of(error):
         if isinstance(cause, PalestraError) and cause.retryable:
             return Ending.LOST
         if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS):
@@ -76,7 +75,6 @@ def ending_of(error: BaseException) -> Ending:
         code = getattr(cause, "sqlite_errorcode", None)
         if isinstance(cause, sqlite3.OperationalError) and code is not None and code & 0xFF in SQLITE_MACHINE_ERRORS:
             return Ending.LOST
-        cause = cause.__cause__ or cause.__context__
     return Ending.FAILED
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import httpx2
 
 from palestra.engine.external.bounded import read_body, read_lines
 from palestra.engine.shown import shown
-from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest
+from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest, causes_of
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
@@ -233,20 +233,12 @@ class EngineConnection:
 
 def _remedy(error: Exception) -> str:
     """Return what to do where no connection to a server is made."""
-    causes = list(_causes(error))
+    causes = causes_of(error)
     if any(isinstance(cause, socket.gaierror) for cause in causes):
         return "the name of the machine in engine.url is not known here: correct it"
     if any(isinstance(cause, ssl.SSLError) for cause in causes):
         return "the server at engine.url has no certificate that holds here, or speaks plain HTTP: is it http://?"
     return "no server listens at engine.url: start the engine's server, or correct the address"
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield what has caused an error, the nearest first."""
-    cause = error.__cause__ or error.__context__
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def _sent(body: Body | None) -> dict[str, Any]:

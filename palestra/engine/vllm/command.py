@@ -82,12 +82,7 @@ def installed_vllm(python: Path) -> str:
     try:
         # By its whole path: a name without a folder would be looked for in PATH.
         looked = subprocess.run(
-            [
-                os.path.abspath(python),
-                "-I",
-                "-c",
-                _LOOK,
-            ],
+            [os.path.abspath(python), "-I", "-c", _LOOK],
             capture_output=True,
             text=True,
             timeout=_LOOK_SECONDS,

@@ -347,6 +347,8 @@ def test_the_environment_of_a_server_names_its_cores_or_its_cards(monkeypatch, t
     assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in found
     assert vllm_variables(config, address, tmp_path, CORES)["VLLM_CPU_OMP_THREADS_BIND"] == "auto"
+    assert found["TMPDIR"] == str(tmp_path), "where nothing stays behind, but what was compiled:"
+    assert not Path(found["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from palestra.engine.external.sample_text import tokenized
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.renderers import ByteTokenizer
 from palestra.types.calls import TokenSequence
-from unit.engine.engine_servers import OWNER, PROMPT, ScriptedSglang, ScriptedVllm, on_server, pieces_of
+from unit.engine.engine_servers import OWNER, PROMPT, ScriptedSglang, ScriptedVllm, listening, on_server, pieces_of
 
 
 def change(**values):
@@ -272,6 +272,14 @@ async def test_a_machine_that_has_no_such_name_is_not_taken_for_one_without_a_se
     ):
         await connection.get("/version", 5.0)
     await connection.close()
+
+
+async def test_a_server_that_speaks_plain_http_is_told_from_none(vllm):
+    async with listening(vllm) as port:
+        connection = EngineConnection(Address(url=f"https://127.0.0.1:{port}"))
+        with pytest.raises(EngineFailure, match=r"/version: ConnectError.* or speaks plain HTTP: is it http://\?"):
+            await connection.get("/version", 5.0)
+        await connection.close()
 
 
 @asynccontextmanager

@@ -550,6 +550,18 @@ def test_where_there_is_a_gpu_its_memory_counts(tmp_path, with_cards):
     assert found(model=folder, server={"port": 0}) == {}
 
 
+def test_a_card_that_is_too_small_stays_so_and_one_that_others_use_may_not(tmp_path, monkeypatch, with_cards):
+    folder = model_in(tmp_path / "m", 10**6)  # 18 MB
+    config = parse_config({"model": folder, "server": {"port": 0}})
+    with_cards(10**6)
+    for whole, ending in ((2**40, Ending.LOST), (10**7, Ending.FAILED)):
+        card = Card(name="0", memory_bytes=whole, free_bytes=10**6)
+        monkeypatch.setattr(model_room, "visible_cards", lambda card=card: [card])
+        with pytest.raises(ConfigError, match="of the GPU's memory are free") as refused:
+            model_room.check_room(config, {}, HERE)
+        assert ending_of(refused.value) is ending
+
+
 def test_ranks_have_the_memory_of_several_gpus(tmp_path, with_cards):
     with_cards(10**7, 10**7)
     folder = model_in(tmp_path / "m", 10**6)  # 18 MB
