@@ -21,7 +21,7 @@ FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples or model) and not (service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (service or browser) and not ($(OWN_COMMAND))
 
-.PHONY: machine prose help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench clean
+.PHONY: machine help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,7 +29,7 @@ help:  ## this list
 demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 	@$(BIN)/palestra demo
 
-test: lint types contracts prose unit  ## format, lint, types, import contracts, prose, the first tier of tests: about five minutes on two cores
+test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests: about five minutes on two cores
 
 test-rest: $(DEV)  ## the second tier of tests: what takes longer, and all examples of what draws examples
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full --durations=30 -m "$(SECOND_TIER)"
@@ -101,9 +101,6 @@ PACKAGES := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool uti
 machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
 	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
 	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(PACKAGES); }
-
-prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
-	$(BIN)/python scripts/prose.py
 
 bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows, rollouts and the data plane; writes bench/results.json
 	$(BIN)/python bench/run.py
