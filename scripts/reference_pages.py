@@ -124,7 +124,7 @@ def configuration_page() -> str:
 def _free_keys() -> list[str]:
     """Return the keys of a job that decide nothing of what is trained, as lines."""
     config = JobConfig(roles={"agent": "policy"})
-    fixed, top, lines = config.what_is_trained(with_unused=True), [], []
+    fixed, top, lines = config.what_is_trained(), [], []
     for name, value in config.model_dump(mode="json").items():
         if not isinstance(value, dict):
             # A run that trained can't be resumed to serve its model, or the other way round.

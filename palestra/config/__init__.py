@@ -56,7 +56,6 @@ from palestra.config.policy_gradient import (
     ScaledGroupConfig,
 )
 from palestra.config.pools import PoolConfig, RoleConfig, past_name, past_of
-from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
 from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
 from palestra.config.seats import SeatsConfig
@@ -132,7 +131,6 @@ __all__ = [
     "WorkersConfig",
     "dump_config",
     "find_mistakes",
-    "in_present_names",
     "is_agent_name",
     "load_config",
     "load_saved_config",

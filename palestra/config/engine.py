@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from palestra.config.engine_pool import InFlightUpdates, PooledEngineConfig, StuckSeconds, Sync
 from palestra.config.engine_servers import NEEDS_PLACE, SglangEngineConfig, VllmEngineConfig
-from palestra.config.renames import new_value
 from palestra.config.section import Positive, Section
 from palestra.errors import ConfigError
 
@@ -72,9 +71,7 @@ def _one_of(kinds: Collection[str], example: str) -> Callable[[Any], Any]:
         if not isinstance(value, dict | Section):
             raise ValueError(f"it is a table, such as {{kind = {example!r}}}, and not {value!r}")
         if kind not in kinds:
-            now = new_value("kind", kind)
-            hint = f"{kind!r} has a new name; write kind = {now!r}" if now else f"kind is {kind!r}"
-            raise ValueError(f"{hint} (known kinds: {', '.join(map(repr, kinds))})")
+            raise ValueError(f"kind is {kind!r} (known kinds: {', '.join(map(repr, kinds))})")
         return value
 
     return known

@@ -19,10 +19,9 @@ from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig,
 from palestra.config.networks import TeacherServerConfig, reference_of
 from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
 from palestra.config.pictures import PicturesConfig
-from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
+from palestra.config.policy import PolicyConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.pools import Role, RoleConfig
-from palestra.config.renames import in_first_names
 from palestra.config.roles import AgentName, Roles, check_pools
 from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
 from palestra.config.seats import SeatsConfig
@@ -42,20 +41,6 @@ SMOLLM2, TINY, TINY_VISION, TINY_QWEN_VL = BUILT_IN = (
     "tiny-random-qwen-vl",
 )
 MAX_POLICIES = 8
-
-
-# Keys added since the first runs that can be resumed, with the value that changes nothing; see `digest`.
-_ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}
-_ADDED_TO_ALGORITHM: Mapping[str, object] = {
-    "settings": {},
-    "minibatches": 1,
-    "dynamic_sampling": 0,
-    "reward_weights": {},
-    "entropy_coefficient": 0.0,
-    "kl": None,
-    "teacher_server": None,
-    "from_policy": None,
-}
 
 
 class JobConfig(Section):
@@ -277,17 +262,13 @@ class JobConfig(Section):
 
     def digest(self) -> str:
         """Return a hash of `what_is_trained`. A run can only be resumed with the same digest."""
-        # Hashed with the first names of all keys, because the stores of earlier versions have that digest.
-        return hashlib.sha256(to_json(in_first_names(self.what_is_trained()))).hexdigest()
+        return hashlib.sha256(to_json(self.what_is_trained())).hexdigest()
 
-    def what_is_trained(self, with_unused: bool = False) -> dict[str, Any]:
+    def what_is_trained(self) -> dict[str, Any]:
         """Return all settings that decide what is trained, as nested tables.
 
         Left out are the address and the files, limits of workers, who plays, and the number of steps (unless the
         learning rate depends on it). The tasks themselves are in the run store.
-
-        Args:
-            with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
         apart = "name kind run_dir tracking tasks seats server pictures store checkpoint evaluation watchdog"
         left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
@@ -312,8 +293,6 @@ class JobConfig(Section):
             "url",  # a server may move
             "key_variable",
         }
-        if self.environment.protocol == "palestra" and not with_unused:
-            left_out["environment"].add("protocol")
         # A server may move, and a reply is the same from every worker.
         places = {"python", "url", "key_variable", "weights_dir", "startup_seconds", *PooledEngineConfig.model_fields}
         places |= {"weight_transfer", "weights_address"}  # the weights are the same, however they come
@@ -321,47 +300,27 @@ class JobConfig(Section):
         left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
         left_out["trainer"] |= {
-            key
-            for key in ("devices", "activation_checkpointing", "cpu_offload")
-            if not self.deterministic
-            or (not with_unused and getattr(self.trainer, key) == TrainerConfig.model_fields[key].default)
+            key for key in ("devices", "activation_checkpointing", "cpu_offload") if not self.deterministic
         }
-        left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
-        # A key that an earlier version did not have must not change the digest of that version's runs while unused.
-        if not with_unused:
-            left_out["rollout"] |= {
-                key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
-            }
+        left_out["algorithm"] = _UNUSED_OF_ALGORITHM
         left_out["policies"] = {
-            name: {"base": True} if policy.frozen else _unused_of_policy(policy, with_unused)
+            name: {"base": True} if policy.frozen else _unused_of_policy(policy)
             for name, policy in self.policies.items()
         }
         if not self.roles:
             left_out["roles"] = True
         if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
             left_out |= {"steps": True, "token_budget": True}
-        elif self.token_budget is None and not with_unused:
-            left_out["token_budget"] = True
         return self.model_dump(mode="json", exclude=left_out)
 
 
-def _unused_of_algorithm(section: AlgorithmConfig, with_unused: bool) -> dict[str, Any]:
-    """Return what of an algorithm's table is not part of what is trained, as pydantic's `exclude`."""
-    # The server that teaches may move; which model it has stays.
-    found: dict[str, Any] = {"teacher_server": set(TeacherServerConfig.model_fields) - {"model"}}
-    if not with_unused:
-        added = _ADDED_TO_ALGORITHM.items()
-        found |= {key: True for key, unused in added if getattr(section, key, unused) == unused}
-    return found
+# The server that teaches may move; which model it has stays.
+_UNUSED_OF_ALGORITHM: dict[str, Any] = {"teacher_server": set(TeacherServerConfig.model_fields) - {"model"}}
 
 
-def _unused_of_policy(policy: PolicyConfig, with_unused: bool) -> dict[str, Any]:
+def _unused_of_policy(policy: PolicyConfig) -> dict[str, Any]:
     """Return what of a trained policy's table is not part of what is trained, as pydantic's `exclude`."""
     found: dict[str, Any] = {"frozen": True, "base": True}  # a base server may move
     if policy.algorithm is not None:
-        found["algorithm"] = _unused_of_algorithm(policy.algorithm, with_unused)
-    elif not with_unused:
-        found["algorithm"] = True
-    if policy.updates == UpdatesConfig() and not with_unused:
-        found["updates"] = True
+        found["algorithm"] = _UNUSED_OF_ALGORITHM
     return found

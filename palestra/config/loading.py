@@ -15,7 +15,6 @@ import tomli_w
 from pydantic import ValidationError
 
 from palestra.config.job import JobConfig
-from palestra.config.renames import in_present_names
 from palestra.config.section import Mistake, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
 
@@ -25,9 +24,6 @@ UNSET: Final = object()  # value of an override that removes a key
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
     """Read a job's configuration from a TOML file; relative paths in it are relative to the file.
-
-    The config.toml of a run may be one that an earlier version wrote: its names are translated, so that the run can be
-    resumed. In any other file an old name is an error that says the new one.
 
     Args:
         path: path of the file.
@@ -94,7 +90,7 @@ def _removed(data: dict[str, Any], place: Sequence[str]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file, with present names and absolute paths; see `load_config`."""
+    """Return the tables of a TOML file, with absolute paths; see `load_config`."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -103,8 +99,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    if path.name == SAVED_CONFIG and (path.parent / "run.db").is_file():
-        data = in_present_names(data)
     for split in ("train", "validation"):
         given = data.get("tasks", {}).get(split) if isinstance(data.get("tasks"), dict) else None
         if isinstance(given, str) and not Path(given).is_absolute():

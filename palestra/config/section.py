@@ -15,7 +15,6 @@ from pydantic._internal._model_construction import ModelMetaclass  # exported no
 from pydantic_core import ErrorDetails
 
 from palestra.config.other_names import key_of_other_name
-from palestra.config.renames import new_name, new_value
 from palestra.errors import ConfigError
 
 SHOWN = (int, float, str, bool, type(None), list, tuple)  # types whose values can be shown in a message, shortened
@@ -79,8 +78,6 @@ def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:
     if found.get("ctx", {}).get("pattern") == _IDENTIFIER:
         message = "a name has 1 to 64 letters (a to z), digits, '.', '_' and '-', and begins with a letter or a digit"
     message += _given(found["type"], found["input"])
-    if place and (now := new_value(place[-1], found["input"])) is not None:
-        message += f", which is {now!r} now"
     return Mistake(place, f"{dotted}: {message}" if dotted else message)
 
 
@@ -102,9 +99,6 @@ def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section]
     *path, key = place
     dotted = dotted_key(place)
     known, others = list(section.model_fields), _alternatives(root, path)
-    if (rename := new_name(key, {name for other in (section, *others) for name in other.model_fields})) is not None:
-        value = f" = {rename.values.get(given, given)!r}" if isinstance(given, str) else ""
-        return f"{dotted!r} has a new name; write {dotted_key((*path, rename.now))}{value}"
     if having := [kind_of(other) for other in others if key in other.model_fields]:
         only = f"{others[0].chosen_by} = {', '.join(map(repr, having))}"
         if section.key_of_tables:

@@ -2,7 +2,7 @@
 
 from palestra.database.backend import Backend
 from palestra.database.database import Database, shielded, to_json
-from palestra.database.migrations import Schema
 from palestra.database.notifier import WAKE_SECONDS, Notifier
+from palestra.database.schema import Schema
 
 __all__ = ["WAKE_SECONDS", "Backend", "Database", "Notifier", "Schema", "shielded", "to_json"]

@@ -13,7 +13,7 @@ import orjson
 import sqlalchemy as sa
 
 from palestra.database.backend import Backend
-from palestra.database.migrations import Schema
+from palestra.database.schema import Schema
 from palestra.database.writer import Writer
 from palestra.errors import PalestraError, StoreError, StoreUnreachable
 
@@ -51,16 +51,16 @@ class Database:
     """
 
     def __init__(self, backend: Backend, schema: Schema) -> None:
-        """Open the database, and create its tables or bring them up to date.
+        """Open the database, and create its tables in an empty one.
 
         Raises:
-            StoreError: the database can't be used, is of another program, or of a newer version of Palestra.
+            StoreError: the database can't be used, or is of another program or version.
             StoreUnreachable: the database does not answer.
         """
         self._backend = backend
         try:
             with self._explained(), backend.engine.begin() as connection:
-                schema.migrate(connection)
+                schema.create(connection)
             self._problem = backend.watch()
             self._writer = Writer(backend.engine, backend.explain, self._problem)
         except BaseException:

@@ -23,7 +23,7 @@ from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
-from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests, trained_tokens
+from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
 from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
@@ -87,9 +87,6 @@ class EpisodeSummary:
         return None if self.reason is None else self.reason.partition(":")[0]
 
 
-STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
-
-
 @contextmanager
 def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
     """Open a read-only connection to a run store. A job that writes to it at the same time is not disturbed.
@@ -99,7 +96,7 @@ def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
         seconds: after which queries of the connection end; None: they may take any time.
 
     Raises:
-        StoreError: the file is not a run store, or of a newer version of Palestra, or a query took too long.
+        StoreError: the file is not a run store, or of another version of Palestra, or a query took too long.
     """
     # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
     if path.exists() and not path.is_file():
@@ -121,11 +118,7 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
         with _engine(path.absolute()).begin() as connection:
             if until < math.inf:
                 driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
-            if (version := SCHEMA.read_version(connection)) > SCHEMA.version:
-                raise StoreError(
-                    f"{path} is of a newer version of Palestra ({version}; this one reads {SCHEMA.version})"
-                )
-            _complete_older(connection)
+            SCHEMA.check(SCHEMA.read_version(connection), path)
             yield connection
     except PalestraError:
         raise
@@ -161,26 +154,6 @@ def newest_event_number(path: Path, seconds: float) -> int | None:
     except sqlite3.Error:
         return None
     return found if isinstance(found, int) else 0
-
-
-def _complete_older(connection: Connection) -> None:
-    """Let statements of this version read the file of an earlier one, which may not be changed.
-
-    A temporary view of each table that lacks columns takes the table's name, and has NULL in their places. That of a
-    table that is not there has no rows.
-    """
-    driver = driver_of(connection)  # every reading of a run asks this, and SQLAlchemy takes longer than SQLite
-    for table in (episodes, chats):
-        found = {row[1] for row in driver.execute(f"PRAGMA main.table_info({table.name})")}
-        missing = [column.name for column in table.columns if column.name not in found]
-        if found and missing:
-            nulls = ", ".join(f"NULL AS {name}" for name in missing)
-            connection.exec_driver_sql(
-                f"CREATE TEMP VIEW {table.name} AS SELECT *, {nulls} FROM main.{table.name}"  # names of ours
-            )
-    if not driver.execute(f"PRAGMA main.table_info({trained_tokens.name})").fetchall():
-        nulls = ", ".join(f"NULL AS {column.name}" for column in trained_tokens.columns)
-        connection.exec_driver_sql(f"CREATE TEMP VIEW {trained_tokens.name} AS SELECT {nulls} WHERE 0")
 
 
 def called_by(connection: Connection, policy: str) -> set[str]:

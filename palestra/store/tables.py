@@ -145,56 +145,12 @@ events = Table(
     Column("data", Text, nullable=False),
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (),
-    (
-        "ALTER TABLE chats ADD COLUMN tools TEXT",
-        "ALTER TABLE chats ADD COLUMN media TEXT",
-        "ALTER TABLE chats ADD COLUMN fork TEXT",
-        "ALTER TABLE chats ADD COLUMN stop TEXT",
-        "ALTER TABLE chats ADD COLUMN sampling TEXT",
-    ),
-    ("ALTER TABLE episodes ADD COLUMN step_times TEXT",),
-    (
-        "ALTER TABLE manifests ADD COLUMN versions TEXT NOT NULL DEFAULT '{}'",
-        # A run of that time has one policy, whose name the calls of any of its episodes have.
-        "UPDATE manifests SET versions = "
-        "'{\"' || (SELECT policy FROM chats LIMIT 1) || '\": [' || incarnation || ', ' || n || ']}' "
-        "WHERE EXISTS (SELECT 1 FROM chats)",
-        "ALTER TABLE manifests DROP COLUMN incarnation",
-        "ALTER TABLE manifests DROP COLUMN n",
-    ),
-    ("ALTER TABLE episodes ADD COLUMN named_rewards TEXT",),
-    ("ALTER TABLE episodes ADD COLUMN agent_step_rewards TEXT",),
-    ("ALTER TABLE episodes ADD COLUMN players TEXT",),
-    (
-        "CREATE TABLE trained_tokens (step INTEGER NOT NULL, episode_id VARCHAR NOT NULL, idx INTEGER NOT NULL, "
-        "start INTEGER NOT NULL, logprobs BLOB NOT NULL, PRIMARY KEY (step, episode_id, idx)) WITHOUT ROWID",
-    ),
-)
-
 T = TypeVar("T")
 _DIALECT = sqlite.dialect()
 _namedtuple = cast(Any, namedtuple)  # the columns are not known to a type checker
 
 
-def _read_version(connection: sa.Connection) -> int:
-    """Return the version of the tables in a file; 0: the file is empty."""
-    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
-
-
-def _write_version(connection: sa.Connection, version: int) -> None:
-    """Record the version of the tables in the file."""
-    connection.exec_driver_sql(f"PRAGMA user_version = {version}")
-
-
-SCHEMA = Schema(
-    store="run store",
-    metadata=metadata,
-    migrations=MIGRATIONS,
-    read_version=_read_version,
-    write_version=_write_version,
-)
+SCHEMA = Schema(store="run store", metadata=metadata)
 
 
 class Prepared:

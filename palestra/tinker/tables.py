@@ -111,32 +111,7 @@ def execute(connection: sa.Connection, statement: sa.Executable) -> None:
     connection.execute(statement)
 
 
-def _read_version(connection: sa.Connection) -> int:
-    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
-
-
-def _write_version(connection: sa.Connection, version: int) -> None:
-    connection.exec_driver_sql(f"PRAGMA user_version = {version}")
-
-
-SCHEMA = Schema(
-    store="journal of a Tinker server",
-    metadata=metadata,
-    migrations=(
-        (),
-        (
-            "ALTER TABLE requests ADD COLUMN sequences INTEGER NOT NULL DEFAULT 0",
-            "ALTER TABLE checkpoints ADD COLUMN public INTEGER NOT NULL DEFAULT 0",
-        ),
-        (
-            "ALTER TABLE requests ADD COLUMN completed INTEGER",
-            "CREATE INDEX requests_completed ON requests (target, completed)",
-            "ALTER TABLE samplers ADD COLUMN clones INTEGER NOT NULL DEFAULT 0",
-        ),
-    ),
-    read_version=_read_version,
-    write_version=_write_version,
-)
+SCHEMA = Schema(store="journal of a Tinker server", metadata=metadata)
 
 
 def open_journal(path: Path) -> Database:

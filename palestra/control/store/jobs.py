@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
-from palestra.config import in_present_names
 from palestra.control.store import changes, decisions
 from palestra.control.store.stored_resources import more_resources, resources_of
 from palestra.control.store.stored_text import clean
@@ -44,7 +43,7 @@ def record_of(row: Any) -> JobRecord:
         name=row.name,
         kind=row.kind,
         priority=row.priority,
-        config=in_present_names(orjson.loads(row.config)),  # the job may have been submitted to an earlier version
+        config=orjson.loads(row.config),
         resources=resources_of(row),
         attached=row.attached,
         private=row.private,

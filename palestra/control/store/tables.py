@@ -1,4 +1,4 @@
-"""The tables of the control store, one set for both databases, and the migrations of earlier versions."""
+"""The tables of the control store, one set for both databases."""
 
 from __future__ import annotations
 
@@ -141,30 +141,6 @@ audit = Table(
     Column("outcome", Text, nullable=False),
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("ALTER TABLE jobs ADD COLUMN from_job VARCHAR", "ALTER TABLE jobs ADD COLUMN from_step INTEGER"),
-    ("ALTER TABLE tenants ADD COLUMN quota TEXT",),
-    (
-        "ALTER TABLE jobs ADD COLUMN private BOOLEAN DEFAULT FALSE NOT NULL",
-        "ALTER TABLE tenants ADD COLUMN private_jobs BOOLEAN DEFAULT FALSE NOT NULL",
-    ),
-    (
-        "ALTER TABLE jobs ADD COLUMN time_limit_seconds DOUBLE PRECISION",
-        "ALTER TABLE jobs ADD COLUMN ran_seconds DOUBLE PRECISION DEFAULT 0 NOT NULL",
-    ),
-    (
-        "ALTER TABLE jobs ADD COLUMN adapters INTEGER DEFAULT 0 NOT NULL",
-        "ALTER TABLE jobs ADD COLUMN base_id VARCHAR",
-        "CREATE TABLE bases (base_id VARCHAR NOT NULL PRIMARY KEY, model TEXT NOT NULL, "
-        "deterministic BOOLEAN NOT NULL, state VARCHAR NOT NULL, reason TEXT NOT NULL, node VARCHAR NOT NULL, "
-        "cpus DOUBLE PRECISION NOT NULL, gpus DOUBLE PRECISION NOT NULL, memory_gib DOUBLE PRECISION NOT NULL, "
-        "address TEXT, created_at DOUBLE PRECISION NOT NULL, changed_at DOUBLE PRECISION NOT NULL, "
-        "starts INTEGER NOT NULL)",
-    ),
-    ("ALTER TABLE jobs ADD COLUMN more_resources TEXT", "ALTER TABLE jobs ADD COLUMN bundle_nodes TEXT"),
-)
-
 
 def _read_version(connection: sa.Connection) -> int:
     """Return the version of a control store; 0: the database has none of its tables.
@@ -192,7 +168,6 @@ def _write_version(connection: sa.Connection, version: int) -> None:
 SCHEMA = Schema(
     store="control store",
     metadata=metadata,
-    migrations=MIGRATIONS,
     read_version=_read_version,
     write_version=_write_version,
 )

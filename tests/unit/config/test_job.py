@@ -390,12 +390,6 @@ def test_a_group_of_one_needs_one_episode():
     assert RolloutConfig(group_size=1).min_group_size == 1
 
 
-def test_a_run_of_an_earlier_version_has_the_same_digest_where_keys_added_since_are_not_used():
-    first = "7a55f678be7f88dd608dcae840626420cd2c9b930633f7db548ebc9d4dd39b35"  # of JobConfig(), in stores of that time
-    assert JobConfig().digest() == first
-    assert JobConfig(rollout=RolloutConfig(stripped_whitespace="keep")).digest() != first
-
-
 @pytest.mark.parametrize("weight", [1e308, -1.1e6, float("inf"), float("nan")])
 def test_a_weight_of_a_reward_is_bounded_so_that_no_sum_overflows(weight):
     with pytest.raises(ConfigError, match=r"reward_weights\.right"):

@@ -78,15 +78,6 @@ async def test_an_algorithm_is_one_of_the_servers_and_no_code_of_the_tenant(http
     assert "unit.algorithms.own_algorithm" not in sys.modules
 
 
-async def test_an_old_name_is_refused_with_the_new_one_and_a_job_of_before_is_read_with_new_names(http, plane):
-    told = await refused(http, 400, config={"algorithm": {"aggregation": "token"}})
-    assert "write algorithm.loss_agg_mode = 'token-mean'" in told
-    before = await submit(
-        plane.store, "default", "ann", name="old", config=TRAINED | {"algorithm": {"importance": "none"}}
-    )
-    assert (await plane.store.job(None, before.job_id)).config["algorithm"] == {"importance_sampling": "none"}
-
-
 async def test_a_time_limit_is_kept_shown_and_resubmitted(http):
     assert (await made(http, config={}))["time_limit_seconds"] is None
     job = await made(http, config={}, time_limit_seconds=5400)

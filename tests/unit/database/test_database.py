@@ -16,9 +16,6 @@ NUMBERS = sa.Table("numbers", METADATA, sa.Column("n", sa.Integer, primary_key=T
 SCHEMA = Schema(
     store="test store",
     metadata=METADATA,
-    migrations=((),),
-    read_version=lambda c: c.exec_driver_sql("PRAGMA user_version").scalar_one(),
-    write_version=lambda c, version: c.exec_driver_sql(f"PRAGMA user_version = {version}") and None,
 )
 
 
@@ -139,17 +136,17 @@ async def test_a_database_that_is_lost_acknowledges_nothing_more(tmp_path):
     db.close()
 
 
-@pytest.mark.parametrize("wrong", ["migration", "watch"])
+@pytest.mark.parametrize("wrong", ["version", "watch"])
 def test_a_database_that_can_not_be_opened_is_let_go(tmp_path, wrong):
     Database(backend(tmp_path / "x.db"), SCHEMA).close()
     released: list[bool] = []
-    schema = replace(SCHEMA, migrations=((), ("NONSENSE",))) if wrong == "migration" else SCHEMA
+    schema = replace(SCHEMA, read_version=lambda connection: 1) if wrong == "version" else SCHEMA
     watch = (lambda: 1 // 0) if wrong == "watch" else (lambda: lambda: None)
     with pytest.raises((StoreError, ZeroDivisionError)):
         Database(backend(tmp_path / "x.db", watch=watch, release=lambda: released.append(True)), schema)
     assert released == [True]
     with sqlite3.connect(tmp_path / "x.db") as other:
-        assert other.execute("PRAGMA user_version").fetchone() == (1,)
+        assert other.execute("PRAGMA user_version").fetchone() == (SCHEMA.version,)
     other.close()
 
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import sqlalchemy as sa
 
 from palestra.errors import NotFound, StoreError
-from palestra.store.browsing import browse, list_episodes, read_episode, read_episodes
+from palestra.store.browsing import browse, list_episodes, read_episode
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import BatchManifest
 from palestra.types.states import EpisodeState
@@ -97,16 +94,3 @@ def test_what_is_no_run_store_is_a_store_error(tmp_path, content):
     with pytest.raises(StoreError, match=r"x\.db"), browse(path) as connection:
         list_episodes(connection, None, None, 1)
     assert path.exists() == (content is not None)
-
-
-def test_a_run_of_an_earlier_version_is_read_as_it_is(tmp_path):
-    """Its tables lack columns that this version asks for, and reading changes nothing in the file."""
-    path = tmp_path / "run.db"
-    shutil.copy(Path(__file__).parents[1] / "learner" / "run_of_3c2c73b" / "run.db", path)
-    before = path.read_bytes()
-    assert len(read_episodes(tmp_path)) == 13
-    with browse(path) as connection:
-        (first, *_) = list_episodes(connection, None, None, 13)
-        found = read_episode(connection, first.episode_id).trajectory
-    assert (found.episode.rewards, found.episode.named_rewards) == (first.rewards, None)
-    assert path.read_bytes() == before
