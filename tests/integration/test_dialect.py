@@ -83,8 +83,11 @@ def joined(chunks: list[Any], choice: int = 0) -> dict[str, Any]:
                 continue
             delta = entry.delta.model_dump(exclude_unset=True)
             for call in delta.pop("tool_calls", ()):
-                assert call.pop("index") == len(message.setdefault("tool_calls", []))
-                message["tool_calls"].append(call)
+                calls = message.setdefault("tool_calls", [])
+                if call.pop("index") == len(calls):
+                    calls.append(call)
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
             for key, value in delta.items():
                 message[key] = (message.get(key) or "") + value
     return message
@@ -116,6 +119,30 @@ async def test_a_stream_put_together_is_the_reply_without_streaming(tmp_path, na
     assert token_ids == whole.choices[0].token_ids == [*REPLIES[name].encode(), STOP]
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("piece_tokens", [0, 1, 40])
+async def test_a_chunk_has_one_kind_of_content_and_a_call_is_its_name_and_then_its_arguments(tmp_path, piece_tokens):
+    async with speaking(tmp_path, piece_tokens=piece_tokens) as (_, _, ai, _):
+        body = asks("calls", tools=TOOLS, logprobs=True)
+        chunks = [chunk async for chunk in await ai.chat.completions.create(**body, stream=True)]
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    assert deltas[-1] == {}
+    assert [delta.pop("role", None) for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert all(len(delta) <= 1 for delta in deltas)
+    calls = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    ids = [call["id"] for (call,) in calls if "id" in call]
+    parts = [
+        ([{"index": k, "id": one, "type": "function", "function": {"name": "add", "arguments": ""}}],
+         [{"index": k, "function": {"arguments": '{"a": 1,  "t": "</tool_call> é"}'}}])
+        for k, one in enumerate(ids)
+    ]  # fmt: skip
+    assert calls == [part for both in parts for part in both]
+    assert len(ids) == 2
+    tokens = [
+        token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content or ()
+    ]
+    assert bytes(token for entry in tokens for token in entry.bytes or ()).startswith(REPLIES["calls"].encode())
 
 
 async def test_the_openai_clients_own_accumulation_agrees(tmp_path):

@@ -154,6 +154,9 @@ async function* calling(body, signal, base) {
 function take(reply, { delta, finish_reason: reason }) {
   if (delta.content) reply.content += delta.content;
   if (delta.reasoning_content) reply.reasoning_content = (reply.reasoning_content ?? "") + delta.reasoning_content;
-  for (const call of delta.tool_calls ?? []) (reply.tool_calls ??= []).push({ id: call.id, type: "function", function: call.function });
+  for (const { index, id, function: part } of delta.tool_calls ?? []) {  // all but the arguments first, then these
+    const call = ((reply.tool_calls ??= [])[index] ??= { id, type: "function", function: { name: part.name, arguments: "" } });
+    call.function.arguments += part.arguments;
+  }
   if (reason === "length") reply.note = "cut at its limit";
 }

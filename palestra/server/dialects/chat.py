@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
+from palestra.renderers import MessageDelta
 from palestra.server.dialects.answers import TokenBytes, answer_id, chat_logprobs, fingerprint, usage_of
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
 from palestra.server.dialects.fields import (
@@ -137,9 +138,9 @@ class ChatCompletions(Dialect[ChatRequest]):
 
 Where the job serves a model, this route and the other dialects need the job's key, and nothing is recorded.
 
-Streamed, a tool call comes in one piece when it is complete; for models whose format only the `renderers`
-package reads, the message comes in one piece when it is. `reasoning_content` is what a reply has in
-`<think>`. A stop string is looked for in the reply as the model wrote it, tags included."""
+Streamed, a tool call comes when it is complete: a chunk with its name, then one with its arguments. For models
+whose format only the `renderers` package reads, the message comes when it is complete. `reasoning_content` is
+what a reply has in `<think>`. A stop string is looked for in the reply as the model wrote it, tags included."""
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[ChatRequest]:
         """Parse a request into one call. See `Dialect.parse`."""
@@ -243,15 +244,21 @@ class _ChatChunks(EventWriter):
         self._said[choice], self._calls[choice] = set(), 0
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """Write a chunk with the new part of the message, and with logprobs and token ids if they were asked for."""
-        delta = self._delta(choice, piece)
+        """Write chunks with the new parts of the message; the first has logprobs and token ids if asked for."""
         more: dict[str, Any] = {"logprobs": None}
         if self._bytes_of is not None and piece.ids:
             more["logprobs"] = chat_logprobs(piece.ids, piece.logprobs, piece.top, self._bytes_of)
         if self._ids:
             more["token_ids"] = list(piece.ids)
-        if delta or more["logprobs"] is not None or more.get("token_ids"):
+        deltas, said = self._deltas(choice, piece.delta), self._said[choice]
+        if not deltas and (more["logprobs"] is not None or more.get("token_ids")):
+            deltas = [{}]
+        if deltas and not said:
+            deltas[0] = {"role": "assistant"} | deltas[0]
+        for delta in deltas:
             self._chunk(choice, delta, None, more)
+            said.update(delta)
+            more = {"logprobs": None}
 
     def finished(self, choice: int, chat: Chat) -> None:
         """Write the choice's last chunk, which has the finish reason."""
@@ -269,21 +276,23 @@ class _ChatChunks(EventWriter):
             self.write(self._head | {"choices": [], "usage": usage_of(chats, len(chats))})
         self.write(b"[DONE]")
 
-    def _delta(self, choice: int, piece: ReplyPiece) -> dict[str, Any]:
-        added, said = piece.delta, self._said[choice]
-        delta: dict[str, Any] = {}
+    def _deltas(self, choice: int, added: MessageDelta) -> list[dict[str, Any]]:
+        """Return the deltas of a part of the message, each with one kind of content, as OpenAI sends them.
+
+        A call is two deltas: all but its arguments, then its arguments. Clients lose calls that share a delta.
+        """
+        deltas: list[dict[str, Any]] = []
         if added.reasoning:
-            delta["reasoning_content"] = added.reasoning
+            deltas.append({"reasoning_content": added.reasoning})
         if added.content:
-            delta["content"] = added.content
-        if added.calls:
-            first = self._calls[choice]
-            delta["tool_calls"] = [{"index": first + k} | call.model_dump() for k, call in enumerate(added.calls)]
-            self._calls[choice] += len(added.calls)
-        if delta and not said:
-            delta = {"role": "assistant"} | delta
-        said.update(delta)
-        return delta
+            deltas.append({"content": added.content})
+        for call in added.calls:
+            index, function = self._calls[choice], call.function
+            named = call.model_dump() | {"function": {"name": function.name, "arguments": ""}}
+            deltas.append({"tool_calls": [{"index": index} | named]})
+            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": function.arguments}}]})
+            self._calls[choice] += 1
+        return deltas
 
     def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None, more: dict[str, Any]) -> None:
         entry = {"index": choice, "delta": delta, "finish_reason": finish_reason} | more
