@@ -203,7 +203,7 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
     files = read_files(config)
     check_sizes(files, config.server.max_body_bytes)
     for split, (_, found) in files.items():
-        tasks[split] = [{"id": task.task_id, **task.data} for task in found]
+        tasks[split] = [task.data for task in found]
     # Tasks and the run's folder are of this machine: the service has a folder of its own, and gets tasks as they are.
     given = config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"})
     return given, tasks

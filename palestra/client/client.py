@@ -175,8 +175,8 @@ class Client:
         """Give the job all of its tasks in one push; pushing the same tasks again changes nothing.
 
         Args:
-            train: tasks to train on: JSON objects, whose key `id`, if present, names the task; or the path of a JSONL
-                file with one of them a line.
+            train: tasks to train on: JSON objects, whose key `id`, if present, also names the task; or the path of a
+                JSONL file with one of them a line.
             validation: tasks to evaluate on, in the same forms.
 
         Raises:

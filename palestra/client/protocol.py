@@ -287,7 +287,5 @@ def _task_body(row: Mapping[str, Any]) -> TaskBody:
             f"a task is a JSON object, such as {{'prompt': {str(row)[:40]!r}}}; {row!r:.60} is a {type(row).__name__}",
             "tasks",
         )
-    data = dict(row)
-    name = data.pop("id", None)
     with _checked():
-        return TaskBody(id=None if name is None else str(name), data=data)
+        return TaskBody(data=dict(row))

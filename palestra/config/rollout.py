@@ -14,7 +14,7 @@ from palestra.config.section import Positive, Seconds, Section
 class TasksConfig(Section):
     """Files of tasks. Without a file, an environment generates tasks, or clients push them with `POST /tasks`."""
 
-    train: Path | None = Field(None, description="JSONL file of tasks: one JSON object per line; `id` is optional.")
+    train: Path | None = Field(None, description="JSONL file of tasks: one JSON object per line; its `id` names it.")
     validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
 
 

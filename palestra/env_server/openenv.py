@@ -321,7 +321,7 @@ def seeded_tasks(generate: Callable[[Literal["train"], int, int], list[dict[str,
     """
 
     def task_of(given: dict[str, Any]) -> dict[str, Any]:
-        if set(given) <= {"seed"}:
+        if set(given) <= {"seed", "id"}:
             return generate("train", 1, int(given.get("seed", random.randrange(2**31))))[0]
         return given
 

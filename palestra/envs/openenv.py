@@ -26,7 +26,7 @@ class OpenEnvEnvironment(Environment):
     of the reply; of an action with several, the reply is a JSON object or a call of the tool `act`; where actions are
     calls of MCP tools, the agent has these tools.
 
-    A task's keys, without `id`, are the arguments of `reset`, such as `seed`. An action that the server's schema
+    A task's keys are the arguments of `reset`, such as `seed`. An action that the server's schema
     refuses is shown to the agent as an error, and has the reward 0. A connection that is lost, or an environment that
     raises, fails the attempt at the episode, which has no reward.
     """
@@ -104,17 +104,16 @@ class OpenEnvEnvironment(Environment):
 
     async def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Begin an episode, in a new session if the last one has ended since."""
-        arguments = {name: value for name, value in task.items() if name != "id"}
         self._paid = False
         fresh = not self._link.is_open
         await self._link.open()
         try:
-            data = await self._ask({"type": "reset", "data": arguments})
+            data = await self._ask({"type": "reset", "data": dict(task)})
         except EnvironmentFailed:
             if fresh or self._link.is_open:
                 raise
             await self._link.open()  # the connection was lost between two episodes, so nothing of this one was seen
-            data = await self._ask({"type": "reset", "data": arguments})
+            data = await self._ask({"type": "reset", "data": dict(task)})
         if self._calls_tools:
             listed = (await self._ask({"type": "step", "data": {"type": "list_tools"}})).get("observation", {})
             self.tools = tuple(_tool(tool) for tool in listed.get("tools", ()))

@@ -62,8 +62,8 @@ def evaluate(
 
     Args:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`; see `train`.
-        tasks: JSON objects: a list, an iterator that ends, a data set of `datasets`, or the path of a JSONL file; a key
-            `id` names a task. If it is empty, an environment that ships with Palestra makes its validation tasks.
+        tasks: JSON objects: a list, an iterator that ends, a data set of `datasets`, or the path of a JSONL file;
+            see `train`. If it is empty, an environment that ships with Palestra makes its validation tasks.
         config: the job, whose settings about training are not used; None for the defaults, or, where `model` is a run
             that has trained several policies, for that run's. If it has a `run_dir`, episodes are kept there, for
             `palestra episodes`.

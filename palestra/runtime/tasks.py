@@ -7,13 +7,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from palestra.client.task_files import named_task, read_task_file
+from palestra.client.task_files import read_task_file
 from palestra.config import JobConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.store import Tasks
 from palestra.types.records import Task
+from palestra.types.wire import TaskBody, task_id_of
 
 Files = dict[Split, tuple[Path, list[Task]]]  # by split: the file, and its tasks
 ENVELOPE = 1000  # bytes of a request body around a single task, including its name
@@ -51,8 +52,7 @@ def read_files(config: JobConfig) -> Files:
     """Read and check the task files that a job names; a job that serves a model has none.
 
     Raises:
-        ConfigError: there is no such file, a line is not a task, two tasks have the same name, or there is no training
-            task.
+        ConfigError: there is no such file, a line is not a task, or there is no training task.
     """
     if config.kind == "inference" or config.tasks.train is None:
         return {}
@@ -90,14 +90,9 @@ def read_tasks(path: Path) -> list[Task]:
     Raises:
         ConfigError: there is no such file, or a line is not a task.
     """
-    return [Task(task_id=str(body.id), data=body.data) for body in read_task_file(path)]
+    return [task_of(row) for row in read_task_file(path)]
 
 
 def task_of(data: dict[str, Any]) -> Task:
-    """Return a task from its data, in which the key `id`, if present, names it.
-
-    Raises:
-        ValidationError: the name is not valid.
-    """
-    body = named_task(data)
-    return Task(task_id=str(body.id), data=body.data)
+    """Return a task from its data, which has its name in `id` or gets one."""
+    return Task(task_id=task_id_of(TaskBody(data=data)), data=data)

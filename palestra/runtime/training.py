@@ -58,10 +58,11 @@ def train(
         rollout: a function `(task, endpoint)`, sync or async; it gets a task and a `ModelEndpoint` (base_url, api_key,
             model for any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. An exception
             gives the episode back and is no reward. Or a `RolloutSpec`: an environment, and the agents that act in it.
-        tasks: JSON objects: a list, an iterator, a data set of `datasets`, or the path of a JSONL file; a key `id`
-            names a task. From an iterator, which may be endless, as many are taken as the job has groups. May be empty
-            if the configuration names files, or an environment that makes its own tasks; such an environment makes none
-            where some are given.
+        tasks: JSON objects: a list, an iterator, a data set of `datasets`, or the path of a JSONL file. A rollout
+            function, environment or reward gets each task with all of its keys; `id` also names it in lists. From an
+            iterator, which may be endless, as many are taken as the job has groups. May be empty if the configuration
+            names files, or an environment that makes its own tasks; such an environment makes none where some are
+            given.
         config: the job; None for the defaults. The server takes any free port, unless the job has `seats` and
             `server.port` is given: their workers call it from other processes.
         model: name of a model, or folder of a model, of a checkpoint, or of a run, which stands for its newest

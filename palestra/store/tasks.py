@@ -15,6 +15,7 @@ from palestra.database.sqlite import MOST_VALUES
 from palestra.errors import Conflict
 from palestra.store.tables import meta, task_chunks, tasks
 from palestra.types.records import Task
+from palestra.types.wire import MAX_NAME, digest_of, name_in
 
 SEALED = "tasks_sealed"  # key of the row in `meta` that seals the tasks
 
@@ -35,7 +36,8 @@ class Tasks:
             chunk_id: names this chunk; the same chunk a second time changes nothing.
 
         Raises:
-            Conflict: the chunk or a task id was used before for other data, or the tasks are sealed.
+            Conflict: the chunk or a task id was used before for other data, or the tasks are sealed. A name that is
+                the task's own key `id` is not a conflict: the later task gets a name of its own.
         """
 
         def push(connection: Connection) -> int:
@@ -120,9 +122,24 @@ def _new_rows(connection: Connection, split: str, new: Sequence[Task], total: in
     for task in new:
         data = to_json(task.data)
         if task.task_id in known:
-            if known[task.task_id] != data:
-                raise Conflict(f"task {task.task_id!r} was given before with other data")
-            continue
+            if known[task.task_id] == data:
+                continue
+            task = _renamed(task)
+            name = select(tasks.c.task_id).where(tasks.c.split == split, tasks.c.task_id == task.task_id)
+            if task.task_id in known or connection.execute(name).first():
+                continue
         known[task.task_id] = data
         rows.append({"split": split, "position": total + len(rows), "task_id": task.task_id, "data": data})
     return rows
+
+
+def _renamed(task: Task) -> Task:
+    """Return a task under a name made from its key `id` and its data, for data sets whose `id` is not unique.
+
+    Raises:
+        Conflict: its name is not from its data, so whoever named it has given one name to two tasks.
+    """
+    if task.task_id != name_in(task.data):
+        raise Conflict(f"task {task.task_id!r} was given before with other data")
+    digest = digest_of(task.data)
+    return Task(task_id=f"{task.task_id[: MAX_NAME - len(digest) - 1]}-{digest}", data=task.data)

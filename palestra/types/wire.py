@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -55,7 +56,8 @@ def _short(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
 # Much larger than any useful reward, and small enough that sums and squares of rewards do not overflow.
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+MAX_NAME = 200  # characters
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 RewardName = Annotated[str, Field(pattern=REWARD_NAME)]
 
 
@@ -68,7 +70,11 @@ class Body(BaseModel):
 class TaskBody(Body):
     """One task: an input of the environment, as JSON, with an id by which repeated uploads are recognised."""
 
-    id: Name | None = Field(None, description="Unique in the run. None: made from a digest of `data`.")
+    id: Name | None = Field(
+        None,
+        description="Unique in the run. None: the `id` in `data`, if that is a short text or a whole number; else made "
+        "from a digest of `data`.",
+    )
     data: JsonObject
 
 
@@ -368,5 +374,18 @@ class ErrorAnswer(Body):
 
 
 def task_id_of(task: TaskBody) -> str:
-    """Return the task's id, or one that is made from a digest of its data."""
-    return task.id or "t" + hashlib.sha256(task.model_dump_json(include={"data"}).encode()).hexdigest()[:15]
+    """Return the task's id, or the `id` in its data where that can be a name, or one made from a digest of its data."""
+    return task.id or name_in(task.data) or f"t{digest_of(task.data)}"
+
+
+def name_in(data: Mapping[str, Any]) -> str | None:
+    """Return the name that a task's own key `id` gives it; None: its value is not a short text or a whole number."""
+    given = data.get("id")
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        return None
+    return str(given) if 0 < len(str(given)) <= MAX_NAME else None
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """Return 15 hex digits that stand for the data of a task."""
+    return hashlib.sha256(TaskBody(data=dict(data)).model_dump_json(include={"data"}).encode()).hexdigest()[:15]

@@ -129,16 +129,14 @@ def test_large_tasks_go_in_smaller_chunks():
     assert [t.data for c in calls for t in c.body.tasks] == rows
 
 
-def test_a_task_may_bring_its_id_and_the_users_own_mapping_is_left_alone():
-    row = {"id": 7, "q": "?"}
+@pytest.mark.parametrize("given", [7, "q1", None, "", 1.5, True, ["a"], {"a": 1}, "x" * 300])
+def test_a_task_is_pushed_with_its_own_id_whatever_it_is(given):
+    row = {"id": given, "q": "?"}
     (call,) = push_calls({"train": [row]})
-    assert (call.body.tasks[0].id, call.body.tasks[0].data) == ("7", {"q": "?"})
-    assert row == {"id": 7, "q": "?"}
-
-
-def test_an_id_of_none_is_no_id():
-    (call,) = push_calls({"train": [{"id": None, "q": 1}]})
-    assert call.body.tasks[0].id is None
+    (task,) = call.body.tasks
+    assert (task.id, task.data) == (None, {"id": given, "q": "?"})
+    assert type(task.data["id"]) is type(given)
+    assert row == {"id": given, "q": "?"}
 
 
 def test_a_task_that_is_no_json_is_an_invalid_request():

@@ -17,11 +17,9 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_rows_of_a_file_have_their_names_and_those_that_are_given_stay(files):
-    first, second = task_rows(files / "train.jsonl")
-    assert first == {"id": "a", "prompt": "x"}
-    assert second["prompt"] == "y"
-    assert second["id"].startswith("t")
+def test_rows_of_a_file_and_those_that_are_given_stay_as_they_are(files):
+    assert task_rows(files / "train.jsonl") == [{"id": "a", "prompt": "x"}, {"prompt": "y"}]
+    assert task_rows(files / "held_out.jsonl") == [{"id": 7, "prompt": "z"}]
     given = [{"prompt": "x"}]
     assert task_rows(given) is given
 
@@ -37,11 +35,11 @@ async def test_both_clients_push_the_tasks_of_files(files, monkeypatch):
     async with AsyncClient("http://127.0.0.1:9", "key") as client:
         await client.push_tasks(str(files / "train.jsonl"), files / "held_out.jsonl")
     with Client("http://127.0.0.1:9", "key") as client:
-        client.push_tasks(files / "train.jsonl", [{"id": "7", "prompt": "z"}])
+        client.push_tasks(files / "train.jsonl", [{"id": 7, "prompt": "z"}])
         with pytest.raises(ConfigError, match=r"bad\.jsonl:2: a task is a JSON object"):
             client.push_tasks(files / "bad.jsonl")
-    assert [(body.split, next(task.id for task in body.tasks)) for body in pushed] == [
-        ("validation", "7"),
+    assert [(body.split, next(task.data["id"] for task in body.tasks)) for body in pushed] == [
+        ("validation", 7),
         ("train", "a"),
     ] * 2
     assert pushed[1] == pushed[3]

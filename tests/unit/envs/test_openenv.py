@@ -33,7 +33,7 @@ async def test_the_text_of_a_reply_is_the_one_field_of_an_action():
         assert seen[1].content[0].text == '{"guess": "no"}'
         assert [one.reward for one in seen] == [None, 0.0, 1.0]
         assert seen[-1].terminated
-        assert fake.resets == [{"seed": 7}]
+        assert fake.resets == [{"id": "t", "seed": 7}]
         assert fake.sessions == 0
 
 

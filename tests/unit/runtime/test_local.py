@@ -98,7 +98,7 @@ def test_tasks_are_read_one_a_line(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"id": 7, "q": "é"}\n\n  \n{"q": 2}\n{"id": null, "q": 3}', encoding="utf-8")
     tasks = read_tasks(path)
-    assert [t.data for t in tasks] == [{"q": "é"}, {"q": 2}, {"q": 3}]
+    assert [t.data for t in tasks] == [{"id": 7, "q": "é"}, {"q": 2}, {"id": None, "q": 3}]
     assert tasks[0].task_id == "7"
     assert len({t.task_id for t in tasks}) == 3
 

@@ -111,3 +111,14 @@ def test_what_an_end_carries_is_bounded(field, most, more):
     assert getattr(EndEpisode.model_validate({"episode_id": "e", field: most}), field) is not None
     with pytest.raises(ValidationError, match=field):
         EndEpisode.model_validate({"episode_id": "e", field: more})
+
+
+@pytest.mark.parametrize(("given", "name"), [("q1", "q1"), (7, "7"), (-3, "-3"), ("x" * 200, "x" * 200)])
+def test_a_short_text_or_a_whole_number_in_id_names_a_task(given, name):
+    assert task_id_of(TaskBody(data={"id": given})) == name
+    assert task_id_of(TaskBody(id="sent", data={"id": given})) == "sent"
+
+
+@pytest.mark.parametrize("given", [None, "", True, 1.5, [1], {"a": 1}, "x" * 201])
+def test_any_other_id_names_no_task(given):
+    assert task_id_of(TaskBody(data={"id": given})).startswith("t")
