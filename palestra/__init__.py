@@ -95,8 +95,6 @@ if TYPE_CHECKING:
     from palestra.envs.remote import RemoteEnvironment as RemoteEnvironment
     from palestra.learner.check import check_algorithm as check_algorithm
     from palestra.models.catalog import model_folder as model_folder
-    from palestra.notebook import RecordedRun as RecordedRun
-    from palestra.notebook import load_run as load_run
     from palestra.rollout import RolloutSpec as RolloutSpec
     from palestra.runtime.evaluating import evaluate as evaluate
     from palestra.runtime.job_thread import TrainResult as TrainResult
@@ -110,6 +108,8 @@ if TYPE_CHECKING:
     from palestra.runtime.scores import TaskOutcome as TaskOutcome
     from palestra.runtime.training import train as train
     from palestra.store.browsing import read_episodes as read_episodes
+    from palestra.store.loaded_run import LoadedRun as LoadedRun
+    from palestra.store.loaded_run import load_run as load_run
     from palestra.tools import McpServer as McpServer
     from palestra.tools import Tool as Tool
     from palestra.tools import tool as tool
@@ -207,7 +207,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "palestra.envs.remote": ("RemoteEnvironment",),
     "palestra.learner.check": ("check_algorithm",),
-    "palestra.notebook": ("RecordedRun", "load_run"),
+    "palestra.store.loaded_run": ("LoadedRun", "load_run"),
     "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),
     "palestra.tools": ("McpServer", "Tool", "tool"),

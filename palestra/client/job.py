@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from urllib.parse import quote
 import httpx2
 
 from palestra.client.client import Client
-from palestra.client.curves import REWARDS, LiveCurves
 from palestra.errors import ConnectionLost, JobOver, NotFound
 from palestra.types.control_wire import ArtifactView, ChangeView, JobKeyView, JobView, ServerView
 
@@ -87,26 +86,6 @@ class Job:
                 if self.view().state in OVER:
                     return
             time.sleep(0.2 * random.uniform(0.5, 1.0))
-
-    def watch(self, metrics: Sequence[str] = REWARDS) -> JobView:
-        """Draw the job's curves in a notebook, again after each step, until it is over, and return its view.
-
-        Interrupting the cell ends the drawing, and leaves the job running.
-
-        Args:
-            metrics: names of what is drawn (docs/metrics.md).
-
-        Raises:
-            ModuleNotFoundError: matplotlib or IPython is not installed.
-            ConnectionLost: the control plane could not be reached for `retry_seconds`.
-        """
-        curves = LiveCurves(metrics, self.job_id)
-        curves.show()
-        with contextlib.suppress(KeyboardInterrupt):
-            for event in self.events():
-                if event.kind == "step":
-                    curves.add([event.data])
-        return self.view()
 
     def logs(self, *, follow: bool = False, offset: int = 0) -> Iterator[str]:
         """Iterate over pieces of the job's log.
