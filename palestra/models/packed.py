@@ -103,10 +103,15 @@ def pack_base(model: CausalLM) -> None:
         _pack(model)
 
 
+def processor_packs() -> bool:
+    """Return whether oneDNN packs bfloat16 here: torch is built with it, and the processor has AVX-512, say."""
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(there and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _can_be_packed(model: CausalLM) -> bool:
     plain = model.compute_dtype == torch.bfloat16 and model.device.type == "cpu"
-    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return plain and there and type(model.model.get_output_embeddings()) is nn.Linear
+    return plain and processor_packs() and type(model.model.get_output_embeddings()) is nn.Linear
 
 
 def _pack(model: CausalLM, exact: bool = False) -> None:

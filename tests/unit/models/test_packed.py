@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.models import packed as packing
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.packed import pack
 from unit.models.test_causal_lm import SUPPORTED, Causal, rounded_like_the_engine, two_of
 
+packs = pytest.mark.skipif(not packing.processor_packs(), reason="oneDNN multiplies no bfloat16 on this processor")
 IDS = torch.from_numpy(np.random.default_rng(0).integers(1, 97, 40))
 
 
@@ -26,6 +28,7 @@ def other_weights(model: CausalLM) -> dict[str, torch.Tensor]:
     }
 
 
+@packs
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_the_numbers_are_those_of_plain_matrices(kind):
     """The same bits; but where oneDNN multiplies plain matrices by another kernel, the last bit of bfloat16 differs."""
@@ -45,6 +48,7 @@ def test_the_numbers_are_those_of_plain_matrices(kind):
             packed.take_weights(given)
 
 
+@packs
 def test_layers_that_read_the_same_input_are_one_matrix_and_plain_ones_are_gone():
     model = rounded_like_the_engine(two_of("qwen2")[1])
     pack(model)
@@ -58,6 +62,7 @@ def test_layers_that_read_the_same_input_are_one_matrix_and_plain_ones_are_gone(
     assert left == {"model.embed_tokens.weight", "lm_head.weight"}, "what stays beside its packed copy"
 
 
+@packs
 def test_a_layer_that_reads_another_input_than_the_one_before_is_not_merged_with_it():
     """A parallel block gives attention and network the same norm's output; a serial one does not."""
     parallel, serial = (rounded_like_the_engine(two_of(kind)[1]) for kind in ("cohere", "llama"))
@@ -119,3 +124,12 @@ def test_a_model_that_packing_would_change_stays_as_it_is():
     pack(model)
     assert model.packed is None
     assert torch.equal(logits_of(model), spoiled)
+
+
+def test_a_processor_on_which_nothing_is_packed_samples_from_plain_matrices(monkeypatch):
+    model = rounded_like_the_engine(two_of("llama")[1])
+    wanted = logits_of(model)
+    monkeypatch.setattr(packing, "processor_packs", lambda: False)
+    pack(model)
+    assert model.packed is None
+    assert torch.equal(logits_of(model), wanted)
