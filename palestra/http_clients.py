@@ -1,12 +1,129 @@
-"""The certificates that connections to other servers trust."""
+"""Clients of HTTP servers and WebSockets: the only module that makes them, so that all treat proxies alike."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ssl
+from collections.abc import Iterator
+from typing import Any
+from urllib.request import getproxies
+
+import httpx2
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidProxy
+from websockets.proxy import parse_proxy
+
+from palestra.errors import ConfigError
+from palestra.proxies import proxy_note, proxy_of
 
 
 @functools.cache
 def trusted() -> ssl.SSLContext:
     """Return the system's certificates; reading them takes longer than a request, so that is done once."""
     return ssl.create_default_context()
+
+
+def http_client(*, transport: httpx2.BaseTransport | None = None, **settings: Any) -> httpx2.Client:
+    """Return a client whose requests use the proxy of the environment, but not to this machine.
+
+    Args:
+        transport: in place of the usual one, such as one of a Unix socket.
+        settings: further ones of `httpx2.Client`.
+    """
+    return httpx2.Client(transport=transport or ProxyRoutes(**settings), **settings)
+
+
+def async_http_client(*, transport: httpx2.AsyncBaseTransport | None = None, **settings: Any) -> httpx2.AsyncClient:
+    """Return `http_client` for an event loop."""
+    return httpx2.AsyncClient(transport=transport or AsyncProxyRoutes(**settings), **settings)
+
+
+class WebSocket(connect):
+    """Opens a WebSocket, through a proxy as HTTP clients do; follows no redirect, which could lead to another host."""
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        """Prepare to connect.
+
+        Args:
+            url: of the server.
+            settings: of `websockets.connect`.
+
+        Raises:
+            ConfigError: the environment names a proxy that WebSockets can't use.
+        """
+        proxy = proxy_of(url)
+        if proxy is not None:
+            try:
+                known = parse_proxy(proxy).scheme in ("http", "https")
+            except InvalidProxy as error:
+                raise ConfigError(f"no WebSocket can be opened{proxy_note(proxy)}: {error}") from error
+            if not known:
+                raise ConfigError(f"no WebSocket can be opened{proxy_note(proxy)}; it has to speak HTTP")
+        super().__init__(url, proxy=proxy, **settings)
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        """Return the answer as the failure that it is (called by websockets)."""
+        return exc
+
+
+class ProxyRoutes(httpx2.BaseTransport):
+    """A pool of connections for each proxy, and one without."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Take `verify` and `limits` of a client's settings."""
+        self._settings, self._proxies = _of_transport(settings), getproxies()
+        self._pools: dict[str | None, httpx2.HTTPTransport] = {}
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request on its way (called by the client)."""
+        proxy = proxy_of(str(request.url), self._proxies)
+        with _explained(proxy):
+            if (pool := self._pools.get(proxy)) is None:
+                pool = self._pools.setdefault(proxy, httpx2.HTTPTransport(proxy=proxy, **self._settings))
+            return pool.handle_request(request)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+class AsyncProxyRoutes(httpx2.AsyncBaseTransport):
+    """`ProxyRoutes` for an event loop."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Take `verify` and `limits` of a client's settings."""
+        self._settings, self._proxies = _of_transport(settings), getproxies()
+        self._pools: dict[str | None, httpx2.AsyncHTTPTransport] = {}
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request on its way (called by the client)."""
+        proxy = proxy_of(str(request.url), self._proxies)
+        with _explained(proxy):
+            if (pool := self._pools.get(proxy)) is None:
+                pool = self._pools.setdefault(proxy, httpx2.AsyncHTTPTransport(proxy=proxy, **self._settings))
+            return await pool.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for pool in self._pools.values():
+            await pool.aclose()
+
+
+def _of_transport(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those settings of a client that its transport needs."""
+    return {name: settings[name] for name in ("verify", "limits") if name in settings}
+
+
+@contextlib.contextmanager
+def _explained(proxy: str | None) -> Iterator[None]:
+    """Name the proxy in an error of a request."""
+    try:
+        yield
+    except httpx2.RequestError as error:
+        if proxy is not None:
+            error.args = (f"{str(error) or type(error).__name__}{proxy_note(proxy)}",)
+        raise
+    except ImportError as error:
+        raise ConfigError(f"no server can be asked{proxy_note(proxy or '')}: {error}") from error

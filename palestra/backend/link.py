@@ -25,6 +25,8 @@ from palestra.errors import (
     PayloadTooLarge,
     Unauthorized,
 )
+from palestra.http_clients import WebSocket
+from palestra.proxies import through_proxy
 from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra.base")
@@ -246,8 +248,9 @@ class Link:
             if since is None:
                 since = now
                 log.warning(
-                    "the base server at %s can't be reached (%s); trying again for %g s",
+                    "the base server at %s can't be reached%s (%s); trying again for %g s",
                     self.address,
+                    through_proxy(self.address),
                     why or "it has closed the connection",
                     self._patience,
                 )
@@ -268,13 +271,12 @@ class Link:
             "max_size": MOST_BYTES,
             "compression": None,
             "user_agent_header": None,
-            "proxy": None,
             "open_timeout": 20,
             "logger": logging.getLogger("palestra.base.socket"),
         }
         if self.address.startswith(UNIX):
             return unix_connect(self.address.removeprefix(UNIX), uri="ws://localhost/", **options)
-        return connect(self.address, **options)
+        return WebSocket(self.address, **options)
 
     async def _greet(self, connection: ClientConnection) -> None:
         """Say which job this is, and send again what has no answer."""

@@ -107,6 +107,10 @@ def command() -> int:
             from palestra.cli.small_blocks import start_without_caches  # loads asyncio, which others do without
 
             start_without_caches()
+        if any(name.lower().endswith("_proxy") for name in os.environ):
+            from palestra.proxies import spare_own_addresses  # urllib loads slowly
+
+            spare_own_addresses()
 
     return main(None, begin)
 

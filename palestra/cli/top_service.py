@@ -16,6 +16,7 @@ from palestra.cli.top_view import calls_table, curve_lines, episodes_table, numb
 from palestra.client.control import ControlClient
 from palestra.dashboard.answers import EpisodesAnswer, MetricsAnswer, RunsAnswer, SlowCallsAnswer
 from palestra.errors import PalestraError
+from palestra.http_clients import http_client
 from palestra.terminal import one_line
 from palestra.types.control_wire import BaseView, ClusterView, JobView, NodeView, ServerView
 from palestra.types.progress import duration
@@ -105,7 +106,7 @@ def _job(server: ServerView, width: int, now: float) -> list[RenderableType]:
     """Return curves, episodes and slow calls of a running job, as its own page has them."""
     headers = {"authorization": f"Bearer {server.api_key}"}
     try:
-        with httpx2.Client(base_url=server.url, headers=headers, timeout=READ_SECONDS) as http:
+        with http_client(base_url=server.url, headers=headers, timeout=READ_SECONDS) as http:
             run = RunsAnswer.model_validate_json(_read(http, "")).runs[0]
             base = f"/{quote(run.run, safe='')}"
             metrics = MetricsAnswer.model_validate_json(_read(http, f"{base}/metrics"))

@@ -42,6 +42,7 @@ from palestra.client.protocol import (
 from palestra.client.seat import AsyncSeat, seat_of
 from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, JobOver, PalestraError
+from palestra.http_clients import async_http_client
 from palestra.pictures.blobs import digest_of
 from palestra.threads import in_thread
 from palestra.types.wire import ClaimAnswer, RolloutFacts
@@ -83,7 +84,7 @@ class AsyncClient:
             ConfigError: there is no key, or `url` can't be the URL of a data plane.
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
-        self._http = httpx2.AsyncClient(limits=LIMITS)
+        self._http = async_http_client(limits=LIMITS)
         self._find, self._finding = find, asyncio.Lock()
         self._uploaded: dict[str, float] = {}  # when each picture was uploaded, in monotonic seconds; oldest first
 

@@ -34,6 +34,7 @@ from palestra.client.protocol import (
 from palestra.client.seat import Seat, seat_of
 from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, PalestraError
+from palestra.http_clients import http_client
 from palestra.pictures.blobs import digest_of
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class Client:
             ConfigError: there is no key, or `url` can't be the URL of a data plane.
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
-        self._http = httpx2.Client(limits=LIMITS)
+        self._http = http_client(limits=LIMITS)
         self._heartbeats = Heartbeats(lambda episode: self._send(heartbeat_call(episode), retry_seconds=0.0))
 
     def __enter__(self) -> Self:

@@ -15,6 +15,7 @@ from palestra.client.client import drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.client.job import Job
 from palestra.errors import ConfigError, ConnectionLost
+from palestra.http_clients import http_client
 from palestra.types.control_wire import JobList, JobView
 
 SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # POST is safe too if it has an idempotency key
@@ -41,7 +42,7 @@ class ControlClient:
         key = checked_key(key or os.environ.get("PALESTRA_KEY", ""))
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._endpoint = Endpoint(url, key, retry_seconds)
-        self._http = httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
+        self._http = http_client(base_url=url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
 
     @property
     def url(self) -> str:

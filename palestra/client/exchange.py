@@ -42,6 +42,7 @@ from palestra.errors import (
     Unauthorized,
     causes_of,
 )
+from palestra.proxies import through_proxy
 
 log = logging.getLogger("palestra.client")
 T = TypeVar("T")
@@ -286,7 +287,7 @@ def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Troubl
     passing = reply.status_code in _PASSING or reply.status_code >= 500
     wait = reply.headers.get("retry-after", "")
     return Trouble(
-        problem_of(reply),
+        problem_of(url, reply),
         passing=passing,
         unsent=reply.status_code in _NOT_SERVED,
         pause_seconds=float(wait) if wait.isascii() and wait.isdecimal() and len(wait) < 10 else 0.0,
@@ -309,20 +310,20 @@ def _unreachable(url: str, error: httpx2.RequestError) -> Trouble:
 
 def _garbled(url: str, reply: httpx2.Response, error: ValueError) -> Trouble:
     shown = " ".join(repr(reply.content[:80])[2:-1].split())
-    why = f"{url} answered {reply.status_code} with what is no answer of Palestra ({shown!r:.90})"
+    why = f"{url} answered {reply.status_code}{through_proxy(url)} with what is no answer of Palestra ({shown!r:.90})"
     lost = ConnectionLost(f"{why}; is that its URL, and what lies in between?")
     lost.__cause__ = error
     return Trouble(lost, passing=True)
 
 
-def problem_of(reply: httpx2.Response) -> PalestraError:
-    """Return the error that an answer of 400 or more stands for, in the server's own words."""
+def problem_of(url: str, reply: httpx2.Response) -> PalestraError:
+    """Return the error that an answer of 400 or more stands for, in the server's own words; `url` is the server's."""
     message, code = f"the server answered {reply.status_code}", None
     try:
         error = reply.json()["error"]
         message, code = str(error["message"]), error["code"]
     except (ValueError, KeyError, TypeError, RecursionError):  # not Palestra's: perhaps a proxy's
-        message = f"{message}: {reply.text[:200]}"
+        message = f"{message}{through_proxy(url)}: {reply.text[:200]}"
     if code == _CONTEXT_FULL:
         with contextlib.suppress(ValueError):
             return ContextOverflow.of_message(message)

@@ -11,12 +11,13 @@ from typing import Any
 import httpx2
 import orjson
 
-from palestra.certificates import trusted
 from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.exchange import checked_key, checked_url
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.nemo_gym_items import conversation_of, items_of, output_of, tools_of
 from palestra.errors import EnvironmentFailed, InvalidEnvironment
+from palestra.http_clients import async_http_client, trusted
+from palestra.proxies import through_proxy
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall
 
@@ -93,7 +94,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         await self.close()
         # The session is a cookie, so each episode has a client of its own.
         headers = {**self._headers, "content-type": "application/json"}
-        self._http = httpx2.AsyncClient(base_url=self._url, headers=headers, verify=trusted(), follow_redirects=False)
+        self._http = async_http_client(base_url=self._url, headers=headers, verify=trusted(), follow_redirects=False)
         self._task, self._output = task, []
         self._tools = tools_of(asked.get("tools") or ())
         messages = conversation_of(asked, self._system)
@@ -153,7 +154,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         if status == 404:
             raise EnvironmentFailed(f"{self._url} has no {path}: it is no resources server of NeMo Gym")
         if status != 200:
-            raise EnvironmentFailed(f"{self._url}{path} answers {status}: {text[:300].decode(errors='replace')}")
+            said = text[:300].decode(errors="replace")
+            raise EnvironmentFailed(f"{self._url}{path} answers {status}{through_proxy(self._url)}: {said}")
         try:
             found = orjson.loads(text)
         except ValueError:

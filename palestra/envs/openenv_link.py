@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx2
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from palestra.certificates import trusted
 from palestra.errors import EnvironmentFailed, TooManyRequests
+from palestra.http_clients import WebSocket, async_http_client, trusted
+from palestra.proxies import through_proxy
 
 CONNECT_SECONDS, PING_SECONDS, CLOSE_SECONDS = 10.0, 20.0, 2.0
 _FULL_PAUSE_SECONDS = 0.5  # until a server whose sessions are all in use is asked again
@@ -31,14 +32,6 @@ class OpenEnvError(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{message} ({code})" if code else message)
         self.code = code
-
-
-class _Connect(connect):
-    """Opens a WebSocket, and follows no redirect, so that a server can't send its clients elsewhere."""
-
-    def process_redirect(self, exc: Exception) -> Exception | str:
-        """Return the refusal as it is."""
-        return exc
 
 
 class OpenEnvLink:
@@ -75,7 +68,7 @@ class OpenEnvLink:
         limits = httpx2.Timeout(CONNECT_SECONDS)
         try:
             async with (
-                httpx2.AsyncClient(timeout=limits, verify=trusted(), follow_redirects=False) as http,
+                async_http_client(timeout=limits, verify=trusted(), follow_redirects=False) as http,
                 http.stream("GET", f"{self._url}/schema", headers=self._headers) as answer,
             ):
                 body = b""
@@ -93,7 +86,8 @@ class OpenEnvLink:
             found = None
         if not isinstance(found, dict) or not isinstance(found.get("action"), dict):
             raise EnvironmentFailed(
-                f"{self._url}/schema answers {answer.status_code}, and no schema of actions: this is no OpenEnv server"
+                f"{self._url}/schema answers {answer.status_code}{through_proxy(self._url)}, and no schema of actions: "
+                "this is no OpenEnv server"
             )
         return found
 
@@ -173,7 +167,7 @@ class OpenEnvLink:
         scheme, _, rest = self._url.partition(":")
         secure: ssl.SSLContext | None = trusted() if scheme == "https" else None
         try:
-            self._socket = await _Connect(
+            self._socket = await WebSocket(
                 f"{'wss' if scheme == 'https' else 'ws'}:{rest}/ws",
                 additional_headers=self._headers,
                 open_timeout=CONNECT_SECONDS,
@@ -181,10 +175,9 @@ class OpenEnvLink:
                 ping_timeout=PING_SECONDS,
                 close_timeout=CLOSE_SECONDS,
                 max_size=self._max_bytes,
-                proxy=None,
                 ssl=secure,
             )
         except (OSError, InvalidHandshake, TimeoutError) as error:
             raise EnvironmentFailed(
-                f"no session of OpenEnv at {self._url}: {str(error) or type(error).__name__}"
+                f"no session of OpenEnv at {self._url}{through_proxy(self._url)}: {str(error) or type(error).__name__}"
             ) from error

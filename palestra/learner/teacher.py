@@ -20,6 +20,7 @@ from palestra.client.async_client import drive_async
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
 from palestra.config import TeacherServerConfig
 from palestra.errors import ConfigError, PalestraError, TeacherFailed
+from palestra.http_clients import async_http_client
 from palestra.session import PolicyRuntime
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
@@ -53,7 +54,7 @@ class ServedTeacher:
         self._config, self._student, self._model = config, student, config.model
         self._endpoint = Endpoint(url, checked_key(key), config.retry_seconds)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx2.AsyncClient(headers=headers, timeout=config.timeout_seconds)
+        self._http = async_http_client(headers=headers, timeout=config.timeout_seconds)
         self._room = asyncio.Semaphore(config.max_concurrency)
 
     async def check(self) -> None:

@@ -23,6 +23,7 @@ from palestra.dashboard.server import create_page_app
 from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
 from palestra.http.server import LOOPBACK, listen, served, url_of
 from palestra.http.sse import AS_IT_COMES
+from palestra.http_clients import async_http_client
 from palestra.runtime.checkpoint_server import CheckpointServer, Served
 from palestra.runtime.checkpoints import all_checkpoints
 from palestra.threads import in_thread
@@ -199,7 +200,7 @@ class _Passed(StreamingResponse):
             Conflict: its process has ended.
         """
         headers = {"authorization": f"Bearer {served.key}", "content-type": "application/json"}
-        http = httpx2.AsyncClient(timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS), trust_env=False)
+        http = async_http_client(timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS))
         try:
             with served.called():
                 request = http.build_request("POST", f"{served.url}/v1/chat/completions", content=body, headers=headers)

@@ -20,6 +20,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, Report, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
+from palestra.proxies import spare_own_addresses
 from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
 from palestra.runtime.early_checks import check_heads, check_reproducible, check_trainer
@@ -86,6 +87,7 @@ async def local_job(
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
         ModelError: weights are missing.
     """
+    spare_own_addresses()
     known = (config.folder / "run.db").exists()
     resumed = known and config.kind == "training"
     tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long

@@ -14,9 +14,10 @@ from urllib.parse import urljoin
 
 import httpx2
 
-from palestra.certificates import trusted
 from palestra.config import PicturesConfig
+from palestra.http_clients import trusted
 from palestra.pictures.limits import InvalidPicture
+from palestra.proxies import through_proxy
 
 FETCHES = 8  # at the same time
 _HOPS = 3  # redirects that are followed, each to an allowed host
@@ -59,7 +60,7 @@ class PictureFetcher:
         except TimeoutError:
             raise InvalidPicture(f"its URL did not answer within {self._config.fetch_seconds:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:  # ValueError: of a redirect's URL
-            raise InvalidPicture(f"its URL can't be fetched: {type(error).__name__}") from error
+            raise InvalidPicture(f"its URL can't be fetched: {type(error).__name__}{_directly(url)}") from error
         raise InvalidPicture(f"its URL leads through more than {_HOPS} redirects")
 
     async def _get(self, url: str) -> bytes | str:
@@ -111,6 +112,11 @@ class PictureFetcher:
         if not addresses or not (private or all(map(is_public, addresses))):
             raise InvalidPicture(f"its URL is of the host {name}, which has no address or a private one")
         return host, addresses[0], port
+
+
+def _directly(url: str) -> str:
+    """Return the end of a message where the environment has a proxy, which could be asked for an unchecked address."""
+    return "; pictures are fetched without the proxy of the environment" if through_proxy(url) else ""
 
 
 def is_public(text: str) -> bool:

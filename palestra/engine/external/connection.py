@@ -17,6 +17,8 @@ import httpx2
 from palestra.engine.external.bounded import read_body, read_lines
 from palestra.engine.shown import shown
 from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest, causes_of
+from palestra.http_clients import async_http_client
+from palestra.proxies import through_proxy
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
@@ -57,12 +59,13 @@ class EngineConnection:
             address: of the server.
         """
         self._address = address
-        path = None if address.socket is None else str(address.socket)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx2.AsyncClient(
+        socket = address.socket
+        self._http = async_http_client(
             base_url=address.url,
             headers={"authorization": f"Bearer {address.key}"} if address.key else {},
-            transport=httpx2.AsyncHTTPTransport(uds=path, limits=limits),
+            transport=None if socket is None else httpx2.AsyncHTTPTransport(uds=str(socket), limits=limits),
+            limits=limits,
         )
 
     @property
@@ -211,12 +214,13 @@ class EngineConnection:
             status = shown(f"{answer.status_code} {answer.reason_phrase}".rstrip())
             raise InvalidRequest(f"{_REFUSES}{_message(body) or status}")
         said = _message(body) or shown(answer.reason_phrase)
+        proxy = "" if self._address.socket is not None else through_proxy(self._address.url)
         if answer.status_code in _OTHER_KEY:
             raise EngineKeyRefused(
-                f"{self._address}{path} answered {answer.status_code}: {said}; engine.key_variable has to name the "
-                "variable with the key that the engine's server was given"
+                f"{self._address}{path} answered {answer.status_code}{proxy}: {said}; engine.key_variable has to name "
+                "the variable with the key that the engine's server was given"
             )
-        raise EngineFailure(f"{self._address}{path} answered {answer.status_code}: {said}")
+        raise EngineFailure(f"{self._address}{path} answered {answer.status_code}{proxy}: {said}")
 
     def _event(self, path: str, data: bytes) -> Any:
         try:

@@ -20,6 +20,7 @@ import httpx2
 from palestra.engine.external.connection import Address
 from palestra.engine.external.supervisor import LAST_SECONDS, members_of
 from palestra.errors import EngineFailure, ModelError
+from palestra.http_clients import http_client
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 STOP_SECONDS = 15.0  # the supervisor kills what is left earlier
@@ -103,8 +104,8 @@ class ServerProcess:
             EngineFailure: it does not answer in time, and was ended.
         """
         until = time.monotonic() + seconds
-        uds = None if address.socket is None else str(address.socket)
-        with httpx2.Client(base_url=address.url, transport=httpx2.HTTPTransport(uds=uds), timeout=5.0) as http:
+        transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket))
+        with http_client(base_url=address.url, transport=transport, timeout=5.0) as http:
             while True:
                 if (ended := self.ended()) is not None:
                     raise ModelError(f"{self._name} can't serve this model: {ended}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 
-from palestra.certificates import trusted
+from palestra.http_clients import AsyncProxyRoutes, ProxyRoutes, trusted
 from palestra.types.env_wire import FRAME_BYTES, MAX_MESSAGE_BYTES
 
 MOST_BYTES = MAX_MESSAGE_BYTES + FRAME_BYTES  # of an answer
@@ -17,7 +17,7 @@ class BoundedClient(httpx2.Client):
     """Makes requests whose answers are at most `MOST_BYTES` long, and follows no redirect."""
 
     def __init__(self) -> None:
-        super().__init__(verify=trusted(), follow_redirects=False)
+        super().__init__(transport=ProxyRoutes(verify=trusted()), follow_redirects=False)
 
     def request(self, method: str, url: Any, **settings: Any) -> httpx2.Response:
         """Return the answer, read to its end.
@@ -36,7 +36,7 @@ class BoundedAsyncClient(httpx2.AsyncClient):
     """`BoundedClient` for an event loop."""
 
     def __init__(self) -> None:
-        super().__init__(verify=trusted(), follow_redirects=False)
+        super().__init__(transport=AsyncProxyRoutes(verify=trusted()), follow_redirects=False)
 
     async def request(self, method: str, url: Any, **settings: Any) -> httpx2.Response:
         """Return the answer, read to its end; see `BoundedClient.request`."""

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from pydantic import ValidationError
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from palestra.envs.remote.address import ServerAddress
@@ -22,6 +22,8 @@ from palestra.errors import (
     PalestraError,
     Unauthorized,
 )
+from palestra.http_clients import WebSocket
+from palestra.proxies import through_proxy
 from palestra.types.env_wire import (
     CLOSE_ENDED,
     CLOSE_REFUSED,
@@ -133,7 +135,7 @@ class SessionLink:
         lost_at, attempt = loop.time(), 0
         while True:
             try:
-                async with _Connect(
+                async with WebSocket(
                     self._address.stream_url(self.created.session_id, self._stream.received),
                     additional_headers={"authorization": f"Bearer {self.created.key}"},
                     max_size=self.created.max_message_bytes + FRAME_BYTES,
@@ -229,7 +231,7 @@ class SessionLink:
             _settle(answer, error)
 
     def _ended(self, running: asyncio.Task[None]) -> None:
-        """Tell those that wait of an error that is none of a connection, such as one of a proxy's address."""
+        """Tell those that wait of an error that is none of a connection."""
         if not running.cancelled() and (error := running.exception()) is not None:
             self._fail(EnvironmentFailed(f"{self._address.url}: {type(error).__name__}: {error}"))
 
@@ -255,14 +257,6 @@ def error_of(message: Failed) -> PalestraError:
     return kinds.get(message.code, EnvironmentFailed)(message.message)
 
 
-class _Connect(connect):
-    """Follows no redirection, which could lead to another host than the one that was allowed."""
-
-    def process_redirect(self, exc: Exception) -> Exception | str:
-        """Return the answer as the failure that it is (called by websockets)."""
-        return exc
-
-
 def _refusal(url: str, error: Exception) -> PalestraError:
     """Return the error of a connection that was not made; ConnectionLost: it may be made later.
 
@@ -278,8 +272,8 @@ def _refusal(url: str, error: Exception) -> PalestraError:
             return Unauthorized(f"{url} refuses the session's key")
         if status < 500 and status not in (408, 425, 429):
             said = (error.response.body or b"").decode(errors="replace")
-            return EnvironmentFailed(f"{url} answered {status}: {said:.200}")
-    return ConnectionLost(f"{url} can't be reached: {str(error) or type(error).__name__}")
+            return EnvironmentFailed(f"{url} answered {status}{through_proxy(url)}: {said:.200}")
+    return ConnectionLost(f"{url} can't be reached{through_proxy(url)}: {str(error) or type(error).__name__}")
 
 
 def _closed(url: str, websocket: ClientConnection) -> PalestraError:

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import httpx2
 import orjson
 
-from palestra.certificates import trusted
 from palestra.errors import EnvironmentFailed
+from palestra.http_clients import async_http_client, trusted
+from palestra.proxies import through_proxy
 from palestra.tools.mcp.transport import Message, Transport
 from palestra.waiting import cancelled
 
@@ -52,7 +53,7 @@ class HttpTransport(Transport):
         self._receive, self._lost = receive, lost
         # Calls may take long, so that reading has no limit here: who sends a request has one.
         limits = httpx2.Timeout(None, connect=CONNECT_SECONDS)
-        self._client = httpx2.AsyncClient(timeout=limits, verify=trusted(), follow_redirects=False)
+        self._client = async_http_client(timeout=limits, verify=trusted(), follow_redirects=False)
 
     def agreed(self, protocol: str) -> None:
         """Name the version in each further request."""
@@ -169,4 +170,4 @@ class HttpTransport(Transport):
         else:
             shown = (await self._body(answer))[:200].decode(errors="replace").strip()
             said = _HINTS.get(status) or shown or "it does not say why"
-        raise EnvironmentFailed(f"{self.where} answers {status}: {said}")
+        raise EnvironmentFailed(f"{self.where} answers {status}{through_proxy(self._url)}: {said}")
