@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from palestra.algorithms.base import StepOrder
-from palestra.types.records import Trajectory
+from palestra.config import Credit
+from palestra.types.records import SOLE_AGENT, EpisodeRecord, Trajectory
 from palestra.types.steps import StepTimes
-
-CreditMode = Literal["episode", "step", "agent", "branch"]
 
 
 class BaselineKey(NamedTuple):
@@ -21,7 +20,7 @@ class BaselineKey(NamedTuple):
 
     Attributes:
         baseline_group: keys with the same value, of all episodes of a group, share a baseline.
-        name: distinguishes the keys of one episode: the number of a TimeStep, or the name of an agent.
+        name: distinguishes the keys of one episode: the number of a TimeStep, the name of an agent, or both.
     """
 
     baseline_group: str
@@ -41,62 +40,84 @@ class Returns:
     key_of: dict[int, BaselineKey]
 
 
-def episode_returns(
-    trajectory: Trajectory, mode: CreditMode, discount: float, order: StepOrder = "observed"
-) -> Returns:
+def episode_returns(trajectory: Trajectory, mode: Credit, discount: float, order: StepOrder = "observed") -> Returns:
     """Return the returns with which the calls of a completed episode are credited.
 
     Args:
         trajectory: a completed episode.
-        mode: `episode`: the sum of all rewards; `step`: the discounted sum of the TimeSteps' rewards from the call's
-            own on (Sutton and Barto 2018, equation 3.8); if TimeSteps have no rewards, the episode's reward counts as
-            the last one's; `agent`: the reward of the call's agent, compared with those of the same agent; `branch`: as
-            `agent`, but a subagent is compared with all that its parent started.
-        discount: discount factor of one TimeStep, for `step`.
-        order: order of the TimeSteps, for `step`: by their observations, or by their actions.
+        mode: `episode`: the sum of all rewards; `step`: the discounted sum of what the call's agent earns from the
+            call's TimeStep on (Sutton and Barto 2018, equation 3.8), compared as by `branch`; `team-step`: the same sum
+            of what all agents earn, compared with all TimeSteps; `agent`: the reward of the call's agent, compared with
+            those of the same agent; `branch`: as `agent`, but a subagent is compared with all that its parent started.
+        discount: discount factor of one TimeStep, for `step` and `team-step`.
+        order: order of the TimeSteps, for `step` and `team-step`: by their observations, or by their actions.
 
     Raises:
         ValueError: the episode has no reward.
     """
-    rewards, chats = trajectory.episode.rewards, trajectory.chats
-    if rewards is None:
-        raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
-    total = float(sum(rewards.values()))
+    episode, chats = trajectory.episode, trajectory.chats
+    if episode.reward is None:
+        raise ValueError(f"episode {episode.episode_id} has no reward")
     if mode == "episode":
         sole = BaselineKey("", None)
-        return Returns(values={sole: total}, key_of={chat.index: sole for chat in chats})
-    if mode == "step":
-        returns = step_returns(trajectory, total, discount, order)
-        return Returns(
-            values={BaselineKey("", step): returns[step] for step in sorted({chat.time_step for chat in chats})},
-            key_of={chat.index: BaselineKey("", chat.time_step) for chat in chats},
-        )
+        return Returns(values={sole: episode.reward}, key_of={chat.index: sole for chat in chats})
+    if mode in ("step", "team-step"):
+        return _returns_in_time(trajectory, mode == "team-step", discount, order)
     key_of = {
         chat.index: BaselineKey(_siblings(chat.agent) if mode == "branch" else chat.agent, chat.agent) for chat in chats
     }
     return Returns(
-        values={key: agent_reward(str(key.name), rewards) for key in sorted(set(key_of.values()), key=str)},
+        values={key: agent_reward(str(key.name), episode) for key in sorted(set(key_of.values()), key=str)},
         key_of=key_of,
     )
 
 
-def agent_reward(agent: str, rewards: Mapping[str, float]) -> float:
-    """Return the reward of an agent, or of its nearest parent that has one, or else the sum of all rewards.
+def paid_as(agent: str, episode: EpisodeRecord) -> Collection[str]:
+    """Return the agents whose rewards an agent's calls answer for: itself, or its nearest parent that has a reward.
+
+    An agent without either has earned nothing where others are paid by name. A single reward that a worker gives for
+    the whole episode is the reward of each agent.
 
     Args:
         agent: name of the agent; a subagent's begins with its parent's: `planner/search`.
-        rewards: rewards by agent.
+        episode: completed.
     """
-    name = agent
+    rewards, name = episode.rewards or {}, agent
     while name:
         if name in rewards:
-            return rewards[name]
+            return (name,)
         name = name.rpartition("/")[0]
-    return float(sum(rewards.values()))
+    names_no_agent = rewards.keys() == {SOLE_AGENT} and episode.agent_step_rewards is None
+    return rewards if names_no_agent else ()
 
 
-def step_returns(trajectory: Trajectory, total: float, discount: float, order: StepOrder = "observed") -> list[float]:
+def agent_reward(agent: str, episode: EpisodeRecord) -> float:
+    """Return what an agent has earned in a completed episode; see `paid_as`."""
+    return float(sum((episode.rewards or {})[name] for name in paid_as(agent, episode)))
+
+
+def step_returns(
+    trajectory: Trajectory, discount: float, order: StepOrder = "observed", agent: str | None = None
+) -> list[float]:
     """Return G_t = r_t + discount x G_(t+1) for each TimeStep, where t counts TimeSteps in the given order.
+
+    Args:
+        trajectory: a completed episode.
+        discount: discount factor of one TimeStep.
+        order: order of the TimeSteps; see `step_places`.
+        agent: whose rewards count; None: those of all agents.
+    """
+    places = step_places(trajectory, order)
+    rewards = rewards_in_time(trajectory, places, agent)
+    returns = [0.0] * len(rewards)
+    following = 0.0
+    for place in reversed(range(len(rewards))):
+        following = returns[place] = rewards[place] + discount * following
+    return [returns[place] for place in places]
+
+
+def step_places(trajectory: Trajectory, order: StepOrder = "observed") -> list[int]:
+    """Return the place of each TimeStep in the order of time.
 
     If several agents act at the same time, an action can't have earned a reward that came before it; with `acted`,
     TimeSteps are therefore ordered by the times of their actions. Without recorded times both orders are the TimeSteps'
@@ -104,38 +125,62 @@ def step_returns(trajectory: Trajectory, total: float, discount: float, order: S
 
     Args:
         trajectory: a completed episode.
-        total: the episode's reward, used as the last TimeStep's if TimeSteps have none.
-        discount: discount factor of one TimeStep.
         order: order of the TimeSteps.
     """
-    place_of, rewards = step_places(trajectory, total, order)
-    returns = [0.0] * len(rewards)
-    following = 0.0
-    for place in reversed(range(len(rewards))):
-        following = returns[place] = rewards[place] + discount * following
-    return [returns[place] for place in place_of]
+    episode = trajectory.episode
+    if episode.step_rewards is None:
+        count = max((chat.time_step for chat in trajectory.chats), default=0) + 1
+    else:
+        count = len(episode.step_rewards)
+    steps, times = list(range(count)), episode.step_times
+    if order == "acted" and times is not None:
+        steps.sort(key=lambda step: _acted_at(times[step] if step < len(times) else None))
+    places = [0] * count
+    for place, step in enumerate(steps):
+        places[step] = place
+    return places
 
 
-def step_places(trajectory: Trajectory, total: float, order: StepOrder = "observed") -> tuple[list[int], list[float]]:
-    """Return the place of each TimeStep in the order of time, and the rewards of the TimeSteps in that order.
+def rewards_in_time(trajectory: Trajectory, places: Sequence[int], agent: str | None = None) -> list[float]:
+    """Return what was earned in each TimeStep, in the order of time.
+
+    If TimeSteps have no rewards, or it is not known whose they are, all that was earned counts as earned in the last.
 
     Args:
         trajectory: a completed episode.
-        total: the episode's reward, used as the last TimeStep's if TimeSteps have none.
-        order: order of the TimeSteps; see `step_returns`.
+        places: of the TimeSteps in the order of time; see `step_places`.
+        agent: whose rewards count; None: those of all agents.
     """
-    last = max((chat.time_step for chat in trajectory.chats), default=-1)
-    rewards = trajectory.episode.step_rewards
-    if rewards is None:
-        rewards = (*[0.0] * last, total)
-    steps = list(range(len(rewards)))
-    times = trajectory.episode.step_times
-    if order == "acted" and times is not None:
-        steps.sort(key=lambda step: _acted_at(times[step] if step < len(times) else None))
-    place_of = [0] * len(steps)
-    for place, step in enumerate(steps):
-        place_of[step] = place
-    return place_of, [rewards[step] for step in steps]
+    episode = trajectory.episode
+    rewards, steps, by_agent = episode.rewards or {}, episode.step_rewards, episode.agent_step_rewards
+    names = rewards.keys() if agent is None else paid_as(agent, episode)
+    found = [0.0] * len(places)
+    if steps is not None and (agent is None or set(names) == rewards.keys()):
+        for step, reward in enumerate(steps):
+            found[places[step]] = reward
+    elif steps is not None and by_agent is not None:
+        for earned in by_agent:
+            found[places[earned.time_step]] += earned.reward if earned.agent in names else 0.0
+    elif found:
+        found[places[-1]] = float(sum(rewards[name] for name in names))
+    return found
+
+
+def _returns_in_time(trajectory: Trajectory, pooled: bool, discount: float, order: StepOrder) -> Returns:
+    """Return the returns of an episode by TimeStep: of each agent by itself, or pooled over all agents."""
+    agents = {chat.agent for chat in trajectory.chats}
+    returns = {
+        agent: step_returns(trajectory, discount, order, agent) for agent in ((None,) if pooled else sorted(agents))
+    }
+
+    def key_of(agent: str, step: int) -> BaselineKey:
+        return BaselineKey("", step) if pooled else BaselineKey(_siblings(agent), (agent, step))
+
+    called = sorted({(chat.time_step, chat.agent) for chat in trajectory.chats})
+    return Returns(
+        values={key_of(agent, step): returns[None if pooled else agent][step] for step, agent in called},
+        key_of={chat.index: key_of(chat.agent, chat.time_step) for chat in trajectory.chats},
+    )
 
 
 def _siblings(agent: str) -> str:

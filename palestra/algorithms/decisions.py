@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from palestra.algorithms.base import StepOrder
 from palestra.algorithms.credit import step_places
-from palestra.algorithms.gae import TokenCredit, earned_by
+from palestra.algorithms.gae import earned_by
+from palestra.config import TokenCredit
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample, Trajectory
 
@@ -70,10 +71,9 @@ def decisions_of(
     Raises:
         ValueError: the episode has no reward.
     """
-    rewards = trajectory.episode.rewards
-    if rewards is None:
+    if trajectory.episode.reward is None:
         raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
-    place_of, step_rewards = step_places(trajectory, float(sum(rewards.values())), order)
+    place_of = step_places(trajectory, order)
     of_call: defaultdict[int, list[int]] = defaultdict(list)
     for number, row in rows.items():
         of_call[int(row.calls[np.argmax(row.loss_mask)])].append(number)
@@ -85,7 +85,7 @@ def decisions_of(
     for agent in sorted(calls):
         ordered = sorted(calls[agent])
         times = np.array([time for time, _ in ordered], np.int64)
-        earned = earned_by(agent, times, rewards, step_rewards, credit, discount)
+        earned = earned_by(agent, times, trajectory, place_of, credit, discount)
         discounts = np.power(discount, np.append(np.diff(times), 1).astype(np.float64))
         following: Decision | None = None
         own: list[Decision] = []

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.algorithms.base import StepOrder
-from palestra.algorithms.credit import agent_reward, step_places
+from palestra.algorithms.credit import agent_reward, rewards_in_time, step_places
+from palestra.config import TokenCredit
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample, Trajectory
 
 Doubles = NDArray[np.float64]
-TokenCredit = Literal["step", "episode", "agent"]
 ActionLevel = Literal["token", "turn"]
 
 
@@ -92,20 +92,18 @@ def chains_of(
     Args:
         trajectory: a completed episode.
         rows: the rows of the episode, by number; `token_rewards` of a row are added to those of the TimeSteps.
-        credit: `step`: each TimeStep's reward belongs to the agent's last token before it (the episode's reward is the
-            last TimeStep's, if TimeSteps have none); `episode`: the sum of all rewards belongs to the agent's last
-            token; `agent`: so does the reward of the agent.
+        credit: `step`: what the agent earns in a TimeStep belongs to its last token before it (in the last TimeStep, if
+            TimeSteps have no rewards); `team-step`: so does what all agents earn; `episode`: the sum of all rewards
+            belongs to the agent's last token; `agent`: so does the reward of the agent.
         discount: discount factor of one TimeStep.
         order: order of the TimeSteps in which several agents act at the same time.
 
     Raises:
         ValueError: the episode has no reward.
     """
-    rewards = trajectory.episode.rewards
-    if rewards is None:
+    if trajectory.episode.reward is None:
         raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
-    total = float(sum(rewards.values()))
-    place_of, step_rewards = step_places(trajectory, total, order)
+    place_of = step_places(trajectory, order)
     chats = {chat.index: chat for chat in trajectory.chats}
     tokens: defaultdict[str, list[tuple[int, int, int, int]]] = defaultdict(list)  # (time, call, place, row) by agent
     for number, row in rows.items():
@@ -117,7 +115,7 @@ def chains_of(
     for agent in sorted(tokens):
         ordered = sorted(tokens[agent])
         times = np.array([token[0] for token in ordered], np.int64)
-        earned = earned_by(agent, times, rewards, step_rewards, credit, discount)
+        earned = earned_by(agent, times, trajectory, place_of, credit, discount)
         for number, (_, _, place, row_number) in enumerate(ordered):
             own = rows[row_number].token_rewards
             earned[number] += 0.0 if own is None else float(own[place])
@@ -126,7 +124,7 @@ def chains_of(
                 rows=np.array([token[3] for token in ordered], np.int64),
                 places=np.array([token[2] for token in ordered], np.int64),
                 times=times,
-                end=len(step_rewards),
+                end=len(place_of),
                 rewards=earned,
                 truncated=trajectory.episode.truncated,
             )
@@ -194,8 +192,8 @@ def explained_variance(values: Doubles, returns: Doubles) -> float:
 def earned_by(
     agent: str,
     times: NDArray[np.int64],
-    rewards: Mapping[str, float],
-    step_rewards: Sequence[float],
+    trajectory: Trajectory,
+    places: Sequence[int],
     credit: TokenCredit,
     discount: float,
 ) -> Doubles:
@@ -204,15 +202,17 @@ def earned_by(
     Args:
         agent: its name.
         times: [T], ascending, the place of each action's TimeStep among all TimeSteps of the episode.
-        rewards: of the episode, by agent.
-        step_rewards: of the TimeSteps, in the order of time.
+        trajectory: the episode, completed.
+        places: of its TimeSteps in the order of time.
         credit: see `chains_of`.
         discount: discount factor of one TimeStep.
     """
-    if credit == "step":
-        return _rewards_between(times, step_rewards, discount)
+    if credit in ("step", "team-step"):
+        earning = agent if credit == "step" else None
+        return _rewards_between(times, rewards_in_time(trajectory, places, earning), discount)
+    episode = trajectory.episode
     earned = np.zeros(len(times))
-    earned[-1] = float(sum(rewards.values())) if credit == "episode" else agent_reward(agent, rewards)
+    earned[-1] = episode.reward if credit == "episode" else agent_reward(agent, episode)
     return earned
 
 

@@ -10,6 +10,7 @@ from palestra.algorithms.base import Group
 from palestra.algorithms.baselines import centred_returns
 from palestra.config import AlgorithmConfig
 from palestra.types.records import TrainSample, Trajectory
+from palestra.types.steps import AgentStepReward
 
 _SAME = 1e-9  # sums of normalised rewards that differ by less, as a share of what was added up, are equal
 NamedRewards = Mapping[str, float | None]
@@ -137,13 +138,17 @@ def _with_means(trajectory: Trajectory, means: Mapping[str, float], config: Algo
 def _with_more(trajectory: Trajectory, more: float, config: AlgorithmConfig) -> Trajectory:
     """Return an episode with more reward, of its last TimeStep and of the agent that has a reward."""
     episode = trajectory.episode
-    rewards, steps = dict(episode.rewards or {}), episode.step_rewards
+    rewards, steps, by_agent = dict(episode.rewards or {}), episode.step_rewards, episode.agent_step_rewards
     if not rewards or (len(rewards) > 1 and config.credits_agents):
         return trajectory  # it is not known whose reward that would have been
-    rewards[min(rewards)] += more  # of several agents the sum alone counts
+    agent = min(rewards)  # of several agents the sum alone counts
+    rewards[agent] += more
     if steps:
         steps = (*steps[:-1], steps[-1] + more)
-    return replace(trajectory, episode=replace(episode, rewards=rewards, step_rewards=steps))
+    if steps and by_agent is not None:
+        by_agent = (*by_agent, AgentStepReward(len(steps) - 1, agent, more))
+    episode = replace(episode, rewards=rewards, step_rewards=steps, agent_step_rewards=by_agent)
+    return replace(trajectory, episode=episode)
 
 
 def reward_means(named: Sequence[NamedRewards | None]) -> Mapping[str, float]:

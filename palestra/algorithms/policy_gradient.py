@@ -45,8 +45,8 @@ class PolicyGradient(Algorithm):
         Metric(
             "calls_without_peers",
             "calls",
-            "Calls without another episode to be compared with, because their agent (with `credit = agent | branch`) "
-            "is in one episode of its group only: advantage 0. In place of the group it is the batch with "
+            "Calls without another episode to be compared with, because their agent (with `credit = agent | branch | "
+            "step`) is in one episode of its group only: advantage 0. In place of the group it is the batch with "
             "`reinforce_pp` and `baseline = none`; of `rae`, which compares with earlier returns, it is always 0.",
         ),
         *IMPORTANCE_METRICS,

@@ -136,7 +136,7 @@ class AsyncClient:
         episode: Episode,
         reward: Reward | None = None,
         *,
-        step_rewards: Sequence[float] | None = None,
+        step_rewards: Sequence[Reward] | None = None,
         metadata: Mapping[str, Any] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
         steps: StepRecords | None = None,
@@ -146,7 +146,7 @@ class AsyncClient:
         Args:
             episode: the claimed episode.
             reward: a finite number, or one for each agent by name; None: there are named rewards.
-            step_rewards: a reward for each TimeStep, in order; None: none.
+            step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
             metadata: JSON to record with the episode.
             named_rewards: several rewards of the episode, by name.
             steps: what a player of Palestra's own knows of the TimeSteps; None: nothing.

@@ -115,7 +115,7 @@ class Client:
         episode: Episode,
         reward: Reward | None = None,
         *,
-        step_rewards: Sequence[float] | None = None,
+        step_rewards: Sequence[Reward] | None = None,
         metadata: Mapping[str, Any] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
     ) -> None:
@@ -124,7 +124,7 @@ class Client:
         Args:
             episode: the claimed episode.
             reward: a finite number, or one for each agent by name; None: there are named rewards.
-            step_rewards: a reward for each TimeStep, in order; None: none.
+            step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
             metadata: JSON to record with the episode; `palestra episodes` shows it.
             named_rewards: several rewards of the episode, by name, which the job weighs and adds up
                 (`algorithm.reward_weights`). None in place of one: it was not scored, which is not 0.

@@ -128,7 +128,7 @@ class Episode:
 class StepRecords:
     """What a player of Palestra's own knows of the TimeSteps of an episode, beside their rewards."""
 
-    rewards: Sequence[AgentStepReward]  # of which agents `RolloutResult.step_rewards` are the sums, in order
+    rewards: Sequence[AgentStepReward] | None  # of which `RolloutResult.step_rewards` are the sums; None: one agent's
     times: Sequence[StepTimes]  # by TimeStep
 
 
@@ -141,7 +141,7 @@ class RolloutResult:
     """
 
     reward: float | Mapping[str, float] | None = None  # one number, or one by agent; None: not scored
-    step_rewards: Sequence[float] | None = None  # by TimeStep
+    step_rewards: Sequence[Reward] | None = None  # by TimeStep; of several agents: in each one by agent
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`
     named_rewards: Mapping[str, float | None] | None = None  # weighed and added up; None in place of one: not scored
     steps: StepRecords | None = None  # None: a rollout function knows nothing more of them

@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from palestra.client.arguments import checked_amount
-from palestra.client.episode import Episode, ModelEndpoint, StepRecords
+from palestra.client.episode import Episode, ModelEndpoint, Reward, StepRecords
 from palestra.errors import InvalidRequest
 from palestra.types.messages import ChatMessage
 from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
+from palestra.types.steps import AgentStepReward
 from palestra.types.wire import (
     AbortEpisode,
     ClaimAnswer,
@@ -118,7 +119,7 @@ def facts_call() -> Call[RolloutFacts]:
 def end_call(
     episode: Episode,
     reward: float | Mapping[str, float] | None,
-    step_rewards: Sequence[float] | None,
+    step_rewards: Sequence[Reward] | None,
     metadata: Mapping[str, Any] | None,
     named_rewards: Mapping[str, float | None] | None = None,
     steps: StepRecords | None = None,
@@ -128,7 +129,7 @@ def end_call(
     Args:
         episode: the claimed episode.
         reward: a finite number, or one for each agent by name; None: there are named rewards.
-        step_rewards: a reward for each TimeStep, in order; None: none.
+        step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
         metadata: JSON to record with the episode; None: none.
         named_rewards: several rewards of the episode, by name; None in place of one: not scored. A reward for each
             agent beside them is their weighted sum.
@@ -139,6 +140,9 @@ def end_call(
     """
     if (reward is None) == (named_rewards is None) and not isinstance(reward, Mapping):
         raise InvalidRequest("an episode ends with a reward or with named rewards", "reward")
+    earned = None if steps is None else steps.rewards
+    if step_rewards is not None and any(isinstance(one, Mapping) for one in step_rewards):
+        step_rewards, earned = _by_agent(step_rewards)
     with _checked():
         body = EndEpisode(
             episode_id=episode.episode_id,
@@ -149,10 +153,31 @@ def end_call(
             else {name: None if value is None else _number(value) for name, value in named_rewards.items()},
             step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
             metadata=dict(metadata or {}),
-            agent_step_rewards=None if steps is None else tuple(steps.rewards),
+            agent_step_rewards=None if earned is None else tuple(earned),
             step_times=None if steps is None else tuple(steps.times),
         )
     return Call("/end_episode", body, EpisodeAnswer, episode.api_key)
+
+
+def _by_agent(step_rewards: Sequence[Reward]) -> tuple[list[float], list[AgentStepReward]]:
+    """Return the sum of each TimeStep's rewards by agent, and the rewards one by one.
+
+    Raises:
+        InvalidRequest: a TimeStep has a number, or a reward is not a finite number.
+    """
+    earned = []
+    for step, rewards in enumerate(step_rewards):
+        if not isinstance(rewards, Mapping):
+            raise InvalidRequest(
+                f"step_rewards has rewards by agent, and {rewards!r:.60} for TimeStep {step}, which does not say whose "
+                "it is; give {} where nobody earns anything",
+                "step_rewards",
+            )
+        earned += [AgentStepReward(step, agent, _number(value)) for agent, value in rewards.items()]
+    sums = [0.0] * len(step_rewards)
+    for step, _, reward in earned:
+        sums[step] += reward
+    return sums, earned
 
 
 def _number(value: Any) -> float:

@@ -1,6 +1,6 @@
 """The configuration of a job: typed and checked, without torch. `load_config` reads a `JobConfig` from TOML."""
 
-from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig
+from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig, TokenCredit
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
@@ -123,6 +123,7 @@ __all__ = [
     "StoreConfig",
     "TasksConfig",
     "TeacherServerConfig",
+    "TokenCredit",
     "TrainerConfig",
     "UpdatesConfig",
     "VisionTraining",

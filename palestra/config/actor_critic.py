@@ -10,10 +10,13 @@ from palestra.config.algorithm_base import CLIP_HIGH, CLIP_LOW, LOSS_AGG_MODE, N
 from palestra.config.networks import CriticConfig, TwinCriticConfig
 from palestra.config.section import UNLIMITED, Positive, Section
 
+TokenCredit = Literal["step", "team-step", "episode", "agent"]
+
 _TOKEN_CREDIT = (
-    "Where rewards are earned. `step`: each TimeStep's at the agent's last %s before it (the "
-    "episode's reward at the last TimeStep, if TimeSteps have none); `episode`: the sum of all rewards at the "
-    "agent's last %s; `agent`: there the reward of the agent, or of the nearest parent that has one."
+    "Where rewards are earned. `step`: what the agent, or the nearest parent that has a reward, earns in a TimeStep, "
+    "at the agent's last %s before it (all in the last TimeStep, if TimeSteps have no rewards); `team-step`: there "
+    "what all agents earn, as for a planner that answers for its subagents; `episode`: the sum of all rewards at the "
+    "agent's last %s; `agent`: there the reward of that agent or parent."
 )
 _ONE_UPDATE = "One: nothing keeps a second update near the policy that has sampled."
 _DRAWS = "One: `replay.draws` says how many updates a step makes."
@@ -27,7 +30,7 @@ class ActorCriticConfig(AlgorithmConfig):
     trained_networks: ClassVar[int] = 2
 
     loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
-    credit: Literal["step", "episode", "agent"] = Field("step", description=_TOKEN_CREDIT % ("token", "token"))
+    credit: TokenCredit = Field("step", description=_TOKEN_CREDIT % ("token", "token"))
     discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep (gamma).")
     gae_lambda: float = Field(0.95, ge=0, le=1, description=_GAE_LAMBDA)
     gae_level: Literal["token", "turn"] = Field(
@@ -85,7 +88,7 @@ class SACConfig(AlgorithmConfig):
     minibatches: Literal[1] = Field(1, description=_DRAWS)
     entropy_coefficient: float = Field(0.0, ge=0, le=0, description="0: `temperature` is the weight of the entropy.")
     kl: None = Field(None, description="None: a penalty of divergence would be in the reward of every choice.")
-    credit: Literal["step", "episode", "agent"] = Field("step", description=_TOKEN_CREDIT % ("decision", "decision"))
+    credit: TokenCredit = Field("step", description=_TOKEN_CREDIT % ("decision", "decision"))
     discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep (gamma).")
     temperature: float = Field(
         0.01, gt=0, description="Weight of the entropy in the reward (alpha), in the first batch."

@@ -78,7 +78,7 @@ class AlgorithmConfig(Section):
     @property
     def credits_agents(self) -> bool:
         """Return whether an agent answers for its own reward, and not for all of the episode."""
-        return getattr(self, "credit", "episode") in ("agent", "branch")
+        return getattr(self, "credit", "episode") in ("agent", "branch", "step")
 
     @property
     def trains_equal_rewards(self) -> bool:

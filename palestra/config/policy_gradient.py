@@ -10,13 +10,14 @@ from palestra.config.algorithm_base import CLIP_HIGH, CLIP_LOW, LOSS_AGG_MODE, N
 from palestra.config.section import UNLIMITED
 
 AdvantageScale = Literal["std", "none", "gdpo"]
-Credit = Literal["episode", "step", "agent", "branch"]
+Credit = Literal["episode", "step", "agent", "branch", "team-step"]
 
 _CREDIT = (
-    "The return with which a call's tokens are credited. `episode`: the sum of all rewards; `step`: the discounted sum "
-    "of rewards from the call's own TimeStep on; `agent`: the reward of the call's agent, or of the nearest parent "
-    "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: as `agent`, but "
-    "subagents are compared with all that the same parent started."
+    "The return with which a call's tokens are credited. `episode`: the sum of all rewards; `agent`: the reward of the "
+    "call's agent, or of the nearest parent that has one (`planner` for `planner/search`), compared with those of the "
+    "same agent; `branch`: as `agent`, but subagents are compared with all that the same parent started; `step`: the "
+    "discounted sum of what that agent earns from the call's own TimeStep on, compared as by `branch`; `team-step`: "
+    "the same sum of what all agents earn, as for a planner that answers for its subagents."
 )
 _ADVANTAGE_SCALE = (
     "`std`: divide by the group's sample deviation, with n - 1 (GRPO); `none`: do not (Dr. GRPO); `gdpo`: divide each "
@@ -33,7 +34,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     """What algorithms have that credit calls with returns, and correct for the policy that has sampled them."""
 
     credit: Credit = Field("episode", description=_CREDIT)
-    discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep, for `credit = step`.")
+    discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep, for `step` and `team-step`.")
     importance_sampling: Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = Field(
         "none",
         description="Correction for tokens that were sampled with other probabilities than those of the policy before "

@@ -175,5 +175,5 @@ def check_pools(roles: Roles, steps: int, max_staleness: int, algorithm_of: Call
             raise ValueError(
                 f"roles.{agent}.pool.latest_share is {pool.latest_share:g}, so that {policy!r} also plays against its "
                 "newest self, and the two rewards would be added up; credit each agent with its own "
-                "(algorithm.credit = 'agent'), or set latest_share = 0"
+                "(algorithm.credit = 'agent' or 'step'), or set latest_share = 0"
             )

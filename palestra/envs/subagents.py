@@ -162,8 +162,8 @@ class SubagentEnvironment(ConcurrentEnvironment):
                 sync or async.
             tools: tools of the task's own agent.
             subagent_reward_fn: `(task, prompt, answer) -> float`, the reward of each subagent that ended by itself or
-                by its `max_steps`. None: subagents have no reward, and `credit = "agent"` or `"branch"` gives them
-                their parent's. An episode's reward is the sum over its agents.
+                by its `max_steps`. None: subagents have no reward, and `credit = "agent"`, `"branch"` or `"step"`
+                gives them their parent's. An episode's reward is the sum over its agents.
             prompt: makes the first message for the task's own agent.
             system: system message of the task's own agent, if any.
             results: when an agent reads its subagents' results; see above.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from palestra.config import Roles
@@ -35,11 +35,12 @@ def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
         return trajectory
     own = [(step, tuple(chat for chat in step.chats if chat.policy == policy)) for step in trajectory.steps]
     steps = tuple(replace(step, chats=chats) for step, chats in own if chats)
-    episode = replace(episode, rewards=None if rewards is None else dict(rewards))
-    if roles.rivals:
-        earned = _step_rewards(episode, frozenset(step.index for step in steps))
-        episode = replace(episode, step_rewards=earned, named_rewards=None)
-        steps = tuple(replace(step, reward=_at(earned, step.index)) for step in steps)
+    earned = None if rewards is None else _step_rewards(episode, rewards, roles)
+    named = None if roles.rivals else episode.named_rewards
+    episode = replace(
+        episode, rewards=None if rewards is None else dict(rewards), step_rewards=earned, named_rewards=named
+    )
+    steps = tuple(replace(step, reward=_at(earned, step.index)) for step in steps)
     return Trajectory(episode=episode, steps=steps)
 
 
@@ -60,21 +61,21 @@ def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> 
     ]
 
 
-def _step_rewards(episode: EpisodeRecord, steps: Collection[int]) -> tuple[float, ...] | None:
-    """Return what a policy has earned by each TimeStep; None: the reward is for the whole episode.
+def _step_rewards(episode: EpisodeRecord, own: Mapping[str, float], roles: Roles) -> tuple[float, ...] | None:
+    """Return what some agents have earned by each TimeStep; None: it is not known, so all counts as earned in the last.
 
     Args:
-        episode: has the rewards of the policy's agents alone, and the rewards of TimeSteps for all agents.
-        steps: the TimeSteps in which the policy was called.
+        episode: has the rewards of all agents.
+        own: the agents' rewards.
+        roles: of the job's agents.
     """
-    if episode.step_rewards is None or episode.rewards is None:
-        return None
-    if episode.agent_step_rewards is None:
-        # A worker's rewards by TimeStep do not say whose they are: they belong to the policy that acted.
-        return tuple(reward if step in steps else 0.0 for step, reward in enumerate(episode.step_rewards))
+    if episode.step_rewards is None or own == episode.rewards:
+        return episode.step_rewards
+    if episode.agent_step_rewards is None:  # without rivals, what frozen policies earn is in no TimeStep's reward
+        return None if roles.rivals else episode.step_rewards
     found = [0.0] * len(episode.step_rewards)
     for step, agent, reward in episode.agent_step_rewards:
-        if agent in episode.rewards:
+        if agent in own:
             found[step] += reward
     return tuple(found)
 

@@ -227,7 +227,8 @@ class TrajectoryCollectEngine:
         if unscored and len(self.roles.trained_rewards(result.rewards)) > 1 and self._episode.credits_agents:
             raise InvalidEnvironment(
                 f"{', '.join(map(repr, unscored))} was not scored (None) in an episode in which several agents are "
-                "rewarded, each for itself; score it, or credit episodes or TimeSteps (algorithm.credit)"
+                "rewarded, each for itself; score it, or pool the rewards of all agents "
+                "(algorithm.credit = 'episode' or 'team-step')"
             )
 
     def _name_of(self, observation: Observation) -> str:

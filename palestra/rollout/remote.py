@@ -81,7 +81,7 @@ class EnvironmentPlayer(EpisodePlayer):
             named_rewards=collected.named_rewards,
             step_rewards=collected.step_rewards,
             metadata=collected.metadata,
-            steps=StepRecords(rewards=collected.by_agent, times=collected.step_times),
+            steps=StepRecords(rewards=collected.agent_step_rewards, times=collected.step_times),
         )
 
     async def _collect(self, episode: Episode) -> EpisodeResult:

@@ -87,6 +87,12 @@ class EpisodeResult:
         return [step.reward for step in self.steps]
 
     @property
+    def agent_step_rewards(self) -> list[AgentStepReward] | None:
+        """Return what each agent has earned by an action, in order; None: one agent has played alone."""
+        agents = {step.observation.agent for step in self.steps} | self.rewards.keys()
+        return self.by_agent if len(agents) > 1 else None
+
+    @property
     def final_rewards(self) -> dict[str, float]:
         """Return the rewards by agent; if there are none, 0 for the agent that filled its context or acted first."""
         if self.rewards:

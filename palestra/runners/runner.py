@@ -136,8 +136,7 @@ class Runner:
             collected.metadata,
             collected.step_times,
             collected.named_rewards,
-            # With one policy that is trained, the sums are all that is learned from.
-            collected.by_agent if self._sessions.context.policies.roles.rivals else None,
+            collected.agent_step_rewards,
         )
         return collected
 

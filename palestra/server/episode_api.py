@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from palestra.config import AlgorithmConfig
+from palestra.config import AlgorithmConfig, JobConfig
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStopping
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.disconnects import until_disconnect
 from palestra.server.auth import EpisodeKey
-from palestra.server.dialects.fields import SOLE_AGENT
 from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import SeatKey
 from palestra.types.conversations import read_conversation
-from palestra.types.records import EpisodeRecord, Task
+from palestra.types.records import SOLE_AGENT, EpisodeRecord, Task
 from palestra.types.steps import AgentStepReward, StepTimes
 from palestra.types.wire import (
     MAX_REWARD,
@@ -107,6 +107,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         _check_ends(key)
         roles = plane.sessions.context.policies.roles
         rewards = _rewards(body, plane.config.algorithm_of(roles.policy_of(SOLE_AGENT)))
+        _check_owners(body, rewards, plane.config)
         earned = None if body.agent_step_rewards is None else [AgentStepReward(*one) for one in body.agent_step_rewards]
         plane.workers.mark_finished(key.episode_id, key.fence)
         await episodes.end(
@@ -117,8 +118,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
             body.metadata,
             None if body.step_times is None else [StepTimes(*one) for one in body.step_times],
             body.named_rewards,
-            # With one policy that is trained, the sums are all that is learned from.
-            earned if roles.rivals else None,
+            earned,
         )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
@@ -247,6 +247,24 @@ def _facts(plane: DataPlane) -> RolloutFacts:
 
 def _state(plane: DataPlane) -> str:
     return plane.progress.state.value
+
+
+def _check_owners(body: EndEpisode, rewards: Mapping[str, float], config: JobConfig) -> None:
+    """Refuse rewards of TimeSteps that do not say whose they are, where several agents are paid and it matters.
+
+    Raises:
+        InvalidRequest: a trained policy would have to learn from them.
+    """
+    if body.step_rewards is None or body.agent_step_rewards is not None or len(rewards) < 2:
+        return
+    credits = {getattr(config.algorithm_of(policy), "credit", None) for policy in config.trained_policies}
+    if "step" in credits or (config.players.rivals and "team-step" in credits):
+        raise InvalidRequest(
+            f"step_rewards does not say which of {', '.join(sorted(rewards))} has earned what, and each is credited "
+            "with its own rewards by time; give rewards of TimeSteps by agent (step_rewards = [{agent: reward}, …] of "
+            "a client, or agent_step_rewards), or leave step_rewards out",
+            "step_rewards",
+        )
 
 
 def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:

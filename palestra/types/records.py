@@ -23,6 +23,7 @@ ON_PURPOSE = ("not_scored", "cancelled")
 CONTEXT_FULL = "context_full"  # why an episode ended; in its metadata also the agents whose context was full
 WITHOUT_POLICY = "without_policy"  # `metadata[...]` of an episode: agents that were played by no policy
 UNUSED_CALLS = "unused_calls"  # `metadata[...]` of an episode: calls that are not trained, by index
+SOLE_AGENT = "agent"  # name of an agent that does not say its name, and who has a reward that names no agent
 MAX_STEPS = "max_steps"  # `metadata["termination"]` of an episode that the environment has cut off
 
 
@@ -61,8 +62,8 @@ class EpisodeRecord:
         lease_seconds: how long a claim is valid without a call or heartbeat.
         named_rewards: the rewards of which the episode's is the weighted sum, by name; None in place of one: it was not
             scored, which is not 0. None: the episode has no named rewards.
-        agent_step_rewards: of which agents `step_rewards` are the sums, in order of time; None: not known, or the job
-            trains one policy at most.
+        agent_step_rewards: of which agents `step_rewards` are the sums, in order of time; None: one agent played alone,
+            or a worker has not said it.
         players: who plays a role that has a pool under the newest claim, by the role: a past version such as `white@5`,
             or the policy itself. Empty: the job has no pools.
     """

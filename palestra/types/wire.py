@@ -216,7 +216,7 @@ class EndEpisode(Body):
         None,
         exclude_if=lambda earned: earned is None,
         description="Of which agents `step_rewards` are the sums, in order: TimeStep, agent, reward. Needed where "
-        "several policies are trained and agents share TimeSteps.",
+        "several agents are rewarded and each is credited with its own rewards by time (`credit = step`).",
     )
     step_times: Annotated[tuple[StepTimesBody, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
         None,

@@ -104,10 +104,10 @@ def test_a_call_answers_for_the_discounted_rewards_from_its_own_step_on(steps, a
         assert returns.values[returns.key_of[chat.index]] == near(wanted)
     assert len(returns.values) == len(set(steps))
     last = max(steps)
-    whole = episode_returns(trajectory(0, chats, {"a": 1.5, "b": 0.5}), "step", discount)
+    whole = episode_returns(trajectory(0, chats, {"a": 1.5, "b": 0.5}), "team-step", discount)
     for chat in chats:
         assert whole.values[whole.key_of[chat.index]] == near(2.0 * discount ** (last - chat.time_step))
-    assert len(step_returns(one, 9.0, discount)) == last + 1
+    assert len(step_returns(one, discount)) == last + 1
 
 
 def owner(agent: str, known) -> str | None:
@@ -128,8 +128,8 @@ def test_an_agent_has_its_own_reward_or_that_of_who_started_it(names, by_agent, 
     for chat in chats:
         key = returns.key_of[chat.index]
         mine = owner(chat.agent, by_agent)
-        wanted = sum(by_agent.values()) if mine is None else by_agent[mine]
-        assert returns.values[key] == agent_reward(chat.agent, by_agent) == pytest.approx(wanted)
+        wanted = 0.0 if mine is None else by_agent[mine]
+        assert returns.values[key] == agent_reward(chat.agent, make_episode(rewards=by_agent)) == wanted
         started_by = chat.agent.rpartition("/")[0]
         assert key.baseline_group == (f"{started_by}/" if mode == "branch" and started_by else chat.agent)
     assert len(returns.values) == len(set(names))
@@ -156,8 +156,8 @@ def test_an_agents_calls_are_compared_with_its_peers_and_nobody_else(data, mode,
     for k, (names, _) in enumerate(group):
         for n, name in enumerate(names):
             compared = [
-                [agent_reward(other, by_agent) for other in sorted(set(theirs)) if peers(other) == peers(name)]
-                for theirs, by_agent in group
+                [agent_reward(other, t.episode) for other in sorted(set(theirs)) if peers(other) == peers(name)]
+                for t, (theirs, _) in zip(trajectories, group, strict=True)
             ]
             place = sorted(other for other in set(names) if peers(other) == peers(name)).index(name)
             assert credit.by_call[k][n] == near(plain_advantages(compared, scale)[k][place])

@@ -20,7 +20,7 @@ from palestra.config import GRPOConfig
 from palestra.store.calls import time_steps
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import Trajectory
-from palestra.types.steps import StepTimes
+from palestra.types.steps import AgentStepReward, StepTimes
 
 NAMES = ("a", "a/b", "a/b/c", "a/d", "e", "e/f", "e/g")
 LIMIT = 10  # max_tokens
@@ -45,6 +45,7 @@ class Played:
     calls: list[Call]
     rewards: dict[str, float]
     step_rewards: list[float] | None
+    by_agent: list[tuple[int, str, float]] | None  # of which `step_rewards` are the sums
     acted_at: list[float | None] | None
 
 
@@ -63,14 +64,21 @@ def batches(draw) -> list[Played]:
                 agent = draw(st.sampled_from(NAMES if before is None else (before.agent, *NAMES)))
                 calls.append(Call(agent, draw(st.integers(0, 3)), [*history, *draw(tokens)], completion, logprobs))
             steps = max((call.step for call in calls), default=-1) + 1 + draw(st.integers(0, 1))
-            rewarded = draw(st.booleans())
+            rewards = draw(st.dictionaries(st.sampled_from(NAMES), quarters, min_size=1, max_size=3))
+            in_time, by_agent = None, None
+            if steps and draw(st.booleans()):
+                in_time = draw(st.lists(quarters, min_size=steps, max_size=steps))
+            if in_time and draw(st.booleans()):
+                by_agent = [(n, name, draw(quarters)) for n in range(steps) for name in rewards]
+                in_time = [sum(reward for at, _, reward in by_agent if at == n) for n in range(steps)]
             timed = draw(st.booleans())
             out.append(
                 Played(
                     group,
                     calls,
-                    draw(st.dictionaries(st.sampled_from(NAMES), quarters, min_size=1, max_size=3)),
-                    draw(st.lists(quarters, min_size=steps, max_size=steps)) if rewarded and steps else None,
+                    rewards,
+                    in_time,
+                    by_agent,
                     draw(st.lists(st.none() | st.integers(0, 3).map(float), min_size=steps, max_size=steps))
                     if timed
                     else None,
@@ -96,6 +104,7 @@ def as_trajectory(played: Played, sample: int) -> Trajectory:
         sample,
         rewards=played.rewards,
         step_rewards=None if played.step_rewards is None else tuple(played.step_rewards),
+        agent_step_rewards=None if played.by_agent is None else tuple(AgentStepReward(*one) for one in played.by_agent),
         step_times=None if played.acted_at is None else tuple(StepTimes(0.0, at) for at in played.acted_at),
     )
     return Trajectory(episode=episode, steps=time_steps(episode, chats))
@@ -104,12 +113,15 @@ def as_trajectory(played: Played, sample: int) -> Trajectory:
 # The oracle
 
 
-def return_of(played: Played, step: int, discount: float, order: str) -> float:
-    """r_t + discount x r_(t+1) + ... over the TimeSteps in their order."""
+def return_of(played: Played, step: int, discount: float, order: str, agent: str | None) -> float:
+    """r_t + discount x r_(t+1) + ... over the TimeSteps in their order, of one agent or of all."""
     rewards = played.step_rewards
-    if rewards is None:
-        last = max(call.step for call in played.calls)
-        rewards = [0.0] * last + [sum(played.rewards.values())]
+    count = max(call.step for call in played.calls) + 1 if rewards is None else len(rewards)
+    paid = {*played.rewards} if agent is None else {name for name in [payee(played, agent)] if name}
+    if rewards is None or (paid != {*played.rewards} and played.by_agent is None):
+        rewards = [0.0] * (count - 1) + [sum(played.rewards[name] for name in paid)]
+    elif paid != {*played.rewards}:
+        rewards = [sum(r for at, name, r in played.by_agent if at == n and name in paid) for n in range(count)]
     sequence = list(range(len(rewards)))
     if order == "acted" and played.acted_at is not None:
         acted = dict(enumerate(played.acted_at))
@@ -118,24 +130,25 @@ def return_of(played: Played, step: int, discount: float, order: str) -> float:
     return sum(discount ** (k - place) * rewards[sequence[k]] for k in range(place, len(sequence)))
 
 
-def reward_of_agent(played: Played, agent: str) -> float:
+def payee(played: Played, agent: str) -> str | None:
+    """Whose reward an agent has: its own, or that of the nearest that has started it."""
     parts = agent.split("/")
-    for n in range(len(parts), 0, -1):
-        if "/".join(parts[:n]) in played.rewards:
-            return played.rewards["/".join(parts[:n])]
-    return sum(played.rewards.values())
+    names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next((name for name in names if name in played.rewards), None)
 
 
 def unit_and_value(played: Played, call: Call, credit: str, discount: float, order: str) -> tuple[Any, Any, float]:
     """With which calls it is compared, which calls of its episode count as one with it, and what it is worth."""
     if credit == "episode":
         return "all", "all", sum(played.rewards.values())
-    if credit == "step":
-        return "all", call.step, return_of(played, call.step, discount, order)
+    if credit == "team-step":
+        return "all", call.step, return_of(played, call.step, discount, order, None)
     compared = call.agent
-    if credit == "branch" and "/" in call.agent:
+    if credit in ("branch", "step") and "/" in call.agent:
         compared = ("children of", call.agent[: call.agent.rindex("/")])
-    return compared, call.agent, reward_of_agent(played, call.agent)
+    if credit == "step":
+        return compared, (call.agent, call.step), return_of(played, call.step, discount, order, call.agent)
+    return compared, call.agent, played.rewards.get(payee(played, call.agent), 0.0)
 
 
 def advantages_of(group: list[Played], credit: str, discount: float, order: str, scale: str) -> list[list[float]]:
@@ -206,7 +219,7 @@ def terms_of(batch: list[Played], c: GRPOConfig, order: str) -> dict[float, Term
 
 @given(
     batches(),
-    st.sampled_from(["episode", "step", "agent", "branch"]),
+    st.sampled_from(["episode", "step", "team-step", "agent", "branch"]),
     st.sampled_from(["observed", "acted"]),
     st.sampled_from(["std", "none"]),
     st.sampled_from(["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]),

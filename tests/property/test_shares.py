@@ -23,7 +23,9 @@ from palestra.types.steps import AgentStepReward
 POLICIES = ("white", "black", "grey", "old")  # the last one is never trained
 NAMED = {"black": "black", "grey": "grey", "grey/helper": "white", "old": "old"}
 AGENTS = ("agent", "black", "grey", "grey/helper", "old")
-ALGORITHMS = [GRPOConfig(credit=credit) for credit in ("episode", "step", "agent", "branch")] + [ReinforcePPConfig()]
+ALGORITHMS = [GRPOConfig(credit=credit) for credit in ("episode", "step", "team-step", "agent", "branch")] + [
+    ReinforcePPConfig()
+]
 
 
 def roles_of(*rivals: str) -> Roles:

@@ -16,8 +16,8 @@ from palestra.http.bodies import UNSUPPORTED
 from palestra.server.dialects.sent_pictures import chat_content
 from palestra.session.registry import KEYED
 from palestra.types.messages import ChatMessage
+from palestra.types.records import SOLE_AGENT
 
-SOLE_AGENT = "agent"  # name of an agent that does not say its name
 AGENT_HEADER = "x-palestra-agent"
 MAX_STEP = 1_000_000
 

@@ -42,7 +42,7 @@ def test_by_episode_all_calls_share_the_sum_of_the_rewards():
 
 
 def test_by_step_a_call_answers_for_what_came_after_it_discounted():
-    one = played(("a", 0), ("a", 1), ("b", 1), ("a", 2), rewards={"a": 7.0}, steps=(1.0, 2.0, 4.0))
+    one = played(("a", 0), ("a", 1), ("a/b", 1), ("a", 2), rewards={"a": 7.0}, steps=(1.0, 2.0, 4.0))
     assert credited(one, "step", 0.5) == [1 + 1 + 1, 2 + 2, 2 + 2, 4]
     assert credited(one, "step", 0.0) == [1, 2, 2, 4]
     assert credited(one, "step", 1.0) == [7, 6, 6, 4]
@@ -54,23 +54,20 @@ def test_rewards_of_steps_without_calls_and_after_the_last_call_count():
 
 
 def test_where_steps_have_no_rewards_the_episodes_is_the_last_steps():
-    one = played(("a", 0), ("a", 2), rewards={"a": 3.0, "b": 1.0})
-    assert credited(one, "step", 0.5) == [1.0, 4.0]
+    one = played(("a", 0), ("a", 2), ("b", 2), rewards={"a": 3.0, "b": 1.0})
+    assert credited(one, "step", 0.5) == [0.75, 3.0, 1.0]
+    assert credited(one, "team-step", 0.5) == [1.0, 4.0, 4.0]
 
 
 def test_an_episode_without_calls_has_no_units():
-    for mode in ("step", "agent", "branch"):
+    for mode in ("step", "team-step", "agent", "branch"):
         assert episode_returns(played(rewards={"a": 1.0}), mode, 1.0).values == {}
 
 
-def test_an_agent_has_its_own_reward_its_parents_or_the_sum():
-    rewards = {"a": 1.0, "a/b/c": 5.0, "d": 10.0}
-    assert agent_reward("a", rewards) == 1.0
-    assert agent_reward("a/b", rewards) == 1.0
-    assert agent_reward("a/b/c", rewards) == 5.0
-    assert agent_reward("a/b/c/e", rewards) == 5.0
-    assert agent_reward("ab", rewards) == 16.0
-    assert agent_reward("", rewards) == 16.0
+def test_an_agent_has_its_own_reward_its_parents_or_none():
+    episode = make_episode(rewards={"a": 1.0, "a/b/c": 5.0, "d": 10.0})
+    found = {name: agent_reward(name, episode) for name in ("a", "a/b", "a/b/c", "a/b/c/e", "ab", "")}
+    assert found == {"a": 1.0, "a/b": 1.0, "a/b/c": 5.0, "a/b/c/e": 5.0, "ab": 0.0, "": 0.0}
 
 
 def test_by_agent_each_is_compared_with_the_same_agent_of_the_other_episodes():
@@ -129,6 +126,7 @@ def test_by_step_longer_episodes_weigh_no_more_in_the_baseline():
 
 def test_units_of_a_call_are_named_by_what_they_are_credited_for():
     one = played(("a/b", 3), rewards={"a": 1.0})
-    assert episode_returns(one, "step", 1.0).key_of == {0: BaselineKey("", 3)}
+    assert episode_returns(one, "step", 1.0).key_of == {0: BaselineKey("a/", ("a/b", 3))}
+    assert episode_returns(one, "team-step", 1.0).key_of == {0: BaselineKey("", 3)}
     assert episode_returns(one, "agent", 1.0).key_of == {0: BaselineKey("a/b", "a/b")}
     assert episode_returns(one, "branch", 1.0).key_of == {0: BaselineKey("a/", "a/b")}

@@ -99,7 +99,7 @@ def test_without_a_critic_and_with_lambda_1_it_is_the_return_of_the_timestep(dis
         decay=1.0,
         level=level,
     )
-    wanted = step_returns(trajectory, 99.0, discount)
+    wanted = step_returns(trajectory, discount)
     np.testing.assert_allclose(
         trained(rows, found.advantages), np.repeat(wanted, [2, 3, 1, 2]).astype(np.float32), rtol=1e-6
     )
@@ -171,10 +171,11 @@ def test_all_tokens_of_a_turn_have_the_advantage_of_its_first_state():
     assert trained(rows, found.returns).tolist() == [first + 0.5] * 2 + [3.0] * 3
 
 
-def test_an_agent_earns_its_own_reward_or_that_of_its_parent_or_the_sum():
+def test_an_agent_earns_its_own_reward_or_that_of_its_parent_unless_they_are_pooled():
     trajectory, rows = played([("a", 1), ("b", 1), ("a/search", 1)], rewards={"a": 1.0, "b": -1.0, "c": 3.0})
     zeros = columns(rows, [0.0] * 3)
-    for credit, wanted in (("agent", [1.0, -1.0, 1.0]), ("episode", [3.0] * 3), ("step", [3.0] * 3)):
+    own, pooled = [1.0, -1.0, 1.0], [3.0] * 3
+    for credit, wanted in (("agent", own), ("step", own), ("episode", pooled), ("team-step", pooled)):
         chains = chains_of(trajectory, numbered(rows), credit, 1.0)
         found = estimate(chains, rows, zeros, zeros, discount=1.0, decay=1.0, level="token")
         assert trained(rows, found.advantages).tolist() == wanted, credit

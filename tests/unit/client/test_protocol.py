@@ -142,3 +142,12 @@ def test_a_task_is_pushed_with_its_own_id_whatever_it_is(given):
 def test_a_task_that_is_no_json_is_an_invalid_request():
     with pytest.raises(InvalidRequest):
         list(push_calls({"train": [{"q": object()}]}))
+
+
+def test_rewards_of_timesteps_by_agent_say_whose_they_are():
+    found = body(end_call(EPISODE, {"a": 3.0, "b": -1.0}, [{"a": 1}, {}, {"b": np.float32(-1.0), "a": 2.0}], None))
+    assert found["step_rewards"] == [1.0, 0.0, 1.0]
+    assert found["agent_step_rewards"] == [[0, "a", 1.0], [2, "b", -1.0], [2, "a", 2.0]]
+    for wrong in ([{"a": 1.0}, 0.5], [{"a": math.nan}], [{"a": None}], [{"": 1.0}]):
+        with pytest.raises(InvalidRequest):
+            end_call(EPISODE, {"a": 1.0, "b": 0.0}, wrong, None)

@@ -54,7 +54,7 @@ def same_rows(one: Batch, other: Batch) -> None:
             assert getattr(a, name).tolist() == getattr(b, name).tolist(), name
 
 
-@pytest.mark.parametrize("credit", ["episode", "step", "agent", "branch"])
+@pytest.mark.parametrize("credit", ["episode", "step", "team-step", "agent", "branch"])
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"])
 def test_rows_are_those_of_the_same_episodes_without_the_frozen_policy(credit, mode):
     games = [game(0, 0, 1.0, 0.0), game(0, 1, 0.0, 1.0), game(1, 0, 0.5, 0.5), game(1, 1, 1.0, 0.0)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import httpx2
+import pytest
 
 from palestra.config import JobConfig
 from palestra.runtime.local import local_job
@@ -84,3 +85,43 @@ async def test_a_task_that_sft_can_not_learn_from_is_refused_when_it_is_pushed(t
             assert await job.plane.store.tasks.of_split("train") == [], "nothing of a refused chunk is stored"
             assert (await push("c", "train", talk)).status_code == 200
             assert (await push("v", "validation", {"prompt": "agents play these"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "refused"),
+    [({"name": "ppo"}, True), ({"credit": "step"}, True), ({"credit": "team-step"}, False), ({}, False)],
+)
+async def test_rewards_of_timesteps_say_whose_they_are_where_agents_are_credited_with_their_own(
+    tmp_path, algorithm, refused
+):
+    config = JobConfig.model_validate(
+        {"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "fake"}, "algorithm": algorithm}
+    )
+    two, steps = {"a": 2.0, "b": -1.0}, [1.0, 0.0]
+    earned = [[0, "a", 2.0], [0, "b", -1.0]]
+    async with local_job(config, lambda kind, data: None) as job:
+        await job.plane.store.groups.register("train", 0, 1, TASK, 5)
+        async with httpx2.AsyncClient(base_url=job.url) as http:
+
+            async def send(path, key, **body):
+                return await http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+            answers = []
+            for number, ended in enumerate(
+                (
+                    {"rewards": two, "step_rewards": steps},
+                    {"rewards": two, "step_rewards": steps, "agent_step_rewards": earned},
+                    {"rewards": two},
+                    {"rewards": {"a": 2.0}, "step_rewards": steps},
+                    {"reward": 2.0, "step_rewards": steps},
+                )
+            ):
+                claimed = await send("/claim_episode", job.api_key, worker_id="w", request_id=f"r{number}")
+                episode = claimed.json()["episode"]
+                answers.append(
+                    await send("/end_episode", episode["api_key"], episode_id=episode["episode_id"], **ended)
+                )
+        assert [answer.status_code for answer in answers] == [422 if refused else 200, *[200] * 4]
+        assert ("agent_step_rewards" in answers[0].text) is refused
+        ((_, episodes),) = await job.plane.store.groups.of_step("train", 1)
+        assert episodes[1].agent_step_rewards == ((0, "a", 2.0), (0, "b", -1.0))
