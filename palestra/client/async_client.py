@@ -140,6 +140,7 @@ class AsyncClient:
         metadata: Mapping[str, Any] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
         steps: StepRecords | None = None,
+        truncated: bool = False,
     ) -> None:
         """Hand in the reward of an episode. See `Client.end_episode`, also for errors.
 
@@ -149,9 +150,10 @@ class AsyncClient:
             step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
             metadata: JSON to record with the episode.
             named_rewards: several rewards of the episode, by name.
-            steps: what a player of Palestra's own knows of the TimeSteps; None: nothing.
+            steps: what a player of Palestra's own knows of the episode; None: nothing.
+            truncated: whether the episode was cut off before its end.
         """
-        await self._send(end_call(episode, reward, step_rewards, metadata, named_rewards, steps))
+        await self._send(end_call(episode, reward, step_rewards, metadata, named_rewards, steps, truncated))
 
     async def facts(self) -> RolloutFacts:
         """Return what a worker that plays an environment has to know of the job."""
@@ -230,7 +232,11 @@ class AsyncClient:
             async with renewed(self.heartbeat, episode):
                 yield episode
                 await self.end_episode(
-                    episode, reward_of(episode), metadata=episode.metadata, named_rewards=episode.named_rewards
+                    episode,
+                    reward_of(episode),
+                    metadata=episode.metadata,
+                    named_rewards=episode.named_rewards,
+                    truncated=episode.truncated,
                 )
         except BaseException as error:
             try:

@@ -118,6 +118,7 @@ class Client:
         step_rewards: Sequence[Reward] | None = None,
         metadata: Mapping[str, Any] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
+        truncated: bool = False,
     ) -> None:
         """Hand in the reward of an episode. When the call returns, the reward is on the server's disk.
 
@@ -128,12 +129,13 @@ class Client:
             metadata: JSON to record with the episode; `palestra episodes` shows it.
             named_rewards: several rewards of the episode, by name, which the job weighs and adds up
                 (`algorithm.reward_weights`). None in place of one: it was not scored, which is not 0.
+            truncated: whether the episode was cut off before its end, by a limit of steps for instance.
 
         Raises:
             Conflict: the episode was given to another worker, or ended before with another reward.
             InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
         """
-        self._send(end_call(episode, reward, step_rewards, metadata, named_rewards))
+        self._send(end_call(episode, reward, step_rewards, metadata, named_rewards, truncated=truncated))
 
     def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
         """Give an episode back without a reward, because of a failure that is not the policy's doing.
@@ -205,7 +207,11 @@ class Client:
             with self._heartbeats.of(episode):
                 yield episode
                 self.end_episode(
-                    episode, reward_of(episode), metadata=episode.metadata, named_rewards=episode.named_rewards
+                    episode,
+                    reward_of(episode),
+                    metadata=episode.metadata,
+                    named_rewards=episode.named_rewards,
+                    truncated=episode.truncated,
                 )
         except BaseException as error:
             try:

@@ -78,7 +78,8 @@ class Episode:
     """A claimed episode: its task, and the model to play it with.
 
     Inside `with client.episode()`, set `reward` (a number, or numbers by agent) or `named_rewards` (several rewards by
-    name), and optionally `metadata` (JSON to record with the episode); the end of the block hands them in.
+    name), and optionally `metadata` (JSON to record with the episode) and `truncated` (it was cut off); the end of the
+    block hands them in.
     """
 
     episode_id: str
@@ -93,6 +94,7 @@ class Episode:
     reward: float | Mapping[str, float] | None = None
     named_rewards: Mapping[str, float | None] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False
 
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
         """Return headers that say which agent makes a call, and in which TimeStep; see `ModelEndpoint.headers`.
@@ -126,10 +128,11 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecords:
-    """What a player of Palestra's own knows of the TimeSteps of an episode, beside their rewards."""
+    """What a player of Palestra's own knows of an episode, beside the rewards of its TimeSteps."""
 
     rewards: Sequence[AgentStepReward] | None  # of which `RolloutResult.step_rewards` are the sums; None: one agent's
     times: Sequence[StepTimes]  # by TimeStep
+    facts: Mapping[str, Any] = field(default_factory=dict)  # how it was played; see `EpisodeRecord.facts`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +147,7 @@ class RolloutResult:
     step_rewards: Sequence[Reward] | None = None  # by TimeStep; of several agents: in each one by agent
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`
     named_rewards: Mapping[str, float | None] | None = None  # weighed and added up; None in place of one: not scored
+    truncated: bool = False  # cut off, by a limit of steps for instance: a critic then values what would have followed
     steps: StepRecords | None = None  # None: a rollout function knows nothing more of them
 
 

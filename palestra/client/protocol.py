@@ -123,6 +123,7 @@ def end_call(
     metadata: Mapping[str, Any] | None,
     named_rewards: Mapping[str, float | None] | None = None,
     steps: StepRecords | None = None,
+    truncated: bool = False,
 ) -> Call[EpisodeAnswer]:
     """Build the request that hands in a reward. Sent again unchanged, it changes nothing.
 
@@ -133,7 +134,8 @@ def end_call(
         metadata: JSON to record with the episode; None: none.
         named_rewards: several rewards of the episode, by name; None in place of one: not scored. A reward for each
             agent beside them is their weighted sum.
-        steps: what a player of Palestra's own knows of the TimeSteps; None: nothing.
+        steps: what a player of Palestra's own knows of the episode; None: nothing.
+        truncated: whether the episode was cut off before its end.
 
     Raises:
         InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
@@ -155,6 +157,8 @@ def end_call(
             metadata=dict(metadata or {}),
             agent_step_rewards=None if earned is None else tuple(earned),
             step_times=None if steps is None else tuple(steps.times),
+            facts=None if steps is None else dict(steps.facts),
+            truncated=truncated,
         )
     return Call("/end_episode", body, EpisodeAnswer, episode.api_key)
 

@@ -100,6 +100,7 @@ class Worker:
                     metadata=result.metadata,
                     named_rewards=named,
                     steps=result.steps,
+                    truncated=result.truncated,
                 )
         except Conflict as error:  # the lease was lost; another worker plays the episode now
             self.counts["lost"] += 1

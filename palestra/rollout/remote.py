@@ -80,8 +80,7 @@ class EnvironmentPlayer(EpisodePlayer):
             reward=collected.final_rewards,
             named_rewards=collected.named_rewards,
             step_rewards=collected.step_rewards,
-            metadata=collected.metadata,
-            steps=StepRecords(rewards=collected.agent_step_rewards, times=collected.step_times),
+            steps=StepRecords(rewards=collected.agent_step_rewards, times=collected.step_times, facts=collected.facts),
         )
 
     async def _collect(self, episode: Episode) -> EpisodeResult:

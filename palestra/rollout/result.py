@@ -107,8 +107,8 @@ class EpisodeResult:
         return [StepTimes(step.observation.observed_at, step.acted_at) for step in self.steps]
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        """Return the JSON to record with the episode, beside calls, rewards and times."""
+    def facts(self) -> dict[str, Any]:
+        """Return the JSON to record of how the episode was played, beside calls, rewards and times."""
         found: dict[str, Any] = {"termination": self.termination.value}
         if unanswered := sum(step.acted_at is None for step in self.steps):
             found["unanswered_observations"] = unanswered

@@ -133,10 +133,11 @@ class Runner:
             episode.fence,
             collected.final_rewards,
             collected.step_rewards,
-            collected.metadata,
+            {},
             collected.step_times,
             collected.named_rewards,
             collected.agent_step_rewards,
+            collected.facts,
         )
         return collected
 

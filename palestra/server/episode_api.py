@@ -18,7 +18,7 @@ from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import SeatKey
 from palestra.types.conversations import read_conversation
-from palestra.types.records import SOLE_AGENT, EpisodeRecord, Task
+from palestra.types.records import MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
 from palestra.types.steps import AgentStepReward, StepTimes
 from palestra.types.wire import (
     MAX_REWARD,
@@ -119,6 +119,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
             None if body.step_times is None else [StepTimes(*one) for one in body.step_times],
             body.named_rewards,
             earned,
+            (body.facts or {}) | ({"termination": MAX_STEPS} if body.truncated else {}),
         )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 

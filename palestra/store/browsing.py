@@ -47,7 +47,8 @@ class EpisodeSummary:
         completion_tokens: tokens that these calls sampled.
         attempts: claims used so far.
         forks: calls that lost exact tokens of an earlier one, by reason.
-        metadata: what the worker handed in with the reward.
+        metadata: what the worker handed in with the reward, and `facts`.
+        facts: how it was played; see `EpisodeRecord`.
         reason: why it was given back or discarded last; None of a completed one.
         earlier_reason: of a completed one, why the attempt before failed; None: there was none.
         worker_id: the worker that holds it; None: it is not claimed.
@@ -71,6 +72,7 @@ class EpisodeSummary:
     earlier_reason: str | None = None
     worker_id: str | None
     claimed_at: float | None
+    facts: dict[str, Any] = field(default_factory=dict)
     players: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -81,7 +83,7 @@ class EpisodeSummary:
     @property
     def termination(self) -> str | None:
         """Return how it ended: as its player recorded it, or the kind of the reason for which it was given back."""
-        found = self.metadata.get("termination")
+        found = self.facts.get("termination")
         if isinstance(found, str):
             return found
         return None if self.reason is None else self.reason.partition(":")[0]
@@ -317,6 +319,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
     """
     # The lengths of the version spans add up to the completion's, so no compressed tokens have to be read.
     lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]
+    facts = {} if row.facts is None else _object(row.facts)
     forks = Counter(fork_of(call.fork).reason for call in calls if call.fork is not None)
     return EpisodeSummary(
         episode_id=row.episode_id,
@@ -330,7 +333,8 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         completion_tokens=sum(lengths),
         attempts=row.attempts,
         forks={reason: count for reason, count in forks.items() if reason.is_drift},
-        metadata=_object(row.metadata),
+        metadata=facts | _object(row.metadata),
+        facts=facts,
         reason=row.reason if row.state != "completed" else None,
         earlier_reason=row.reason if row.state == "completed" else None,
         worker_id=row.worker_id if row.state == "claimed" else None,

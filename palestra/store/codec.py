@@ -75,6 +75,7 @@ def rewards_to_json(rewards: Mapping[str, float | None] | Sequence[float]) -> st
 
 def episode_of(row: Any) -> EpisodeRecord:
     """Return the episode that a row of `episodes` holds."""
+    facts = {} if row.facts is None else orjson.loads(row.facts)
     return EpisodeRecord(
         episode_id=row.episode_id,
         kind=row.kind,
@@ -87,7 +88,8 @@ def episode_of(row: Any) -> EpisodeRecord:
         rewards=None if row.rewards is None else orjson.loads(row.rewards),
         step_rewards=None if row.step_rewards is None else tuple(orjson.loads(row.step_rewards)),
         step_times=None if row.step_times is None else tuple(StepTimes(*t) for t in orjson.loads(row.step_times)),
-        metadata=orjson.loads(row.metadata),
+        metadata=facts | orjson.loads(row.metadata),
+        facts=facts,
         worker_id=row.worker_id,
         lease_seconds=row.lease_seconds,
         named_rewards=None if row.named_rewards is None else orjson.loads(row.named_rewards),

@@ -168,6 +168,7 @@ class Episodes:
         step_times: Sequence[StepTimes] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
         agent_step_rewards: Sequence[AgentStepReward] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> bool:
         """Complete an episode with its rewards, in one transaction.
 
@@ -180,6 +181,7 @@ class Episodes:
             step_times: one for each TimeStep; None: not known.
             named_rewards: of which `rewards` is the weighted sum; None: there are none.
             agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
+            facts: how it was played; see `EpisodeRecord`. None: nothing is known.
 
         Returns:
             True if the episode was completed now; False if it was before, with the same body.
@@ -202,6 +204,7 @@ class Episodes:
                 now,
                 named_rewards,
                 agent_step_rewards,
+                facts,
             ),
             "end_commit",
         )

@@ -202,6 +202,7 @@ def complete(
     now: float,
     named_rewards: Mapping[str, float | None] | None = None,
     agent_step_rewards: Sequence[AgentStepReward] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> EpisodeRecord | None:
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
@@ -216,6 +217,7 @@ def complete(
         now: Unix seconds.
         named_rewards: of which `rewards` is the weighted sum; None: there are none.
         agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
+        facts: how it was played; see `EpisodeRecord`. None: nothing is known.
 
     Returns:
         The episode as it was before, if it was completed now; None if it was completed before, with the same body.
@@ -232,6 +234,8 @@ def complete(
     }
     if named_rewards is not None:  # else the digest is that of a version without named rewards
         body["named_rewards"] = rewards_to_json(named_rewards)
+    if facts:
+        body["facts"] = to_json(dict(facts))
     digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
     body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
     if agent_step_rewards is not None:

@@ -190,7 +190,7 @@ def _with_texts(connection: Connection, rows: Sequence[Any], wanted: EpisodeFilt
 
 
 def _in_row(row: Any, text: str) -> bool:
-    columns = (row.episode_id, row.task_id, row.task_data, row.metadata, row.reason)
+    columns = (row.episode_id, row.task_id, row.task_data, row.metadata, row.facts, row.reason)
     return any(text in str(column).lower() for column in columns if column is not None)
 
 

@@ -69,7 +69,8 @@ episodes = Table(
     Column("agent_step_rewards", Text),  # [[TimeStep, agent, reward], …]; NULL: not known, or not needed
     Column("step_times", Text),  # [[observed, acted or null], …]; NULL: not known
     Column("players", Text),  # {role: policy or past version} of roles with a pool; NULL: there are none
-    Column("metadata", Text, nullable=False, default="{}"),
+    Column("metadata", Text, nullable=False, default="{}"),  # the worker's own; never read for training
+    Column("facts", Text),  # what training and lists read of how it was played; NULL: nothing is known
     Column("end_digest", String),
     Column("reason", Text),
     Column("claimed_at", Float),

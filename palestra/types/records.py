@@ -20,11 +20,11 @@ from palestra.types.steps import AgentStepReward, StepTimes
 EpisodeKind = Literal["train", "validation", "adhoc"]
 # Beginnings of reasons of episodes that did not fail: they were left out on purpose, or their job was stopped.
 ON_PURPOSE = ("not_scored", "cancelled")
-CONTEXT_FULL = "context_full"  # why an episode ended; in its metadata also the agents whose context was full
-WITHOUT_POLICY = "without_policy"  # `metadata[...]` of an episode: agents that were played by no policy
-UNUSED_CALLS = "unused_calls"  # `metadata[...]` of an episode: calls that are not trained, by index
+CONTEXT_FULL = "context_full"  # why an episode ended; in its facts also the agents whose context was full
+WITHOUT_POLICY = "without_policy"  # `facts[...]` of an episode: agents that were played by no policy
+UNUSED_CALLS = "unused_calls"  # `facts[...]` of an episode: calls that are not trained, by index
 SOLE_AGENT = "agent"  # name of an agent that does not say its name, and who has a reward that names no agent
-MAX_STEPS = "max_steps"  # `metadata["termination"]` of an episode that the environment has cut off
+MAX_STEPS = "max_steps"  # `facts["termination"]` of an episode that the environment has cut off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +57,15 @@ class EpisodeRecord:
         rewards: by agent; None until the episode is completed. Of an episode with named rewards, their weighted sum.
         step_rewards: by TimeStep; None: the reward is for the whole episode.
         step_times: by TimeStep; None: a worker outside of the server played it.
-        metadata: what the worker handed in with the reward, JSON.
+        metadata: JSON for people: what the worker handed in with the reward, beside `facts`.
         worker_id: of the newest claim.
         lease_seconds: how long a claim is valid without a call or heartbeat.
         named_rewards: the rewards of which the episode's is the weighted sum, by name; None in place of one: it was not
             scored, which is not 0. None: the episode has no named rewards.
         agent_step_rewards: of which agents `step_rewards` are the sums, in order of time; None: one agent played alone,
             or a worker has not said it.
+        facts: how the episode was played, as a player of Palestra's own recorded it, or a worker that said that it was
+            cut off. Of a key that a worker's `metadata` has as well, `metadata` has the worker's value.
         players: who plays a role that has a pool under the newest claim, by the role: a past version such as `white@5`,
             or the policy itself. Empty: the job has no pools.
     """
@@ -84,6 +86,7 @@ class EpisodeRecord:
     lease_seconds: float
     named_rewards: dict[str, float | None] | None = None
     agent_step_rewards: tuple[AgentStepReward, ...] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     players: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -94,18 +97,18 @@ class EpisodeRecord:
     @property
     def truncated(self) -> bool:
         """Return whether the environment cut the episode off, by a limit of steps for instance."""
-        return self.metadata.get("termination") == MAX_STEPS
+        return self.facts.get("termination") == MAX_STEPS
 
     @property
     def full_contexts(self) -> tuple[str, ...]:
         """Return the agents whose context had no room for a reply, so that their part ended there."""
-        found = self.metadata.get(CONTEXT_FULL)
+        found = self.facts.get(CONTEXT_FULL)
         return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
 
     @property
     def rewards_by_policies(self) -> dict[str, float] | None:
         """Return the rewards without those of agents that were played by no policy, but drew their moves, say."""
-        found = self.metadata.get(WITHOUT_POLICY)
+        found = self.facts.get(WITHOUT_POLICY)
         if self.rewards is None or not isinstance(found, list):
             return self.rewards
         return {agent: reward for agent, reward in self.rewards.items() if agent not in found}
@@ -113,7 +116,7 @@ class EpisodeRecord:
     @property
     def unused_calls(self) -> frozenset[int]:
         """Return the calls, by index, of workers that left their seat before they acted: they are not trained."""
-        found = self.metadata.get(UNUSED_CALLS)
+        found = self.facts.get(UNUSED_CALLS)
         return frozenset(index for index in found if type(index) is int) if isinstance(found, list) else frozenset()
 
 

@@ -208,8 +208,17 @@ class EndEpisode(Body):
     )
     metadata: Annotated[JsonObject, AfterValidator(_short)] = Field(
         default_factory=dict,
-        description=f"Kept with the episode; at most {MAX_METADATA_BYTES} bytes of JSON. With `termination` = "
-        "`max_steps` the episode was cut off, so a critic's value of what would have followed counts.",
+        description=f"Kept with the episode, for people; at most {MAX_METADATA_BYTES} bytes of JSON.",
+    )
+    truncated: bool = Field(
+        False,
+        exclude_if=lambda truncated: not truncated,
+        description="The episode was cut off, so a critic's value of what would have followed counts.",
+    )
+    facts: Annotated[JsonObject, AfterValidator(_short)] | None = Field(
+        None,
+        exclude_if=lambda facts: facts is None,
+        description="How a player of Palestra's own has played it; see `EpisodeRecord.facts`.",
     )
     # The next two are not sent where there is nothing to say: a server of an earlier version refuses them.
     agent_step_rewards: Annotated[tuple[EarnedBody, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(

@@ -52,8 +52,8 @@ def test_it_needs_no_worker(undisturbed_games):
     rows = job.metrics()
     assert [row["validation/total"] for row in rows] == [3, 3, 3, 3]
     assert {row["worker_id"] for row in job.query("SELECT worker_id FROM episodes")} == {"palestra-runner"}
-    ended = [json.loads(row["metadata"]) for row in job.query("SELECT metadata FROM episodes")]
-    assert {metadata["termination"] for metadata in ended} == {"done"}
+    ended = [json.loads(row["facts"]) for row in job.query("SELECT facts FROM episodes")]
+    assert {facts["termination"] for facts in ended} == {"done"}
     calls = job.query("SELECT max(idx) AS last FROM chats GROUP BY episode_id")
     assert max(row["last"] for row in calls) >= 1  # over several turns
 

@@ -107,9 +107,9 @@ def test_the_seat_of_a_killed_worker_is_played_on_by_another(tmp_path, undisturb
             e["events"] for e in job.worker_log() if e["episode"] == lost and e["worker"] == other and "events" in e
         )
         assert [kind for kind, of in events if of == role] == ["seat_claimed", "seat_left", "seat_claimed"]
-        (row,) = job.query("SELECT metadata, fence FROM episodes WHERE episode_id = ?", lost)
+        (row,) = job.query("SELECT facts, fence FROM episodes WHERE episode_id = ?", lost)
         assert row["fence"] == 1, "the episode is the same attempt"
-        assert len(json.loads(row["metadata"]).get("unused_calls", [])) == (after == "chat")
+        assert len(json.loads(row["facts"]).get("unused_calls", [])) == (after == "chat")
 
 
 @pytest.mark.parametrize("fault", [*(pytest.param(one, marks=pytest.mark.long) for one in POINTS[:-1]), POINTS[-1]])

@@ -34,7 +34,7 @@ def played(turns, rewards, truncated, cuts) -> tuple[Trajectory, list[TrainSampl
     Returns the number of each row's tokens in the episode as well.
     """
     chats, rows, places, token = [], [], [], 0
-    record = make_episode(step_rewards=rewards, metadata={"termination": "max_steps"} if truncated else {})
+    record = make_episode(step_rewards=rewards, facts={"termination": "max_steps"} if truncated else {})
     for step, (agent, size) in enumerate(turns):
         left = size
         while left:

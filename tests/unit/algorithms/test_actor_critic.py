@@ -44,7 +44,7 @@ def forward_of(groups, seed: int = 0):
 @pytest.mark.parametrize("level", ["token", "turn"])
 @pytest.mark.parametrize("cut_off", [False, True])
 def test_each_episode_has_its_own_advantages_wherever_it_stands(level, cut_off):
-    groups = two_groups(metadata={"termination": "max_steps"} if cut_off else {})
+    groups = two_groups(facts={"termination": "max_steps"} if cut_off else {})
     rows, forward = forward_of(groups)
     ppo = create_algorithm(PPOConfig(gae_level=level, advantage_scale="none", discount=0.9, gae_lambda=0.7))
     assert ppo.needs == {"values", "next_values"}

@@ -61,7 +61,7 @@ def test_advantages_and_returns_are_those_of_stable_baselines3(case, level):
         trajectory, rows = played(
             [("agent", 1)] * len(one["rewards"]),
             step_rewards=tuple(one["rewards"]),
-            metadata={"termination": "max_steps"} if one["truncated"] else {},
+            facts={"termination": "max_steps"} if one["truncated"] else {},
         )
         chains = chains_of(trajectory, numbered(rows), "step", case["gamma"])
         after = columns(rows, [*[0.0] * (len(rows) - 1), one["value_after"]])
@@ -119,8 +119,8 @@ def test_turns_that_are_ordered_by_their_actions():
 
 def test_a_truncated_episode_ends_with_the_value_of_what_would_have_followed_and_a_terminated_one_with_none():
     values, after = [0.5, 0.25, 2.0], [7.0, 7.0, 4.0]
-    for metadata, last in (({"termination": "max_steps"}, 4.0), ({"termination": "done"}, 0.0), ({}, 0.0)):
-        trajectory, rows = played([("agent", 3)], reward=1.0, metadata=metadata)
+    for facts, last in (({"termination": "max_steps"}, 4.0), ({"termination": "done"}, 0.0), ({}, 0.0)):
+        trajectory, rows = played([("agent", 3)], reward=1.0, facts=facts)
         found = estimate(
             chains_of(trajectory, numbered(rows), "step", 0.5),
             rows,
@@ -140,8 +140,8 @@ def test_the_value_after_a_cut_is_discounted_by_all_timesteps_until_it(level):
     """The agent acts first, and two TimeSteps of another follow: 8 there and then is worth as much as 8 of reward."""
     steps, cut = [("a", 1), ("b", 1), ("b", 1)], {"termination": "max_steps"}
     cases = (((0.0, 0.0, 0.0), cut, 0.5**3 * 8.0), ((0.0, 0.0, 8.0), {}, 0.5**2 * 8.0))
-    for step_rewards, metadata, wanted in cases:
-        trajectory, rows = played(steps, step_rewards=step_rewards, metadata=metadata)
+    for step_rewards, facts, wanted in cases:
+        trajectory, rows = played(steps, step_rewards=step_rewards, facts=facts)
         found = estimate(
             chains_of(trajectory, numbered(rows), "step", 0.5),
             rows,
@@ -185,7 +185,7 @@ def test_an_agent_earns_its_own_reward_or_that_of_its_parent_unless_they_are_poo
 def test_it_does_not_matter_into_how_many_rows_and_calls_a_turn_is_cut(level):
     draw = np.random.default_rng(3)
     values, after = draw.normal(size=6).tolist(), draw.normal(size=6).tolist()
-    record = make_episode(metadata={"termination": "max_steps"})
+    record = make_episode(facts={"termination": "max_steps"})
     whole_chat = make_chat(index=0, agent="agent", time_step=0, completion=range(6))
     whole = Trajectory(episode=record, steps=time_steps(record, [whole_chat]))
     row = make_sample([1, 2, *range(10, 16)], range(2, 8), name=record.episode_id)

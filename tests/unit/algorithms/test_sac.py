@@ -148,7 +148,7 @@ TARGETS = [0.1, 0.7, 0.3, 1.0, -1.0, 0.5, 0.2, 0.4, 0.6]
 @pytest.mark.parametrize(("ended", "last"), [("done", 2.0), ("max_steps", None)])
 def test_a_decision_bootstraps_from_the_next_one_and_the_last_one_from_nothing(ended, last):
     """An episode that was cut off says nothing of what its last decision was worth, so that one is not learned."""
-    trajectory, rows = episode(SINGLE, [2, 0, 1], rewards=(0.5, 0.0, 2.0), metadata={"termination": ended})
+    trajectory, rows = episode(SINGLE, [2, 0, 1], rewards=(0.5, 0.0, 2.0), facts={"termination": ended})
     found = learned(sac(discount=0.9), trajectory, rows, flat_forward(rows, LOG_PI, [0.0] * 9, TARGETS))
     wanted = {
         2: 0.5 + 0.9 * soft(LOG_PI[3:6], TARGETS[3:6]),

@@ -94,8 +94,8 @@ async def _record(store: RunStore) -> None:
             assert claimed.episode_id == name
             for chat in calls_of(group, sample):
                 await store.calls.append(chat)
-            metadata = {"termination": "max_steps" if sample == 2 else "done"}
-            await store.episodes.end(name, 1, {"agent": reward}, None, metadata)
+            facts = {"termination": "max_steps" if sample == 2 else "done"}
+            await store.episodes.end(name, 1, {"agent": reward}, None, {}, facts=facts)
     await store.groups.register("validation", 0, 5, Task(task_id="held-out", data={}), 1)
     await store.log.commit_manifest(
         BatchManifest(

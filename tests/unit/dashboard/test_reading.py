@@ -242,7 +242,7 @@ async def test_calls_of_a_worker_that_left_its_seat_are_not_shown_as_trained(tmp
     run = await record(tmp_path)
     with sqlite3.connect(tmp_path / "run.db") as store:
         changed = (json.dumps({"unused_calls": [0]}), "train-000000-01")
-        store.execute("UPDATE episodes SET metadata = ? WHERE episode_id = ?", changed)
+        store.execute("UPDATE episodes SET facts = ? WHERE episode_id = ?", changed)
     found = episode_answer(run, read_reading(run, "train-000000-01"))
     assert [call.trained for call in found.calls] == [False, True]
     assert "left before it acted" in found.calls[0].why

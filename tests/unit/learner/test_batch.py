@@ -187,9 +187,9 @@ def test_tokens_calls_and_staleness_are_measured():
 
 def test_episodes_in_which_a_context_was_full_are_counted_for_the_policy_that_played_the_agent():
     full = make_trajectory(0, 1, 1.0, [make_chat()])
-    full = replace(full, episode=replace(full.episode, metadata={"context_full": ["judge", "agent/search"]}))
+    full = replace(full, episode=replace(full.episode, facts={"context_full": ["judge", "agent/search"]}))
     assert batch_of(trajectory(0, 0, 0.0, 2), full).metrics["rollout/context_full_share"] == 0.5
-    full = replace(full, episode=replace(full.episode, metadata={"context_full": ["judge"]}))
+    full = replace(full, episode=replace(full.episode, facts={"context_full": ["judge"]}))
     roles = Roles(default="policy", named={"judge": "old"}, frozen=frozenset({"old"}))
     assert rollout_metrics([full], "policy", roles, GRPOConfig())["rollout/context_full_share"] == 0.0
 

@@ -116,7 +116,9 @@ async def test_what_agents_earn_that_draw_their_moves_is_of_no_policy(store, riv
         for number, _ in enumerate(TASKS):
             while (episode := await store.episodes.claim("w", f"l{number}", None)) is None:
                 await asyncio.sleep(0)
-            await store.episodes.end(episode.episode_id, episode.fence, {"agent": 0.5, "other": 7.0}, None, drawn)
+            await store.episodes.end(
+                episode.episode_id, episode.fence, {"agent": 0.5, "other": 7.0}, None, {}, facts=drawn
+            )
 
     found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, roles, PLAIN), win()), 10)
     means = {name: value for name, value in found.items() if "reward_mean" in name}

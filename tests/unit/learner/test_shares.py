@@ -124,7 +124,7 @@ def test_calls_of_a_worker_that_left_before_it_acted_are_not_trained_and_counted
         last = make_chat(episode_id=name, index=2, time_step=1, parent=draft, prompt=(3,), completion=(12, 13))
         calls = [draft, again, last] if unused else [again, replace(last, parent=again)]
         played = make_trajectory(0, sample, reward, calls)
-        return replace(played, episode=replace(played.episode, metadata={"unused_calls": unused}))
+        return replace(played, episode=replace(played.episode, facts={"unused_calls": unused}))
 
     undisturbed = batch_of([attempt(0, 1.0, []), attempt(1, 0.0, [])], SOLE)
     found = batch_of([attempt(0, 1.0, [0]), attempt(1, 0.0, [])], SOLE)
@@ -140,7 +140,7 @@ def test_calls_of_a_worker_that_left_before_it_acted_are_not_trained_and_counted
 @pytest.mark.parametrize("said", [None, "0", [True, "1", 1.0, None, [0]], {"0": 1}])
 def test_what_a_worker_says_of_itself_is_no_list_of_calls(said):
     played = make_trajectory(0, 0, 1.0, [make_chat()])
-    assert replace(played.episode, metadata={"unused_calls": said}).unused_calls == frozenset()
+    assert replace(played.episode, facts={"unused_calls": said}).unused_calls == frozenset()
 
 
 def test_games_of_past_versions_alone_are_not_learned_from_and_are_in_no_mean():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 
+from palestra import AsyncClient
 from palestra.config import JobConfig
 from palestra.runtime.local import local_job
 from palestra.types.calls import PolicyVersion
@@ -125,3 +126,27 @@ async def test_rewards_of_timesteps_say_whose_they_are_where_agents_are_credited
         assert ("agent_step_rewards" in answers[0].text) is refused
         ((_, episodes),) = await job.plane.store.groups.of_step("train", 1)
         assert episodes[1].agent_step_rewards == ((0, "a", 2.0), (0, "b", -1.0))
+
+
+async def test_a_workers_metadata_means_nothing_to_training_whatever_its_keys(tmp_path):
+    config = JobConfig.model_validate({"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "fake"}})
+    given = {
+        "termination": "max_steps",
+        "context_full": ["agent"],
+        "without_policy": ["agent"],
+        "unused_calls": [0],
+        "facts": {"termination": "max_steps"},
+        "id": 7,
+    }
+    async with local_job(config, lambda kind, data: None) as job:
+        await job.plane.store.groups.register("train", 0, 1, TASK, 2)
+        async with AsyncClient(job.url, job.api_key) as client:
+            for cut in (False, True):
+                episode = await client.begin_episode()
+                await client.end_episode(episode, 0.5, metadata=given, truncated=cut)
+        ((_, played),) = await job.plane.store.groups.of_step("train", 1)
+        assert [one.truncated for one in played] == [False, True]
+        for one in played:
+            assert one.metadata == given
+            assert one.rewards_by_policies == {"agent": 0.5}
+            assert (one.full_contexts, one.unused_calls) == ((), frozenset())
