@@ -15,11 +15,14 @@ VLLM := .venv-peers/vllm
 SITE := .venv-docs
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
-# its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
+# its own; only what draws examples is in the third, too (tests/unit/test_tiers.py checks these lines).
 OWN_COMMAND := long or faults or frameworks or libraries or partners or engines
 FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
-SECOND_TIER := (slow or more_examples or model) and not (service or browser or $(OWN_COMMAND))
+SECOND_TIER := (slow or model) and not (service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (service or browser) and not ($(OWN_COMMAND))
+OTHERS := faults or frameworks or libraries or partners or engines
+THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
+THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
 .PHONY: machine help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench clean
 
@@ -31,15 +34,15 @@ demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 
 test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests: about five minutes on two cores
 
-test-rest: $(DEV)  ## the second tier of tests: what takes longer, and all examples of what draws examples
-	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full --durations=30 -m "$(SECOND_TIER)"
-	$(BIN)/pytest --hypothesis-profile=full --durations=30 -m "$(SECOND_TIER_ALONE)"
+test-rest: $(DEV)  ## the second tier of tests: what takes longer
+	$(BIN)/pytest -n 2 --dist worksteal --durations=30 -m "$(SECOND_TIER)"
+	$(BIN)/pytest --durations=30 -m "$(SECOND_TIER_ALONE)"
 
 test-all: test test-rest  ## both tiers
 
-test-long: $(DEV)  ## what the second tier says of one moment or case, of all others: a quarter of an hour
-	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m "long and not service"
-	$(BIN)/pytest --hypothesis-profile=full -m "long and service"
+test-long: $(DEV)  ## what the first two tiers say of one moment, case or example, of all others: half an hour
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m "$(THIRD_TIER)"
+	$(BIN)/pytest --hypothesis-profile=full -m "$(THIRD_TIER_ALONE)"
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""How many examples a property draws: a part of them in `make test`, all of them in `make test-rest`."""
+"""How many examples a property draws: a part of them in `make test`, all of them in `make test-long`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def drawn(quick: int, full: int) -> int:
 
 
 def examples(quick: int, full: int, **more: Any) -> Callable[[F], F]:
-    """Make a property draw `quick` examples in `make test`, and run in `make test-rest` too, with `full` examples.
+    """Make a property draw `quick` examples in `make test`, and run in `make test-long` too, with `full` examples.
 
     Args:
         quick: number of examples of the first tier.
-        full: number of examples of the second tier.
+        full: number of examples of the third tier.
         more: other settings of hypothesis.
     """
     chosen = settings(max_examples=drawn(quick, full), **more)

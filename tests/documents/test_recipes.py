@@ -18,19 +18,16 @@ SMALL = ("--steps", "1", "--model", "tiny-random")
 IN_ONE_PROCESS = (
     "addition",
     "black_box_agent",
-    "calculator",
-    "frozen_lake",
-    "gomoku",
-    "gomoku_self_play",
-    "own_environment",
-    "subagents",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("calculator", "frozen_lake", "gomoku")),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("gomoku_self_play", "own_environment", "subagents")),
 )
 OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
 OTHERS += ("click_by_sight", "terminal")
 
 
 def test_every_recipe_is_run():
-    assert sorted(RECIPES) == sorted((*IN_ONE_PROCESS, *OTHERS))
+    alone = [name if isinstance(name, str) else name.values[0] for name in IN_ONE_PROCESS]
+    assert sorted(RECIPES) == sorted((*alone, *OTHERS))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -51,7 +48,7 @@ def test_it_trains_a_step(name, tmp_path):
     (_,) = tmp_path.glob("runs/*/checkpoints/step-000001/model.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_sees_is_trained_on_pictures_of_several_turns(tmp_path):
     done = run("find_shape", tmp_path, "--steps", "1", "--model", "tiny-random-vision")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -102,7 +99,7 @@ def _is_cross(window: np.ndarray) -> bool:
     return upper == lower and upper < max(rows) / 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("against", ["self", "frozen", "shared"])
 def test_two_policies_are_measured_against_the_truth(against, tmp_path):
     done = run("kuhn_poker", tmp_path, "--steps", "2", "--model", "tiny-random", "--against", against)
@@ -113,7 +110,7 @@ def test_two_policies_are_measured_against_the_truth(against, tmp_path):
     assert ("a best response" in done.stdout) == (against == "frozen")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_was_killed_is_continued(tmp_path):
     done = run("resume", tmp_path, "--steps", "4", "--model", "tiny-random")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,6 +128,7 @@ def test_web_pages_are_trained_on(tmp_path):
     assert "step 1/1" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.browser
 def test_web_pages_are_trained_on_by_their_pixels(tmp_path):
     require("chromium", packages=("miniwob",))
@@ -140,7 +138,7 @@ def test_web_pages_are_trained_on_by_their_pixels(tmp_path):
     assert len(list(tmp_path.glob("runs/click-by-sight/pictures/??/*"))) == 32 + 64  # one of each problem
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_shell_is_trained_on(tmp_path):
     require("bwrap", "git")
     done = run("terminal", tmp_path, *SMALL)
@@ -148,7 +146,7 @@ def test_a_shell_is_trained_on(tmp_path):
     assert "step 1/1" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_play_the_seats_of_every_game(tmp_path):
     done = run("negotiation_seats", tmp_path, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr

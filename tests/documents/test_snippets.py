@@ -24,8 +24,11 @@ JOB_ID = "job-1f3a5c7e9b2d4f60"  # that of a snippet
 
 
 def named(rule: str) -> pytest.MarkDecorator:
-    """Return the blocks of a rule as parameters."""
-    return pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in with_rule(rule)])
+    """Return the blocks of a rule as parameters: those of the README, or the first one, in the second tier."""
+    blocks = with_rule(rule)
+    shown = {block.name for block in blocks if block.page == README} or {block.name for block in blocks[:1]}
+    marks = {block.name: () if block.name in shown else (pytest.mark.long,) for block in blocks}
+    return pytest.mark.parametrize("block", [pytest.param(b, id=b.name, marks=marks[b.name]) for b in blocks])
 
 
 def executed(text: str, folder: Path, *options: str, **variables: str) -> str:

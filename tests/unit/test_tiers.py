@@ -1,4 +1,4 @@
-"""Which tests `make test` and `make test-rest` run: together all of them, and none in both by accident."""
+"""Which tests `make test`, `make test-rest` and `make test-long` run: together all, and none twice by accident."""
 
 from __future__ import annotations
 
@@ -38,15 +38,19 @@ def times(selected: list[Expression], markers: set[str]) -> int:
 
 
 def test_a_test_is_in_one_tier_or_has_a_command_of_its_own():
-    quick, rest = expressions("unit"), expressions("test-rest")
+    quick, rest, long = expressions("unit"), expressions("test-rest"), expressions("test-long")
     for markers in CASES:
-        if markers & OWN_COMMAND:
-            wanted = (0, 0)
-        elif markers & {"slow", "model", "service", "browser"}:
-            wanted = (0, 1)
+        alone = bool(markers & {"service", "browser"})
+        drawn_again = int("more_examples" in markers and not alone)
+        if markers & (OWN_COMMAND - {"long"}):
+            wanted = (0, 0, 0)
+        elif "long" in markers:
+            wanted = (0, 0, 1)
+        elif alone or markers & {"slow", "model"}:
+            wanted = (0, 1, drawn_again)
         else:
-            wanted = (1, int("more_examples" in markers))
-        assert (times(quick, markers), times(rest, markers)) == wanted, markers
+            wanted = (1, 0, drawn_again)
+        assert (times(quick, markers), times(rest, markers), times(long, markers)) == wanted, markers
 
 
 def test_the_check_of_this_repository_builds_the_package_and_the_site_and_runs_both_tiers():
@@ -54,7 +58,7 @@ def test_the_check_of_this_repository_builds_the_package_and_the_site_and_runs_b
     assert commands == ["make machine", "make wheel", "make docs-site", "make test", "make test-rest"]
 
 
-def test_the_second_tier_draws_all_examples():
+def test_the_third_tier_draws_all_examples():
     before = settings.get_current_profile_name()
     try:
         for profile, wanted in (("quick", 2), ("full", 30), ("search", 30)):
