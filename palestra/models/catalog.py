@@ -37,6 +37,7 @@ def hub_model(name: str, ask: bool = True) -> Path | str:
     Raises:
         ModelError: the model is not in the cache, and the hub can't be reached.
     """
+    import httpx
     import httpx2
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
@@ -44,7 +45,7 @@ def hub_model(name: str, ask: bool = True) -> Path | str:
     if ask and not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(f"{constants.ENDPOINT}/{name}/resolve/main/config.json", timeout=SECONDS)
-        except httpx2.HTTPError as error:
+        except (httpx.HTTPError, httpx2.HTTPError) as error:  # of huggingface_hub 1 and 2
             why = f"{constants.ENDPOINT} can't be reached ({str(error) or type(error).__name__})"
         else:
             return name  # also if the model does not exist: the error of transformers says so

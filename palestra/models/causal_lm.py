@@ -31,7 +31,7 @@ from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer
 from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
-from palestra.models.exact_logits import AdaptedHead, Correction, sharpened
+from palestra.models.exact_logits import Correction, is_adapted, sharpened
 from palestra.models.llama_layers import is_called_as_it_is, shorten_layers
 from palestra.models.quiet import quiet_transformers
 from palestra.models.rounded_head import HeadWeights, RoundedHead
@@ -413,7 +413,7 @@ class CausalLM:
         with self._autocast(hidden.device):
             out: Tensor = (rounded or head)(hidden) if self.packed is None else self.packed.head.product(hidden, 0)
             out = out.float()
-        if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear | AdaptedHead):
+        if self.compute_dtype != torch.float32 and (isinstance(head, nn.Linear) or is_adapted(head)):
             out = sharpened(out, hidden, head, self.compute_dtype, corrections)
         config = self.config
         if (divisor := getattr(config, "logits_scaling", None)) is not None:

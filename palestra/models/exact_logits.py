@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ _BLOCK = 64  # tokens whose largest logit is found first
 _EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hidden], exist at the same time
 
 
-@runtime_checkable
 class AdaptedHead(Protocol):
     """An output layer with weights [V, hidden] beside which there are products of low rank."""
 
@@ -24,6 +23,14 @@ class AdaptedHead(Protocol):
     def products_at(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Return the products of low rank for rows `x`, [M, hidden], at tokens, int64 [M, K]: float32 [M, K]."""
         ...
+
+
+def is_adapted(head: object) -> TypeGuard[AdaptedHead]:
+    """Return whether an output layer has products of low rank.
+
+    Not by `isinstance`: from Python 3.12 on, that does not see the parameters of a module.
+    """
+    return hasattr(head, "products_at")
 
 
 class Correction(NamedTuple):
@@ -73,7 +80,7 @@ def _correction(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, d
             exact = (head.weight[tokens].to(dtype).float() * rows.unsqueeze(1)).sum(dim=-1)
             pieces.append(exact if bias is None else exact + bias[tokens].float())
         lacking = torch.cat(pieces) - logits.gather(1, largest) if pieces else logits.new_zeros(largest.shape)
-        if isinstance(head, AdaptedHead) and pieces:
+        if is_adapted(head) and pieces:
             lacking += head.products_at(hidden.to(dtype), largest)
     return Correction(largest, lacking)
 

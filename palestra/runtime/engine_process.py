@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import uvloop
 
@@ -38,15 +38,6 @@ from palestra.waiting import cancelled, race
 
 REAP_SECONDS = 2.0  # between the end of a worker's socket and that of its process
 PROGRAM = "palestra.runtime.engine_process"
-
-
-@runtime_checkable
-class ChecksServers(Protocol):
-    """An engine on servers that are looked at before the worker serves; named so that this module loads no torch."""
-
-    async def check_servers(self) -> None:
-        """Ask each server whether it fits its policy."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +169,9 @@ async def _serve(number: int) -> None:
         if (await race(asyncio.shield(loading), asyncio.shield(gone))).index == 1:
             return
         engine, models = loading.result()
-        if isinstance(engine, ChecksServers):
-            await engine.check_servers()
+        # An engine on servers has it; its class is not named here, because this module loads no torch.
+        if (check_servers := getattr(engine, "check_servers", None)) is not None:
+            await check_servers()
     except PalestraError as error:
         channel.send({"error": error_fields(error)})
         await channel.drain()

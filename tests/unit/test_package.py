@@ -132,3 +132,9 @@ def test_examples_and_pages_import_from_the_top(page):
     """`palestra.errors` has all errors, in one place of its own."""
     imported = re.findall(r"^\s*(?:from|import) (palestra\.[\w.]+)", page.read_text(), re.MULTILINE)
     assert set(imported) <= {"palestra.errors"}
+
+
+def test_no_class_is_told_by_a_protocol_at_run_time():
+    """From Python 3.12 on, `isinstance` with a protocol does not see what an object has by `__getattr__`."""
+    root = Path(palestra.__file__).parent
+    assert [str(path) for path in root.rglob("*.py") if "runtime_checkable" in path.read_text()] == []

@@ -6,6 +6,8 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
+import httpx
+import httpx2
 import pytest
 from huggingface_hub import constants
 
@@ -69,6 +71,17 @@ def test_a_hub_that_can_not_be_reached_is_one_line_after_one_try(monkeypatch, no
         load_tokenizer("org/model")
     assert time.monotonic() - started < 5
     assert "Retrying" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("client", [httpx, httpx2])  # of huggingface_hub 1 and 2
+def test_errors_of_both_clients_of_the_hub_are_one_line(monkeypatch, client):
+    class Session:
+        def head(self, *_, **__):
+            raise client.ConnectError("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    with pytest.raises(ModelError, match=r"can't be reached \(no route\)"):
+        model_folder("org/model")
 
 
 def test_without_a_network_the_cache_is_used(monkeypatch, nobody, tmp_path):
