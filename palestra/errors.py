@@ -34,7 +34,9 @@
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
     ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
-    ├── EnvironmentFailed        500  an environment on another machine raised something, or its session has ended
+    ├── EnvironmentFailed        500  an environment has failed, and no action of an agent is to blame
+    │   └── RewardFailed         500  a reward function raised something
+    ├── EpisodeForfeited         500  an environment has ended by an agent's action, which is the agent's loss
     ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
     ├── JobStuck                     500  nothing happens in a job any more
@@ -388,9 +390,23 @@ class InvalidAlgorithm(PalestraError):
 
 
 class EnvironmentFailed(PalestraError):
-    """An environment on another machine raised something, showed nothing for too long, or its session has ended.
+    """An environment has failed by a fault of its own, or of its machine: a server is gone, a process was killed.
 
-    The attempt at the episode has failed, and has no reward.
+    The attempt at the episode has no reward, and the episode is played again. Raise it in an environment of your own
+    where no action of an agent can have brought the failure about. Every other exception that an environment raises
+    after an agent's action is a forfeit.
+    """
+
+
+class RewardFailed(EnvironmentFailed):
+    """A reward function raised something, which `__cause__` has. No reward is known, so the episode has none."""
+
+
+class EpisodeForfeited(PalestraError):
+    """An environment has ended, broken or hung by an agent's action: the episode ends as that agent's loss.
+
+    The agent earns `forfeit_reward`, or what it had earned where that is less. The episode is not played again:
+    otherwise a model could void the episodes that it is about to lose.
     """
 
 

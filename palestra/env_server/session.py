@@ -17,6 +17,7 @@ from palestra.errors import (
     ConfigError,
     Conflict,
     EnvironmentFailed,
+    EpisodeForfeited,
     EpisodeOver,
     InvalidEnvironment,
     InvalidRequest,
@@ -41,7 +42,8 @@ from palestra.types.env_wire import (
 log = logging.getLogger("palestra.env_server")
 State = Literal["idle", "resetting", "playing", "over", "failed"]
 Made = Environment | ConcurrentEnvironment
-RAISED = EnvironmentFailed("").code  # code of an error that the environment did not raise on purpose
+# Codes of errors that the environment did not raise on purpose: before the first observation, and after it.
+RAISED, BROKEN = EnvironmentFailed("").code, EpisodeForfeited("").code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +213,8 @@ class EnvironmentSession:
 
     def _fail(self, error: Exception, of: int | None) -> None:
         """Tell the client that a message, or the episode, has failed."""
-        status, code = (error.http_status, error.code) if isinstance(error, PalestraError) else (500, RAISED)
+        raised = BROKEN if self._state == "failed" and of is None else RAISED
+        status, code = (error.http_status, error.code) if isinstance(error, PalestraError) else (500, raised)
         self._send(type="failed", of=of, status=status, code=code, message=_said(error))
 
     async def _obey(self) -> None:
@@ -328,10 +331,12 @@ class EnvironmentSession:
         if self._episode is None or self._open or not self._plays or silent < self._limits.hang_seconds:
             return
         self._episode.cancel()
-        what = "reset is not over" if self._state == "resetting" else "nothing was shown, and the episode is not over"
-        of = self._resetting if self._state == "resetting" else None
+        seconds, resetting = f"after {self._limits.hang_seconds:g} s", self._state == "resetting"
         self._state = "failed"
-        self._fail(InvalidEnvironment(f"{what}, after {self._limits.hang_seconds:g} s"), of)
+        if resetting:
+            self._fail(InvalidEnvironment(f"reset is not over, {seconds}"), self._resetting)
+        else:
+            self._fail(EpisodeForfeited(f"nothing was shown, and the episode is not over, {seconds}"), None)
 
     async def _stop(self) -> None:
         """Stop the episode that is being played, if there is one."""

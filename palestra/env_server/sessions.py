@@ -297,6 +297,7 @@ def _facts(made: Any) -> EnvironmentFacts:
         gives_choices=False if serial else made.gives_choices,
         moves=() if serial else tuple(made.moves),
         max_steps=made.max_steps,
+        forfeit_reward=made.forfeit_reward,
         time_limited=tuple(getattr(made, "time_limits", ())),
     )
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from palestra.envs.commands import command_call, commands_help
 from palestra.envs.environment import Environment, Reset, Step, StepMessage
 from palestra.envs.tool_environment import final_answer
-from palestra.errors import EnvironmentFailed
+from palestra.errors import EpisodeForfeited
 from palestra.pictures.parts import parts_of
 from palestra.tools import Finish, Tool, ToolFailure, ToolManager, ToolResult
 from palestra.types.messages import ChatMessage, TextPart, ToolCall, text_message
@@ -31,8 +31,9 @@ class Progress:
 class ActingEnvironment(Environment):
     """An environment in which calls are done one after another, and the state is shown after the last.
 
-    Implement `start`, `observe`, `progress` and `check_alive`. What an agent does wrong is text for the agent; what
-    breaks in the environment fails the episode, which is then played again without a reward.
+    Implement `start`, `observe`, `progress` and `check_alive`. What an agent does wrong is text for the agent. What its
+    actions break ends the episode as its loss. What breaks otherwise (`EnvironmentFailed`) fails the episode, which is
+    then played again without a reward.
     """
 
     reusable: ClassVar[bool] = True
@@ -45,7 +46,7 @@ class ActingEnvironment(Environment):
             tools: what the agent may do.
             actions: `tools`, tool calls; `text`, one line such as `click 3`, which small models write more easily.
             max_steps: replies that the agent may make in an episode.
-            tool_seconds: a call that takes longer is a failure of the environment: tools have limits of their own.
+            tool_seconds: a call that takes longer is a forfeit: tools have limits of their own.
 
         Raises:
             ValueError: `max_steps` is below 1.
@@ -87,7 +88,8 @@ class ActingEnvironment(Environment):
         """Check that the page, terminal or window can still be used.
 
         Raises:
-            EnvironmentFailed: it can't, and the episode has to be played again.
+            EpisodeForfeited: it can't, and an action may have brought that about.
+            EnvironmentFailed: it can't, and no action can have brought that about: the episode is played again.
         """
 
     async def cut_off(self) -> float:
@@ -116,7 +118,7 @@ class ActingEnvironment(Environment):
             (result,) = await self._manager.execute_calls([call])
             self.check_alive()
             if result.failure is ToolFailure.TIMED_OUT:
-                raise EnvironmentFailed(result.content)
+                raise EpisodeForfeited(result.content)
             results.append(result)
             answer = final_answer(ChatMessage(role="assistant", content=(), tool_calls=(call,)))
             after = await self.progress(answer)

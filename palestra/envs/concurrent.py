@@ -35,6 +35,9 @@ class ConcurrentEnvironment(ABC):
     moves: tuple[str, ...] = ()  # all texts that may be choices, as far as they are known before an episode
     # The number of actions, of all agents together, after which every new observation is the last; None: no limit.
     max_steps: int | None = None
+    # What an agent earns at most in an episode that its action has broken. It is to be the least that can be earned.
+    forfeit_reward: float = 0.0
+    broken: bool = False  # whether an action has broken it, so that no other episode may be played in it
 
     def __init__(self, clock: Clock | None = None) -> None:
         """Create an environment without an episode.
@@ -272,6 +275,7 @@ class SerialEnvironment(ConcurrentEnvironment):
         """
         super().__init__(clock)
         self._environment, self._agent, self._system = environment, agent, system
+        self.forfeit_reward = environment.forfeit_reward
 
     async def setup(self) -> None:
         """Run the environment's `setup`, in a thread if the environment is `blocking`."""

@@ -30,6 +30,7 @@ class Environment(ABC):
     """
 
     max_steps: int | None = None  # steps after which the episode is truncated; None: no limit
+    forfeit_reward: float = 0.0  # what is earned at most where an action breaks the world; the least that can be earned
     blocking: ClassVar[bool] = True  # True: methods that are not `async` may take long, so they run in threads
     reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
     system: str | None = None  # system message that the agent's conversation starts with, if any
@@ -74,7 +75,8 @@ class Environment(ABC):
             info: information for people; the agent does not see it.
 
         Raises:
-            Exception: any exception gives the episode back without a reward, to be tried again.
+            EnvironmentFailed: the world is at fault, and not the action: the episode is tried again, without a reward.
+            Exception: any other exception is the agent's loss (`forfeit_reward`), since its action brought it about.
         """
 
     def step_message(self, action: ChatMessage) -> StepMessage | Awaitable[StepMessage]:

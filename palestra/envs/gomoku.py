@@ -89,6 +89,7 @@ class Gomoku(Environment):
 
     blocking = False
     reusable = True
+    forfeit_reward = -0.5
 
     def __init__(self, *, size: int = 3, to_win: int = 3, opponent: Literal["random", "greedy"] = "random") -> None:
         """Create the environment with defaults for tasks that do not set them.

@@ -79,6 +79,7 @@ class GymnasiumEnvironment(Environment):
             raise ConfigError(f"{name!r} has the actions {space}, and {len(actions)} names are given")
         self._rules = rules or ("" if isinstance(space, kinds.Discrete | kinds.Text) else told)
         self._features, self._impossible, self._view = tuple(features), impossible_reward, observation
+        self.forfeit_reward = min(0.0, impossible_reward)
         if observation == "picture" and not is_picture_space(self._world.observation_space):
             raise ConfigError(
                 f"the observations of {name!r} are {self._world.observation_space}, and no pictures; take "

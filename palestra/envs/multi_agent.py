@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -15,18 +16,19 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.coordinator import Coordinator
 from palestra.envs.protocols import AgentProtocol, turns
 from palestra.envs.turn_clock import TimeLimit, TurnClock
-from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, RolloutFailed
+from palestra.errors import Conflict, EpisodeForfeited, EpisodeOver, InvalidEnvironment, PalestraError, RolloutFailed
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, text_message
 from palestra.types.states import AgentState
 
+log = logging.getLogger("palestra.envs")
 _TOLERANCE = 1e-9  # of the sum of rewards
 
 
 class Fault(StrEnum):
     """Why an agent's turn brought no action that can be applied."""
 
-    ILLEGAL = "illegal"  # the reply is none of the observation's choices
+    ILLEGAL = "illegal"  # the reply is none of the observation's choices, or the world breaks by it
     LATE = "late"  # the time limit is over, and has no default action
     FAILED = "failed"  # the agent raised, or its context is full
     LEFT = "left"  # the worker of its seat is gone, and no other one takes the seat
@@ -285,8 +287,21 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             self._settle(await result_of(self.forfeit(role, action)))
             if self._over:
                 return
-        if applied and (outcome := await result_of(self.apply(applied))) is not None:
+        if applied and (outcome := await self._applied(applied)) is not None:
             self._settle(outcome)
+
+    async def _applied(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
+        """Apply actions. One that breaks the world is an illegal one, where the environment scores these."""
+        try:
+            outcome: Outcome | None = await result_of(self.apply(actions))
+        except Exception as error:
+            own = isinstance(error, PalestraError) and not isinstance(error, EpisodeForfeited)
+            if own or len(actions) > 1 or Fault.ILLEGAL not in self.forfeits:
+                raise
+            (role,) = actions
+            log.warning("%s: the action of %r has broken the world: %s", type(self).__name__, role, error)
+            outcome = await result_of(self.forfeit(role, Fault.ILLEGAL))
+        return outcome
 
     def _settle(self, outcome: Outcome) -> None:
         """Keep rewards for the roles' next observations, and end what is over."""

@@ -15,7 +15,7 @@ from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.exchange import checked_key, checked_url
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.nemo_gym_items import conversation_of, items_of, output_of, tools_of
-from palestra.errors import EnvironmentFailed, InvalidEnvironment
+from palestra.errors import EnvironmentFailed, EpisodeForfeited, InvalidEnvironment
 from palestra.http_clients import async_http_client, trusted
 from palestra.proxies import through_proxy
 from palestra.types.clock import Clock
@@ -26,6 +26,10 @@ CONNECT_SECONDS = 10.0
 _NOT_TOOLS = ("seed_session", "verify", "aggregate_metrics")  # routes that a model must not call
 
 
+class _TooLong(EnvironmentFailed):
+    """An answer of the server is too long."""
+
+
 class NemoGymEnvironment(ConcurrentEnvironment):
     """An episode at a resources server of NeMo Gym.
 
@@ -34,8 +38,9 @@ class NemoGymEnvironment(ConcurrentEnvironment):
     begun; its first reply without a call, or the last of `max_steps` replies, goes to `verify`, whose answer has the
     reward.
 
-    What a tool answers is shown to the agent, errors included, as NeMo Gym has it. A server that can't be reached, or
-    does not verify, fails the attempt at the episode, which has no reward.
+    What a tool answers is shown to the agent, errors included, as NeMo Gym has it. A call that the server breaks off
+    without an answer is a forfeit. A server that can't be reached, or does not verify, fails the attempt at the
+    episode, which has no reward.
     """
 
     reusable = True
@@ -140,6 +145,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             return (await self._post(f"/{name}", arguments, self._tool_seconds))[1].decode(errors="replace")
         except TimeoutError:
             return json.dumps({"error": f"{name} took longer than {self._tool_seconds:g} s"})
+        except _TooLong as error:
+            return json.dumps({"error": str(error)})
 
     async def _asked(self, path: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Post to a route whose failure is one of the episode, and return its answer.
@@ -151,6 +158,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             status, text = await self._post(path, _json(body), seconds)
         except TimeoutError:
             raise EnvironmentFailed(f"{self._url}{path} did not answer within {seconds:g} s") from None
+        except EpisodeForfeited as error:  # no call of the agent's
+            raise EnvironmentFailed(str(error)) from error
         if status == 404:
             raise EnvironmentFailed(f"{self._url} has no {path}: it is no resources server of NeMo Gym")
         if status != 200:
@@ -169,6 +178,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
 
         Raises:
             TimeoutError: there was no answer in time.
+            EpisodeForfeited: the server has taken the request, and broke off.
             EnvironmentFailed: the server can't be reached, or its answer is too long.
         """
         assert self._http is not None
@@ -181,7 +191,9 @@ class NemoGymEnvironment(ConcurrentEnvironment):
                 async for chunk in answer.aiter_bytes():
                     found += chunk
                     if len(found) > self._max_bytes:
-                        raise EnvironmentFailed(f"{self._url}{path} answers with more than {self._max_bytes:,} bytes")
+                        raise _TooLong(f"{self._url}{path} answers with more than {self._max_bytes:,} bytes")
+        except (httpx2.ReadError, httpx2.RemoteProtocolError) as error:
+            raise EpisodeForfeited(f"{self._url}{path} broke off: {str(error) or type(error).__name__}") from error
         except httpx2.HTTPError as error:
             raise EnvironmentFailed(f"{self._url} can't be reached: {str(error) or type(error).__name__}") from error
         return answer.status_code, found

@@ -9,8 +9,8 @@ from typing import Any
 from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.exchange import checked_key, checked_url
 from palestra.envs.environment import Environment, StepMessage
-from palestra.envs.openenv_link import INVALID_ACTION, OpenEnvError, OpenEnvLink
-from palestra.errors import ConfigError, EnvironmentFailed, NotScored
+from palestra.envs.openenv_link import INVALID_ACTION, OpenEnvError, OpenEnvLink, SessionLost
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, NotScored
 from palestra.types.messages import ChatMessage, TextPart, ToolCall
 
 EXAMPLE = "http://127.0.0.1:8000"
@@ -27,8 +27,9 @@ class OpenEnvEnvironment(Environment):
     calls of MCP tools, the agent has these tools.
 
     A task's keys are the arguments of `reset`, such as `seed`. An action that the server's schema
-    refuses is shown to the agent as an error, and has the reward 0. A connection that is lost, or an environment that
-    raises, fails the attempt at the episode, which has no reward.
+    refuses is shown to the agent as an error, and has the reward 0. An action that the environment does not survive is
+    a forfeit: it raises, does not answer in time, or ends the session while the server goes on. A server that is gone
+    fails the attempt at the episode, which has no reward.
     """
 
     reusable = True
@@ -129,7 +130,8 @@ class OpenEnvEnvironment(Environment):
 
         Raises:
             NotScored: the episode is over, and the server has paid nothing in it, not even 0.
-            EnvironmentFailed: the server has failed, or is gone.
+            EpisodeForfeited: the environment has not survived the action.
+            EnvironmentFailed: the server is gone.
         """
         answers: list[ChatMessage] = []
         seen, reward, done = "", 0.0, False
@@ -172,7 +174,10 @@ class OpenEnvEnvironment(Environment):
         except OpenEnvError as error:
             if error.code == INVALID_ACTION:
                 return f"Error: {error}", 0.0, False, {"invalid": True}
-            raise EnvironmentFailed(f"the environment of {self._url} has failed: {error}") from error
+            raise EpisodeForfeited(f"the environment of {self._url} has failed: {error}") from error
+        except SessionLost as error:
+            await self._link.schema()  # fails where the server is gone, which no action is to blame for
+            raise EpisodeForfeited(str(error)) from error
         reward = data.get("reward")
         self._paid = self._paid or reward is not None  # OpenEnv pays null where a step has no reward
         seen = self.describe(data.get("observation", {}))

@@ -34,6 +34,10 @@ class OpenEnvError(Exception):
         self.code = code
 
 
+class SessionLost(EnvironmentFailed):
+    """The session has ended while a message waited for its answer."""
+
+
 class OpenEnvLink:
     """A connection, which is a session: the server's environment ends with it."""
 
@@ -120,7 +124,8 @@ class OpenEnvLink:
 
         Raises:
             OpenEnvError: the server answers with an error.
-            EnvironmentFailed: the connection is lost, or there is no answer in time. The session has ended.
+            SessionLost: the connection is lost, or there is no answer in time. The session has ended.
+            EnvironmentFailed: there is no session, or the answer is none.
         """
         socket = self._socket
         if socket is None:
@@ -132,10 +137,10 @@ class OpenEnvLink:
                 text = await socket.recv()
         except TimeoutError:
             await self.close()
-            raise EnvironmentFailed(f"{self._url} did not answer within {self._reply_seconds:g} s") from None
+            raise SessionLost(f"{self._url} did not answer within {self._reply_seconds:g} s") from None
         except ConnectionClosed as error:
             await self.close()
-            raise EnvironmentFailed(f"the connection to {self._url} was lost: {error}") from error
+            raise SessionLost(f"the connection to {self._url} was lost: {error}") from error
         except asyncio.CancelledError:
             await self.close()  # an answer that comes later would be taken for that to the next message
             raise

@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from palestra.config import REWARD_NAME
-from palestra.errors import InvalidEnvironment, NotScored
+from palestra.errors import InvalidEnvironment, NotScored, PalestraError, RewardFailed, place_of
 from palestra.threads import call, is_async
 from palestra.types.messages import MAX_NAMED, StepReward
 
@@ -39,9 +40,29 @@ def reward_function(function: Callable[..., Any] | Mapping[str, Callable[..., An
     plain = _one_answer(function)
 
     async def awaited(task: Mapping[str, Any], answer: str) -> StepReward:
-        return checked_reward(function, await plain(task, answer))
+        with reward_failures():
+            return checked_reward(function, await plain(task, answer))
 
-    return awaited if is_async(function) else lambda task, answer: checked_reward(function, plain(task, answer))
+    def direct(task: Mapping[str, Any], answer: str) -> StepReward:
+        with reward_failures():
+            return checked_reward(function, plain(task, answer))
+
+    return awaited if is_async(function) else direct
+
+
+@contextmanager
+def reward_failures() -> Iterator[None]:
+    """Mark what a reward function raises as its own failure: a judge that can't be asked is no agent's loss.
+
+    Raises:
+        RewardFailed: the block has raised what is no error of Palestra's own.
+    """
+    try:
+        yield
+    except PalestraError:
+        raise
+    except Exception as error:
+        raise RewardFailed(f"{type(error).__name__}: {error}{place_of(error)}") from error
 
 
 def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
@@ -54,11 +75,13 @@ def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
 
     async def awaited(task: Mapping[str, Any], answer: str) -> StepReward:
         # Functions that may block run in threads beside those that do not.
-        found = await asyncio.gather(*(call(_asked(f, task, answer), "palestra-reward") for f in plain.values()))
-        return {name: number(name, value) for name, value in zip(plain, found, strict=True)}
+        with reward_failures():
+            found = await asyncio.gather(*(call(_asked(f, task, answer), "palestra-reward") for f in plain.values()))
+            return {name: number(name, value) for name, value in zip(plain, found, strict=True)}
 
     def direct(task: Mapping[str, Any], answer: str) -> StepReward:
-        return {name: number(name, one(task, answer)) for name, one in plain.items()}
+        with reward_failures():
+            return {name: number(name, one(task, answer)) for name, one in plain.items()}
 
     return awaited if any(map(is_async, functions.values())) else direct
 

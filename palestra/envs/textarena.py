@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.envs.multi_agent import MultiAgentEnvironment, Outcome
+from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, decided
 from palestra.errors import ConfigError
 from palestra.types.clock import Clock
@@ -20,6 +20,7 @@ class TextArenaEnvironment(MultiAgentEnvironment):
     """
 
     reusable = True
+    forfeits = frozenset({Fault.ILLEGAL})
 
     def __init__(self, *, id: str = "TicTacToe-v0", players: int = 2, clock: Clock | None = None) -> None:
         """Make the game.
@@ -67,6 +68,11 @@ class TextArenaEnvironment(MultiAgentEnvironment):
         rewards, _ = self._game.close()
         paid = {self.roles[player]: float(reward) for player, reward in rewards.items()}
         return Outcome(rewards=paid, over=True, info={"result": str(info.get("reason", ""))} if info else {})
+
+    def forfeit(self, role: str, fault: Fault) -> Outcome:
+        """Return the least reward for a player whose text breaks the game, which no one has won."""
+        rewards = {other: -1.0 if other == role else 0.0 for other in self.roles}
+        return Outcome(rewards=rewards, over=True, info={"result": f"{role}: {fault}"})
 
 
 def _imported() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import task_prompt
-from palestra.envs.rewards import reward_function
+from palestra.envs.rewards import reward_failures, reward_function
 from palestra.threads import call
 from palestra.tools import FINISH, Finish, Tool, ToolManager, ToolResult, ToolSource
 from palestra.types.clock import Clock
@@ -109,7 +109,8 @@ class ToolEnvironment(ConcurrentEnvironment):
             self.emit(self._agent, messages, parents=(observation.id,), tools=self.manager.schemas)
             return
         said = action.text if answer is None else answer
-        reward = await call(partial(self.score, self._task, said), "palestra-reward")
+        with reward_failures():
+            reward = await call(partial(self.score, self._task, said), "palestra-reward")
         self.emit(self._agent, (), parents=(observation.id,), reward=reward, terminated=answer is not None)
 
     def score(self, task: Mapping[str, Any], answer: str) -> StepReward | Awaitable[StepReward]:

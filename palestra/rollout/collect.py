@@ -13,6 +13,7 @@ from palestra.agents import Agent, ModelAgent
 from palestra.envs import ConcurrentEnvironment
 from palestra.errors import (
     ContextOverflow,
+    EpisodeForfeited,
     EpisodeOver,
     InvalidEnvironment,
     NotScored,
@@ -25,6 +26,7 @@ from palestra.rollout.result import EpisodeResult, Step, Termination
 from palestra.types.calls import Chat
 from palestra.types.generation import GenerationRequest
 from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
+from palestra.types.records import FORFEIT
 from palestra.types.steps import AgentStepReward
 
 
@@ -58,17 +60,29 @@ class TrajectoryCollectEngine:
         self._answering: dict[str, Observation] = {}  # by agent: the observation that it is to answer
         self._observing: asyncio.Task[Observation] | None = None
         self._turns: dict[asyncio.Task[None], str] = {}  # turns that run as tasks -> the observation that is answered
+        self._acted = False  # whether any agent has
         self._result = EpisodeResult()
 
-    async def collect(self, task: Mapping[str, Any]) -> EpisodeResult:
+    async def collect(self, task: Mapping[str, Any], limit: asyncio.Timeout | None = None) -> EpisodeResult:
         """Play the episode of `task` to its end. However it ends, no task of it keeps running.
+
+        Args:
+            task: what is played.
+            limit: of this call. An episode in which it expires while the environment works on an action is a forfeit.
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed; the episode has no reward.
             NotScored: the environment has left the episode without a reward.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
-        await self._play(task)
+        try:
+            await self._play(task)
+        except EpisodeForfeited as error:
+            self._forfeit(error)
+        except asyncio.CancelledError:
+            if limit is None or not limit.expired() or not self._acted or self._answering:
+                raise
+            self._forfeit(EpisodeForfeited("the time for the episode was over before the action had an end"))
         with classify_errors(Termination.ENVIRONMENT_FAILED):
             self._check_named()
         self._result.without_policy = sorted(name for name in self._result.rewards if not self._asks_policy(name))
@@ -104,7 +118,7 @@ class TrajectoryCollectEngine:
         turns = self._turns
         # Fast path: with nothing else to wait for, no task of the event loop is needed.
         if not turns and self._observing is None:
-            with classify_errors(Termination.ENVIRONMENT_FAILED):
+            with classify_errors(Termination.ENVIRONMENT_FAILED, acted=self._acted):
                 observation = await self._observed()
             if not self._take(observation):
                 return
@@ -120,7 +134,7 @@ class TrajectoryCollectEngine:
             if not turn.cancelled():  # as is the turn of an agent whose time is over
                 turn.result()
         if observing.done():
-            with classify_errors(Termination.ENVIRONMENT_FAILED):
+            with classify_errors(Termination.ENVIRONMENT_FAILED, acted=self._acted):
                 observation, self._observing = observing.result(), None
             if self._take(observation):
                 turns[asyncio.ensure_future(self._turn(observation))] = observation.id
@@ -149,14 +163,9 @@ class TrajectoryCollectEngine:
         result = self._result
         self._drop_turn(observation.agent)
         if observation.reward is not None:
-            reward, learns = self._weighed(observation.agent, observation.reward), self.roles.learns(observation.agent)
-            result.rewards[observation.agent] += reward
             known = [self._number[parent] for parent in observation.parents if parent in self._number]
-            if known and learns:  # a frozen policy's reward is no one's return
-                result.steps[max(known)].reward += reward
-            if known:
-                result.by_agent.append(AgentStepReward(max(known), observation.agent, reward))
-            if learns:
+            self._pay(observation.agent, self._weighed(observation.agent, observation.reward), max(known, default=None))
+            if self.roles.learns(observation.agent):
                 result.name(observation.reward)
         if observation.info:
             result.note(self._name_of(observation), observation.info)
@@ -173,6 +182,38 @@ class TrajectoryCollectEngine:
         self._show(observation, len(result.steps))
         result.steps.append(Step(observation=observation))
         return True
+
+    def _pay(self, agent: str, reward: float, number: int | None) -> None:
+        """Add to what an agent has earned, for its action in this TimeStep; None: for none."""
+        result = self._result
+        result.rewards[agent] += reward
+        if number is not None and self.roles.learns(agent):  # a frozen policy's reward is no one's return
+            result.steps[number].reward += reward
+        if number is not None:
+            result.by_agent.append(AgentStepReward(number, agent, reward))
+
+    def _forfeit(self, error: EpisodeForfeited) -> None:
+        """End the episode as the loss of the agent that acted last: it keeps nothing that it would lose by playing on.
+
+        Raises:
+            RolloutFailed: the environment has several roles, whose rewards are not known; or a frozen policy acted.
+        """
+        result = self._result
+        number, name = max(
+            ((number, step.observation.agent) for number, step in enumerate(result.steps) if step.acted_at is not None),
+            key=lambda one: (result.steps[one[0]].acted_at or 0.0, one[0]),
+        )
+        if len(self._environment.roles) > 1 or self.roles.plays_frozen(name):
+            raise RolloutFailed(Termination.ENVIRONMENT_FAILED, str(error)) from (error.__cause__ or error)
+        self._environment.broken = True
+        result.termination, result.forfeited = Termination.FORFEIT, error
+        result.note(str(number), {FORFEIT: str(error)})
+        policy, named = self._episode.job_roles.policy_of(name), result.named_rewards or {}
+        for one, value in named.items():
+            named[one] = value if self._episode.weighted_sum(policy, {one: value}) <= 0 else 0.0
+        least = min(self._environment.forfeit_reward, self._episode.weighted_sum(policy, named))
+        for agent in {name: None, **result.rewards}:
+            self._pay(agent, min((least if agent == name else 0.0) - result.rewards[agent], 0.0), number)
 
     def _show(self, observation: Observation, number: int | None) -> None:
         """Show the seats an observation of this TimeStep; None: it asks for no action."""
@@ -254,6 +295,7 @@ class TrajectoryCollectEngine:
         if self._environment.is_withdrawn(observation.id):
             return
         self._result.steps[number].acted_at = self._environment.clock.now()
+        self._acted = True
         self._answering.pop(name, None)
         self._histories[name] = _conversation((*self._histories[name], *observation.content), chats, action)
         with classify_errors(Termination.ENVIRONMENT_FAILED):

@@ -64,7 +64,7 @@ class EnvironmentPool:
                 else:
                     environment = self._concurrent(made)
             yield environment
-            usable = made.reusable
+            usable = made.reusable and not environment.broken
         finally:
             if usable and self._kept and made is not None:
                 self._idle.append(made)

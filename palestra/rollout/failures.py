@@ -7,9 +7,12 @@ from palestra.errors import (
     ContextOverflow,
     EngineFailure,
     EpisodeEnded,
+    EpisodeForfeited,
     EpisodeLeaseExpired,
     EpisodeOver,
     NotScored,
+    PalestraError,
+    RewardFailed,
     RolloutFailed,
     ServerStopping,
     place_of,
@@ -22,13 +25,15 @@ Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to thi
 class classify_errors:
     """Context manager that turns an exception into `RolloutFailed`, which names the component that failed.
 
-    Exceptions that end an episode in good order (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged.
+    Exceptions that end an episode in good order (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged. Where
+    an agent has acted, its action may have brought the failure about: an exception that Palestra does not raise on
+    purpose is then a forfeit. `EnvironmentFailed` says that the environment itself is at fault.
     """
 
-    __slots__ = ("_termination",)
+    __slots__ = ("_acted", "_termination")
 
-    def __init__(self, termination: Termination) -> None:
-        self._termination = termination
+    def __init__(self, termination: Termination, *, acted: bool = False) -> None:
+        self._termination, self._acted = termination, acted
 
     def __enter__(self) -> None:
         pass
@@ -38,6 +43,12 @@ class classify_errors:
             return
         if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, *Lost)):
             return
+        if self._acted and isinstance(error, EpisodeForfeited):
+            return
+        if self._acted and not isinstance(error, PalestraError):
+            raise EpisodeForfeited(said(error)) from error
+        if isinstance(error, RewardFailed) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
         lost = isinstance(error, EngineFailure | ServerStopping | ConnectionLost)
         whose = Termination.ENGINE_FAILED if lost else self._termination
         raise RolloutFailed(whose, said(error)) from error

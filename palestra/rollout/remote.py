@@ -70,7 +70,7 @@ class EnvironmentPlayer(EpisodePlayer):
         limit = self._facts.timeout_seconds
         try:
             async with asyncio.timeout(limit) as timeout:
-                collected = await self._collect(episode)
+                collected = await self._collect(episode, timeout)
         except TimeoutError:
             assert timeout.expired(), "everything else comes as RolloutFailed"
             raise RolloutFailed(Termination.TIMED_OUT, f"not over after {limit:g} s") from None
@@ -83,7 +83,7 @@ class EnvironmentPlayer(EpisodePlayer):
             steps=StepRecords(rewards=collected.agent_step_rewards, times=collected.step_times, facts=collected.facts),
         )
 
-    async def _collect(self, episode: Episode) -> EpisodeResult:
+    async def _collect(self, episode: Episode, limit: asyncio.Timeout) -> EpisodeResult:
         async with self._environments.acquire() as environment:
             engine = TrajectoryCollectEngine(
                 environment=environment,
@@ -91,7 +91,7 @@ class EnvironmentPlayer(EpisodePlayer):
                 episode=_ServedEpisode(self._client, episode, self._facts, self._clock),
                 temperature=self._temperature,
             )
-            return (await engine.collect(episode.task)).finite()
+            return (await engine.collect(episode.task, limit)).finite()
 
 
 class _ServedEpisode:

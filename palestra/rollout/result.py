@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from palestra.errors import RolloutFailed
+from palestra.errors import EpisodeForfeited, RolloutFailed
 from palestra.types.messages import Observation, StepReward
-from palestra.types.records import CONTEXT_FULL, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
+from palestra.types.records import CONTEXT_FULL, FORFEIT, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
 from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED
 from palestra.types.steps import AgentStepReward, StepTimes
 
@@ -23,12 +23,13 @@ LONGEST_INFO = 4000  # characters of an environment's information, over a whole 
 class Termination(StrEnum):
     """Why an episode ended.
 
-    Only the first three have a reward; after the others the episode is played again, or dropped.
+    Only the first four have a reward; after the others the episode is played again, or dropped.
     """
 
     DONE = "done"
     MAX_STEPS = MAX_STEPS  # truncated by the environment, usually by its limit of steps
     CONTEXT_FULL = CONTEXT_FULL  # an agent's conversation left no room for a reply
+    FORFEIT = FORFEIT  # the environment has ended by an agent's action
     TIMED_OUT = "timed_out"
     ENVIRONMENT_FAILED = "environment_failed"
     AGENT_FAILED = "agent_failed"
@@ -62,6 +63,7 @@ class EpisodeResult:
     info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `note`
     without_policy: list[str] = field(default_factory=list)  # agents that were played by no policy
     unused_calls: list[int] = field(default_factory=list)  # see `SeatTable.unused_calls`
+    forfeited: EpisodeForfeited | None = None  # what ended it, where that was an agent's action
     last_seen: str = ""  # text of last observations, which no model call contains
 
     def note(self, name: str, info: Mapping[str, Any]) -> None:

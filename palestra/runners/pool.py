@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 
 from palestra.database import WAKE_SECONDS
-from palestra.errors import RolloutFailed, place_of
+from palestra.errors import EpisodeForfeited, RolloutFailed, place_of
 from palestra.rollout.failures import Lost
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.result import EpisodeResult, Termination
@@ -57,6 +57,7 @@ class RunnerPool:
         if self._seats is not None:
             self._seats.on_wanted.append(self._free.set)
         self._in_a_row = 0  # failures without a success between them
+        self._ended_well = False  # whether any episode has ended in good order
         self._logged: set[tuple[type[BaseException], str, int | None, str]] = set()  # of causes; see `_unseen`
 
     async def run(self) -> None:
@@ -128,14 +129,16 @@ class RunnerPool:
             self._free.set()
 
     def _count(self, outcome: Outcome[EpisodeRecord, EpisodeResult]) -> None:
-        error = outcome.error
+        error, episode = outcome.error, outcome.work
+        name = f"{episode.episode_id} (task {episode.task.task_id})"
         if error is None:
             assert outcome.result is not None
             self.progress.terminations[outcome.result.termination.value] += 1
-            self._in_a_row = 0
+            if (forfeited := outcome.result.forfeited) is not None:
+                self._count_forfeit(name, episode, forfeited)
+                return
+            self._in_a_row, self._ended_well = 0, True
             return
-        episode = outcome.work
-        name = f"{episode.episode_id} (task {episode.task.task_id})"
         if isinstance(error, Lost):
             self.progress.terminations["lease_lost"] += 1
             log.warning("%s", error)
@@ -145,6 +148,19 @@ class RunnerPool:
         self.progress.terminations[error.termination] += 1
         self._in_a_row += not self._is_of_workers(episode, error)
         log.warning("episode %s: %s: %s", name, error.termination, error, exc_info=self._unseen(error.__cause__))
+        self._check_in_a_row(name, error)
+
+    def _count_forfeit(self, name: str, episode: EpisodeRecord, error: EpisodeForfeited) -> None:
+        """Log a forfeit. Exceptions in every episode from the first on are an environment that can't be played."""
+        log.warning("episode %s: forfeit: %s", name, error, exc_info=self._unseen(error.__cause__))
+        if error.__cause__ is None or self._ended_well:
+            return
+        failed = RolloutFailed(Termination.ENVIRONMENT_FAILED, str(error))
+        self._in_a_row += not self._is_of_workers(episode, failed)
+        self._check_in_a_row(name, failed)
+
+    def _check_in_a_row(self, name: str, error: RolloutFailed) -> None:
+        """Raise `RolloutFailed` when `FAILURES_IN_A_ROW` episodes in a row have failed, `name` with `error`."""
         if self._in_a_row >= FAILURES_IN_A_ROW:
             raise RolloutFailed(
                 error.termination, f"{self._in_a_row} episodes in a row failed, the last one, {name}, with {error}"

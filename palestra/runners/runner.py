@@ -103,7 +103,8 @@ class Runner:
         """Play a claimed episode to its end and hand in its reward.
 
         If something fails, the time is over, or this call is cancelled, the episode is given back. A failure is never
-        recorded as a reward of 0: the policy would learn from a fault that is not its own.
+        recorded as a reward of 0: the policy would learn from a fault that is not its own. What an agent's action has
+        broken is that agent's loss.
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed, or the time was over.
@@ -113,7 +114,7 @@ class Runner:
             # Model calls renew the lease, but an environment may work for long without one.
             with self._store.leases.hold(episode.episode_id, episode.fence):
                 async with asyncio.timeout(self._timeout_seconds) as limit:
-                    collected = await self._collect(episode)
+                    collected = await self._collect(episode, limit)
         except asyncio.CancelledError:
             await asyncio.shield(self.give_back(episode, Termination.CANCELLED, "the job was stopped"))
             raise
@@ -164,7 +165,7 @@ class Runner:
         except Lost:  # its lease ran out, so it has been given back already
             log.info("episode %s was given back before: %s", episode.episode_id, reason)
 
-    async def _collect(self, episode: EpisodeRecord) -> EpisodeResult:
+    async def _collect(self, episode: EpisodeRecord, limit: asyncio.Timeout) -> EpisodeResult:
         session = await self._sessions.begin(episode)  # first: a lease that has run out has no seats any more
         book, agents = self._sessions.seats, self._agents
         seats = None if book is None else book.open(episode)
@@ -180,7 +181,7 @@ class Runner:
                 episode=SessionEpisode(self._sessions, session, self._algorithm_of),
                 temperature=self._temperature,
             )
-            return (await engine.collect(episode.task.data)).finite()
+            return (await engine.collect(episode.task.data, limit)).finite()
 
 
 def _pace(environment: ConcurrentEnvironment, roles: tuple[str, ...], seats: SeatTable) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from palestra.errors import EnvironmentFailed
+from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.pictures.parts import is_picture, parts_of
 from palestra.tools.source import OpenTools, ToolSource
 from palestra.tools.tool import BadArguments, Tool
@@ -52,7 +52,8 @@ class ToolManager:
     """Tools by name, and how their calls are run.
 
     A failure of a tool is never a failure of the episode and never a reward: the model reads an error and may try
-    again. Only a tool whose server is gone (EnvironmentFailed) fails the attempt at the episode.
+    again. A tool whose server is gone (EnvironmentFailed) fails the attempt at the episode; a server of this episode
+    that a call has ended (EpisodeForfeited) ends it as the agent's loss.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class ToolManager:
             calls: calls of one reply; names and arguments are as the model wrote them.
 
         Raises:
+            EpisodeForfeited: a call has ended the server of its tool, which is this episode's own.
             EnvironmentFailed: a tool's server is gone, which says nothing of the model: the attempt at the episode has
                 failed. Every other failure of a tool becomes a `ToolResult`.
         """
@@ -214,7 +216,7 @@ class ToolManager:
             return _raised(name, error)
         except BadArguments as error:
             return f"Error: bad arguments for {name}: {error}.", ToolFailure.BAD_ARGUMENTS
-        except EnvironmentFailed:
+        except (EnvironmentFailed, EpisodeForfeited):
             raise
         except Exception as error:  # noqa: BLE001 - the tool is the user's; the model reads the error
             return _raised(name, error)

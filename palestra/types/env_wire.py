@@ -59,6 +59,9 @@ class EnvironmentFacts(Lenient):
     moves: tuple[str, ...] = Field((), description="Texts that may be choices, as far as they are known.")
     max_steps: int | None = Field(None, description="Actions after which an episode is truncated; null: no limit.")
     time_limited: tuple[str, ...] = Field((), description="Roles whose time the environment limits by its own clock.")
+    forfeit_reward: float = Field(
+        0.0, allow_inf_nan=False, description="What an agent earns at most in an episode that its action has broken."
+    )
 
 
 class SessionCreated(Lenient):

@@ -32,6 +32,7 @@ from palestra.errors import (
     Conflict,
     ConnectionLost,
     EnvironmentFailed,
+    EpisodeForfeited,
     InvalidEnvironment,
     NotScored,
     TooManyRequests,
@@ -183,12 +184,12 @@ class NaNReward(ConcurrentEnvironment):
 @pytest.mark.parametrize(
     ("make", "kind", "said"),
     [
-        (partial(Broken, "raises"), EnvironmentFailed, "RuntimeError: the world broke"),
+        (partial(Broken, "raises"), EpisodeForfeited, "RuntimeError: the world broke"),
         (partial(Broken, "reset"), EnvironmentFailed, "no world today"),
         (partial(Broken, "nan"), InvalidEnvironment, "finite"),
         (partial(Broken, "no text"), InvalidEnvironment, "an observation is text"),
         (partial(Broken, "none"), NotScored, "None for its reward"),
-        (partial(Broken, "hangs"), InvalidEnvironment, "nothing was shown"),
+        (partial(Broken, "hangs"), EpisodeForfeited, "nothing was shown"),
         (NaNReward, InvalidEnvironment, "finite"),
     ],
 )

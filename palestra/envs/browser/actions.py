@@ -14,7 +14,8 @@ from palestra.tools import BadArguments, FunctionTool, Tool
 
 MAX_WAIT_SECONDS = 10.0
 Text = Annotated[str, Field(max_length=1000)]
-Ref = int | str
+Ref = Annotated[int, Field(ge=0, le=1_000_000)] | Annotated[str, Field(max_length=20)]
+Pixels = Annotated[int, Field(ge=0, lt=10_000)]
 
 
 class PageActions:
@@ -50,7 +51,7 @@ class PageActions:
         await page.operate(lambda: page.page.mouse.click(x, y))
         return DONE
 
-    async def click_at(self, x: int, y: int) -> str:
+    async def click_at(self, x: Pixels, y: Pixels) -> str:
         """Click at a place of the screen.
 
         Args:
@@ -96,7 +97,7 @@ class PageActions:
         await page.operate(lambda: page.page.keyboard.press(key))
         return DONE
 
-    async def select(self, ref: Ref, option: str) -> str:
+    async def select(self, ref: Ref, option: Text) -> str:
         """Select an option of a choice or a list.
 
         Args:

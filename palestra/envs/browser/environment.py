@@ -22,8 +22,8 @@ class BrowserEnvironment(ActingEnvironment):
     environments of an event loop that allow the same hosts share one Chromium; each episode has a context of its own in
     it, so no episode finds cookies, storage, cache or history of another.
 
-    A browser that dies, a page that crashes or hangs: each fails the episode, which is then played again, in a new
-    browser where that is needed.
+    A page that crashes, hangs or is closed ends the episode as the agent's loss. A browser that dies fails the episode,
+    which is then played again in a new one.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class BrowserEnvironment(ActingEnvironment):
         """Check that the browser has not died, and that the page has neither crashed nor hung.
 
         Raises:
-            EnvironmentFailed: one of these has happened.
+            EpisodeForfeited: the page has crashed, hung or was closed.
+            EnvironmentFailed: the browser has died.
         """
         if (failure := self.opened().failure) is not None:
             raise failure

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from palestra.envs.browser.chromium import first_line
-from palestra.errors import EnvironmentFailed
+from palestra.errors import EnvironmentFailed, EpisodeForfeited, PalestraError
 from palestra.tools import BadArguments
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ _SNAPSHOT = files("palestra.envs.browser").joinpath("snapshot.js").read_text()
 class BrowserPage:
     """A page in a context of its own, which no other episode shares.
 
-    Each operation has a time limit. What fails for another reason than the arguments of an action is a failure of the
-    browser: it is kept in `failure`, and every operation after it raises it again.
+    Each operation has a time limit. What fails for another reason than the arguments of an action is kept in `failure`,
+    and every operation after it raises it again: a page that crashes, hangs or is closed is a forfeit, and a browser
+    that has died is a failure of its own.
 
     Attributes:
         failure: why the page can't be used any more; None: it can.
@@ -49,9 +50,10 @@ class BrowserPage:
         """
         self.page = page
         self._context, self._view, self._max_chars, self._seconds = context, view, max_chars, seconds
-        self.failure: EnvironmentFailed | None = None
+        self.failure: PalestraError | None = None
+        self._noted: str | None = None  # what the browser has said of the page's end
         page.on("crash", lambda _: self._note("the page has crashed"))
-        context.on("close", lambda _: self._note("the browser has died, or closed the page"))
+        page.on("close", lambda _: self._note("the page was closed"))
 
     async def close(self) -> None:
         """Close the page and its context, with all that they have stored."""
@@ -64,7 +66,8 @@ class BrowserPage:
             leave_out: CSS selector of elements that are not described.
 
         Raises:
-            EnvironmentFailed: the browser has died, or the page does not answer.
+            EpisodeForfeited: the page does not answer, has crashed or is closed.
+            EnvironmentFailed: the browser has died.
         """
         await self._settle()
         if self._view == "accessibility":
@@ -80,7 +83,8 @@ class BrowserPage:
         """Return what the page looks like, as PNG.
 
         Raises:
-            EnvironmentFailed: the browser has died, or the page does not answer.
+            EpisodeForfeited: the page does not answer, has crashed or is closed.
+            EnvironmentFailed: the browser has died.
         """
         await self._settle()
         return await self.operate(lambda: self.page.screenshot(animations="disabled"))
@@ -89,7 +93,8 @@ class BrowserPage:
         """Load a page and wait until its resources are there.
 
         Raises:
-            EnvironmentFailed: the page can't be loaded.
+            EpisodeForfeited: the page can't be loaded, which is no forfeit before the first action.
+            EnvironmentFailed: the browser has died.
         """
         await self.operate(lambda: self.page.goto(url, timeout=0))
 
@@ -101,7 +106,8 @@ class BrowserPage:
             argument: a value that has a JSON form.
 
         Raises:
-            EnvironmentFailed: the browser has died, or the page does not answer.
+            EpisodeForfeited: the page does not answer, has crashed or is closed.
+            EnvironmentFailed: the browser has died.
         """
         return await self.operate(lambda: self.page.evaluate(expression, argument))
 
@@ -113,21 +119,24 @@ class BrowserPage:
 
         Raises:
             BadArguments: playwright knows no such key.
-            EnvironmentFailed: the operation took too long, or failed.
+            EpisodeForfeited: the operation took too long, or failed.
+            EnvironmentFailed: the browser has died.
         """
         for attempt in range(_TRIES):
             if self.failure is not None:
                 raise self.failure
+            if self._noted is not None:
+                raise await self._fail(self._noted)
             try:
                 async with asyncio.timeout(self._seconds):
                     return await operation()
             except TimeoutError:
-                raise self._fail(f"the page did not answer within {self._seconds:g} s") from None
+                raise await self._fail(f"the page did not answer within {self._seconds:g} s") from None
             except Exception as error:
                 if "Unknown key" in str(error):
                     raise BadArguments(first_line(error)) from None
                 if attempt + 1 == _TRIES or not any(text in str(error) for text in _NAVIGATED):
-                    raise self._fail(first_line(error)) from error
+                    raise await self._fail(first_line(error)) from error
                 await asyncio.sleep(0.05 * (attempt + 1))
         raise AssertionError("the last attempt returns or raises")
 
@@ -136,10 +145,19 @@ class BrowserPage:
         await self.evaluate(_SETTLE, _SETTLE_MS)
 
     def _note(self, reason: str) -> None:
-        self._fail(reason)
+        self._noted = self._noted or reason
 
-    def _fail(self, reason: str) -> EnvironmentFailed:
-        self.failure = self.failure or EnvironmentFailed(reason)
+    async def _fail(self, reason: str) -> PalestraError:
+        """Return a forfeit where the browser still answers, so that the page alone is broken; else a failure."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                browser = self._context.browser
+                assert browser is not None, "no context here is persistent"
+                await (await browser.new_context()).close()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the browser does not answer
+            self.failure = EnvironmentFailed(f"the browser has died: {first_line(error)}")
+        else:
+            self.failure = EpisodeForfeited(reason)
         return self.failure
 
     async def point(self, ref: int | str) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import struct
 import zlib
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from palestra.errors import ConfigError, EnvironmentFailed
 
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes: such signals come from outside
 _ANY_ADDRESS = 0xFFFF  # in an authority file: the cookie is for every display
 _COOKIE = b"MIT-MAGIC-COOKIE-1"
 
@@ -59,9 +61,9 @@ class Display:
         }
 
     @property
-    def running(self) -> bool:
-        """Return whether the screen is there."""
-        return self._server.returncode is None
+    def exit_code(self) -> int | None:
+        """Return how the screen has ended, as a process of asyncio has it; None: it is there."""
+        return self._server.returncode
 
     async def start(self, command: Sequence[str], **settings: Any) -> asyncio.subprocess.Process:
         """Start a program that sees the screen, and ends with this process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import string
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,27 +13,26 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
-from palestra.envs.desktop.display import Display, check_installed, end, start_display
-from palestra.errors import EnvironmentFailed
+from palestra.envs.desktop.display import KILLED, Display, check_installed, end, start_display
+from palestra.errors import EnvironmentFailed, EpisodeForfeited, PalestraError
 from palestra.pictures.parts import Picture
 from palestra.threads import in_thread
 from palestra.tools import BadArguments, FunctionTool
 
 SIZE = (320, 200)  # pixels of the screen, wide and high
+_NOTICE_SECONDS = 0.2
 _PROGRAM = Path(__file__).parent / "window.py"
-# xdotool takes a key of one of these names for a command of its own, which fails or waits.
-_COMMANDS = frozenset(
+# Known names alone: other ones are commands of xdotool, or keys that end the screen, and its own list of keys is short.
+MODIFIERS = ("ctrl", "shift", "alt")
+KEYS = frozenset(
     {
-        *("behave", "behave_screen_edge", "click", "exec", "get_desktop", "get_desktop_for_window"),
-        *("get_desktop_viewport", "get_num_desktops", "getactivewindow", "getdisplaygeometry", "getmouselocation"),
-        *("getwindowfocus", "getwindowgeometry", "getwindowname", "getwindowpid", "help", "key", "keydown"),
-        *("keyup", "mousedown", "mousemove", "mousemove_relative", "mouseup", "search", "selectwindow"),
-        *("set_desktop", "set_desktop_for_window", "set_desktop_viewport", "set_num_desktops", "set_window"),
-        *("sleep", "type", "version", "windowactivate", "windowclose", "windowfocus", "windowkill", "windowmap"),
-        *("windowminimize", "windowmove", "windowraise", "windowreparent", "windowsize", "windowunmap"),
+        *(string.ascii_letters + string.digits),
+        *("Tab", "Return", "space", "BackSpace", "Delete", "Insert", "Escape"),
+        *("Home", "End", "Prior", "Next", "Up", "Down", "Left", "Right"),
+        *("minus", "plus", "equal", "comma", "period", "slash", "colon", "semicolon", "underscore", "at", "apostrophe"),
+        *(f"F{number}" for number in range(1, 13)),
     }
 )
-Pixels = Annotated[int, Field(ge=0, lt=10_000)]
 
 
 class DesktopEnvironment(ActingEnvironment):
@@ -74,9 +74,11 @@ class DesktopEnvironment(ActingEnvironment):
         self._task: Mapping[str, Any] = {}
         self._display: Display | None = None
         self._window: asyncio.subprocess.Process | None = None
-        self._failure: EnvironmentFailed | None = None
+        self._failure: PalestraError | None = None
 
-    async def click(self, x: Pixels, y: Pixels) -> str:
+    async def click(
+        self, x: Annotated[int, Field(ge=0, lt=SIZE[0])], y: Annotated[int, Field(ge=0, lt=SIZE[1])]
+    ) -> str:
         """Click at a place of the screen.
 
         Args:
@@ -91,17 +93,24 @@ class DesktopEnvironment(ActingEnvironment):
         Args:
             text: The text.
         """
-        return await self._xdotool("type", "--delay", "1", "--", text.replace("\0", ""))
+        if not all(character.isprintable() or character in "\t\n" for character in text):
+            raise BadArguments("the text has a character that no key types")
+        return await self._xdotool("type", "--delay", "1", "--", text)
 
-    async def key(self, key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\+[A-Za-z0-9_]+)*$", max_length=50)]) -> str:
+    async def key(self, key: Annotated[str, Field(max_length=50)]) -> str:
         """Press a key.
 
         Args:
             key: Its name, such as Tab, Return, space, BackSpace, ctrl+a.
         """
-        if key.lower() in _COMMANDS:
-            raise BadArguments(f"there is no key {key!r}")
-        return await self._xdotool("key", "--", key)
+        *modifiers, name = key.split("+")
+        held = {modifier.lower() for modifier in modifiers}
+        if name not in KEYS or not held <= set(MODIFIERS) or len(held) < len(modifiers) or held >= {"ctrl", "alt"}:
+            raise BadArguments(
+                f"there is no key {key!r}; known are {', '.join(sorted(KEYS))}, each after {'+, '.join(MODIFIERS)}+ or "
+                "none, and ctrl and alt not together"
+            )
+        return await self._xdotool("key", "--", "+".join((*sorted(held), name)))
 
     async def screenshot(self) -> bytes:
         """Return what the screen shows now, as PNG.
@@ -145,16 +154,17 @@ class DesktopEnvironment(ActingEnvironment):
         """Check that the screen and the window are there.
 
         Raises:
-            EnvironmentFailed: one is not, or does not answer.
+            EpisodeForfeited: one has ended.
+            EnvironmentFailed: one was killed from outside.
         """
         if self._failure is not None:
             raise self._failure
-        if (
-            self._display is None
-            or not self._display.running
-            or self._window is None
-            or self._window.returncode is not None
-        ):
+        assert self._display is not None, "the episode has begun"
+        assert self._window is not None, "the episode has begun"
+        codes = (self._display.exit_code, self._window.returncode)
+        if any(code in KILLED for code in codes):
+            raise EnvironmentFailed("the screen, or the program in it, was killed from outside")
+        if codes != (None, None):
             raise self._fail("the screen, or the program in it, has ended")
 
     async def close(self) -> None:
@@ -171,7 +181,7 @@ class DesktopEnvironment(ActingEnvironment):
 
         Raises:
             BadArguments: xdotool knows no such key.
-            EnvironmentFailed: it takes too long.
+            EpisodeForfeited: it takes too long, or fails.
         """
         self.check_alive()
         assert self._display is not None, "check_alive has looked"
@@ -187,6 +197,8 @@ class DesktopEnvironment(ActingEnvironment):
         if "No such key name" in errors.decode(errors="replace"):
             raise BadArguments(f"there is no key {arguments[-1]!r}")
         if process.returncode:
+            await asyncio.sleep(_NOTICE_SECONDS)  # until it is known how the screen has ended, where it has
+            self.check_alive()
             raise self._fail(f"xdotool failed: {errors.decode(errors='replace').strip()}")
         return DONE
 
@@ -194,7 +206,7 @@ class DesktopEnvironment(ActingEnvironment):
         """Return what the window says of itself.
 
         Raises:
-            EnvironmentFailed: it does not answer.
+            EpisodeForfeited: it does not answer.
         """
         self.check_alive()
         window = self._window
@@ -209,6 +221,6 @@ class DesktopEnvironment(ActingEnvironment):
             raise self._fail("the window does not answer") from error
         return found
 
-    def _fail(self, reason: str) -> EnvironmentFailed:
-        self._failure = EnvironmentFailed(reason)
+    def _fail(self, reason: str) -> PalestraError:
+        self._failure = EpisodeForfeited(reason)
         return self._failure

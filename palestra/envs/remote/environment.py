@@ -109,6 +109,11 @@ class RemoteEnvironment(ConcurrentEnvironment):
         return self.facts.moves
 
     @property
+    def forfeit_reward(self) -> float:  # type: ignore[override]
+        """Return what an agent earns at most in an episode that its action has broken."""
+        return self.facts.forfeit_reward
+
+    @property
     def time_limits(self) -> Mapping[str, None]:
         """Return the roles whose time the environment limits; its clock runs on the server, so none can be a seat."""
         return dict.fromkeys(self.facts.time_limited)

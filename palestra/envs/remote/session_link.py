@@ -16,6 +16,7 @@ from palestra.errors import (
     Conflict,
     ConnectionLost,
     EnvironmentFailed,
+    EpisodeForfeited,
     InvalidEnvironment,
     InvalidRequest,
     NotScored,
@@ -252,7 +253,7 @@ def _settle(answer: asyncio.Future[None], error: PalestraError | None) -> None:
 def error_of(message: Failed) -> PalestraError:
     """Return the error that a message of the server stands for, in the server's words."""
     kinds: dict[str, type[PalestraError]] = {
-        kind("").code: kind for kind in (Conflict, InvalidEnvironment, InvalidRequest, NotScored)
+        kind("").code: kind for kind in (Conflict, EpisodeForfeited, InvalidEnvironment, InvalidRequest, NotScored)
     }
     return kinds.get(message.code, EnvironmentFailed)(message.message)
 

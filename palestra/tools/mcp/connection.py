@@ -27,6 +27,7 @@ class McpConnection:
 
     Attributes:
         lost: why the session has ended; None: it has not.
+        lost_alone: whether one request, and no other, waited for its answer then.
         changes: how often the server has said that its list of tools has changed.
     """
 
@@ -37,6 +38,7 @@ class McpConnection:
             transport: carries the messages; it is closed with the session.
         """
         self.lost: str | None = None
+        self.lost_alone = False
         self.changes = 0
         self._transport = transport
         self._numbers = count(1)
@@ -156,9 +158,14 @@ class McpConnection:
         elif message["method"] == "notifications/tools/list_changed":
             self.changes += 1
 
+    @property
+    def ended_by_itself(self) -> bool:
+        """Return whether the server is a process that was started here, and has ended or broken the protocol."""
+        return self.lost is not None and self._transport.ended_by_itself
+
     def _lose(self, reason: str) -> None:
         if self.lost is None:
-            self.lost = reason
+            self.lost, self.lost_alone = reason, len(self._waiting) == 1
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(EnvironmentFailed(self.lost))

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, PalestraError
 from palestra.tools.mcp.connection import McpConnection, McpError
 from palestra.tools.mcp.http import HttpTransport
 from palestra.tools.mcp.results import McpToolError, content_of
@@ -36,9 +36,9 @@ class McpServer(ToolSource):
     Each environment has a session of its own, and over stdio a process of its own, so that no episode sees what another
     one did. With `shared` all have one session, which suits a server that keeps nothing between calls.
 
-    An error of a tool is text that the model reads. A server that is gone is a failure of the attempt at the episode,
-    which has no reward and is played again: the next attempt begins with a new session. A shared server is started
-    again by the call that finds it gone.
+    An error of a tool is text that the model reads. A call that ends a server which was started for it is a forfeit. A
+    server that is killed, or at a URL that can't be reached, is a failure of the attempt at the episode, which has no
+    reward and is played again with a new session. A shared server is started again by the call that finds it gone.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class McpServer(ToolSource):
             ProtocolMismatch: it speaks no version of MCP that this client does.
         """
         if not self.shared:
-            link = _Link(self._connect, self._start_seconds, restarts=0)
+            link = _Link(self._connect, self._start_seconds, restarts=None)
             try:
                 return await McpTools.opened(link, self._schemas, link.close, self._pictures)
             except BaseException:
@@ -158,9 +158,10 @@ class McpServer(ToolSource):
 class _Link:
     """A connection that may be made again a bounded number of times."""
 
-    def __init__(self, connect: Callable[[], Awaitable[McpConnection]], seconds: float, restarts: int) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[McpConnection]], seconds: float, restarts: int | None) -> None:
         self.seconds = seconds  # limit for reading the list of tools
-        self._connect, self._restarts = connect, restarts
+        self._own = restarts is None  # whether no other environment has this connection
+        self._connect, self._restarts = connect, restarts or 0
         self._connection: McpConnection | None = None
         self._making = asyncio.Lock()
         self._made_at: list[float] = []  # monotonic: of the connections of the last minute but the first
@@ -180,12 +181,21 @@ class _Link:
                 self._made_at = [made for made in self._made_at if now - made < RESTART_SECONDS]
                 if len(self._made_at) >= self._restarts:
                     often = f", {self._restarts + 1} times in a minute" if self._restarts else ""
-                    raise EnvironmentFailed(f"{old.lost}{often}")
+                    failed = EnvironmentFailed(f"{old.lost}{often}")
+                    raise failed if often else self.blamed(old, failed)
                 self._made_at.append(now)
                 log.warning("%s; starting it again", old.lost)
                 await old.close()
             self._connection = made = await self._connect()
             return made
+
+    def blamed(self, connection: McpConnection, error: EnvironmentFailed) -> PalestraError:
+        """Return `error`, or a forfeit where nothing but a call of this episode can have ended the server.
+
+        That is a process of its own that nobody has killed. What becomes of a server at a URL is not known.
+        """
+        only = self._own or connection.lost_alone
+        return EpisodeForfeited(str(error)) if only and connection.ended_by_itself else error
 
     async def close(self) -> None:
         """Close the connection, if there is one."""
@@ -301,6 +311,7 @@ class McpTool(Tool):
         Raises:
             BadArguments: the server says that the arguments are wrong.
             McpToolError: the tool has failed, for the model to read.
+            EpisodeForfeited: the call has ended the session.
             EnvironmentFailed: the server is gone, or became so before the result was there.
         """
         connection = await self._link.connection()
@@ -310,6 +321,8 @@ class McpTool(Tool):
             if _BAD_ARGUMENTS.search(str(error)):
                 raise BadArguments(str(error)) from error
             raise McpToolError(str(error)) from error
+        except EnvironmentFailed as error:
+            raise self._link.blamed(connection, error) from None
         return content_of(found, self._pictures)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +20,14 @@ from palestra.waiting import cancelled
 # What a server's process gets of the environment of this one, which may hold keys.
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 EXIT_SECONDS = 1.0  # for the server to end by itself when its input is closed
+_KILLED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM))
 KEPT_BYTES = 2_000  # of what the server wrote to standard error, for the message that it has ended
 
 
 class StdioTransport(Transport):
     """A server that is started here; its process group ends with this process, however that ends."""
+
+    ended_by_itself = True
 
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], folder: Path | None, max_message_bytes: int
@@ -133,6 +137,7 @@ class StdioTransport(Transport):
         await asyncio.wait((ending, *self._reading[1:]), timeout=EXIT_SECONDS, return_when=asyncio.ALL_COMPLETED)
         if ending.done():
             code = f" with code {ending.result()}"
+            self.ended_by_itself = ending.result() not in _KILLED
         await cancelled(ending)
         return f"{self.where} has ended{code}{self._last_words()}"
 

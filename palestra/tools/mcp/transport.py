@@ -15,9 +15,11 @@ class Transport(ABC):
 
     Attributes:
         where: the server, in words, for errors.
+        ended_by_itself: whether the server is a process that was started here, and that nobody has killed.
     """
 
     where: str
+    ended_by_itself: bool = False
 
     @abstractmethod
     async def start(self, receive: Callable[[Message], None], lost: Callable[[str], None]) -> None:

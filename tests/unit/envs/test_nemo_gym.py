@@ -181,7 +181,6 @@ async def test_earlier_turns_and_instructions_are_shown():
     [
         ("verifier", EnvironmentFailed, "/verify answers 500: no judge"),
         ("nan", EnvironmentFailed, "/verify answers with"),
-        ("large", EnvironmentFailed, "answers with more than 5,000 bytes"),
     ],
 )
 async def test_a_server_that_fails_fails_the_attempt(fault, kind, words):
@@ -189,6 +188,13 @@ async def test_a_server_that_fails_fails_the_attempt(fault, kind, words):
         environment = NemoGymEnvironment(url, max_message_bytes=5_000)
         with pytest.raises(kind, match=words):
             await played(environment, calls(("increment", {"count": 1})), says("5"))
+
+
+async def test_an_answer_that_is_too_long_is_an_error_that_the_agent_reads():
+    async with counter("large") as (_, url):
+        environment = NemoGymEnvironment(url, max_message_bytes=5_000)
+        seen = await played(environment, calls(("increment", {"count": 1})), says("5"))
+    assert "answers with more than 5,000 bytes" in seen[1].content[0].text
 
 
 @pytest.mark.parametrize(

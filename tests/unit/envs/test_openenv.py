@@ -10,7 +10,14 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.envs import OpenEnvEnvironment, SerialEnvironment, check_environment
-from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment, NotScored, TooManyRequests
+from palestra.errors import (
+    ConfigError,
+    EnvironmentFailed,
+    EpisodeForfeited,
+    InvalidEnvironment,
+    NotScored,
+    TooManyRequests,
+)
 from palestra.runtime.environments import environment_of
 from unit.envs.openenv_server import CALL, MOVE, openenv
 from unit.envs.playing import calls, play, says
@@ -73,9 +80,9 @@ async def test_servers_whose_actions_are_calls_of_tools_offer_these_tools():
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("drops", EnvironmentFailed, "the connection to .* was lost"),
-        ("hangs", EnvironmentFailed, r"did not answer within 0.3 s"),
-        ("raises", EnvironmentFailed, r"has failed: ZeroDivisionError \(EXECUTION_ERROR\)"),
+        ("drops", EpisodeForfeited, "the connection to .* was lost"),
+        ("hangs", EpisodeForfeited, r"did not answer within 0.3 s"),
+        ("raises", EpisodeForfeited, r"has failed: ZeroDivisionError \(EXECUTION_ERROR\)"),
         ("nonsense", EnvironmentFailed, "is no message of OpenEnv"),
         ("nan", InvalidEnvironment, "finite number"),
         ("unpaid", NotScored, "has paid no reward"),
@@ -96,7 +103,7 @@ async def test_a_connection_that_is_lost_between_two_episodes_costs_nothing():
         await environment.setup()
         await environment.reset({"seed": 1})
         await environment.step("no")
-        with pytest.raises(EnvironmentFailed):
+        with pytest.raises(EpisodeForfeited):
             await environment.step("no")
         fake.fault = ""
         await environment.reset({"seed": 2})

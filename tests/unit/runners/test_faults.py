@@ -16,7 +16,7 @@ import pytest
 from palestra.agents import Agent, ModelAgent
 from palestra.config import RolloutConfig
 from palestra.envs import ConcurrentEnvironment, Environment, ToolEnvironment
-from palestra.errors import EngineFailure
+from palestra.errors import EngineFailure, EnvironmentFailed
 from palestra.learner.groups import gather_groups
 from palestra.rollout import RolloutOrchestrator, RolloutSpec
 from palestra.runners import Runner, RunnerPool
@@ -51,6 +51,14 @@ class Raises(Good):
         if self.faulty and self.steps:
             raise ConnectionError("no network")
         return super().step(action)
+
+
+class AtFault(Raises):
+    def step(self, action):
+        try:
+            return super().step(action)
+        except ConnectionError as error:
+            raise EnvironmentFailed("the machine is gone") from error
 
 
 class FailsToReset(Good):
@@ -153,13 +161,12 @@ class Kit:
 
 
 DROPPED = {  # every attempt at a faulty task fails: its group is dropped and replaced
-    "raises": (Raises, None, "environment_failed"),
+    "is at fault itself": (AtFault, None, "environment_failed"),
     "fails to reset": (FailsToReset, None, "environment_failed"),
     "garbage": (Garbage, None, "environment_failed"),
-    "hangs": (Hangs, None, "timed_out"),
-    "hangs in a thread": (HangsInThread, None, "timed_out"),
     "agent raises": (Good, {"": Confused()}, "agent_failed"),
 }
+FORFEITED = {"raises": Raises, "hangs": Hangs, "hangs in a thread": HangsInThread}  # within an action
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +179,7 @@ def nothing_is_left_running():
 @pytest.mark.parametrize("name", DROPPED)
 async def test_a_group_whose_episodes_can_not_be_played_is_replaced(tmp_path, name):
     environment, agents, reason = DROPPED[name]
-    HangsInThread.over.clear()
-    kit = Kit(tmp_path, environment, agents, timeout_seconds=1.0 if reason == "timed_out" else 30)
+    kit = Kit(tmp_path, environment, agents)
     before = asyncio.all_tasks()
     found = await kit.gathered()
     await asyncio.sleep(0)
@@ -194,6 +200,25 @@ async def test_a_group_whose_episodes_can_not_be_played_is_replaced(tmp_path, na
     assert counted[reason] == sum(e.attempts for e in faulty.values()) == 2 * len(faulty)
     assert set(counted) == {"done", reason}
     assert kit.pool.progress.playing == 0
+    kit.store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORFEITED)
+async def test_an_episode_that_an_action_breaks_is_lost_and_not_played_again(tmp_path, name):
+    HangsInThread.over.clear()
+    kit = Kit(tmp_path, FORFEITED[name], timeout_seconds=1.0)
+    found = await kit.gathered()
+    episodes = await kit.episodes()
+    assert (found.dropped, len(found.episode_ids)) == (0, 9)
+    assert {(e.task.data["faulty"], e.reward, e.attempts) for n, e in episodes.items() if n in found.episode_ids} == {
+        (True, 0.0, 1),
+        (False, 2.0, 1),
+    }
+    faulty = [e for e in episodes.values() if e.task.data["faulty"] and e.reward is not None]
+    assert {e.facts["termination"] for e in faulty} == {"forfeit"}
+    assert all(sum(e.step_rewards) == 0.0 for e in faulty)
+    assert set(kit.pool.progress.terminations) == {"done", "forfeit"}
     kit.store.close()
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from palestra.envs import Environment
-from palestra.errors import RolloutFailed
+from palestra.errors import EnvironmentFailed, RolloutFailed
 from palestra.rollout import RolloutSpec, RolloutSyncLock
 from palestra.runners import Runner, RunnerPool
 from palestra.session import Sessions
@@ -102,7 +102,7 @@ async def test_one_that_fails_now_and_then_is_played_again(bench):
         def step(self, action):
             type(self).tries += 1
             if self.tries % 2:
-                raise ConnectionError("no network")
+                raise EnvironmentFailed("no network")
             return super().step(action)
 
     made = pool(bench, Flaky, max_concurrency=1)
@@ -171,7 +171,7 @@ async def test_workers_of_seats_do_not_end_a_job_by_their_actions(bench, held):
     if held:
 
         async def many_failed():
-            return runners.progress.terminations["environment_failed"] > 40
+            return runners.progress.terminations["forfeit"] > 40
 
         task = asyncio.ensure_future(runners.run())
         await until(many_failed)

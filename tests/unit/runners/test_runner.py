@@ -8,7 +8,7 @@ import pytest
 
 from palestra.agents import ModelAgent
 from palestra.envs import ConcurrentEnvironment, Environment
-from palestra.errors import EngineFailure, EpisodeLeaseExpired, RolloutFailed
+from palestra.errors import EngineFailure, EnvironmentFailed, EpisodeForfeited, EpisodeLeaseExpired, RolloutFailed
 from palestra.rollout import RolloutSpec, Termination
 from palestra.runners import Runner
 from palestra.session import Sessions
@@ -81,9 +81,9 @@ async def test_the_masks_are_those_of_calls_over_a_session(bench):
 async def test_an_environment_that_fails_is_no_reward_of_zero(bench):
     class Broken(Countdown):
         def step(self, action):
-            raise ConnectionError("no network")
+            raise EnvironmentFailed("no network")
 
-    with pytest.raises(RolloutFailed, match="ConnectionError: no network") as failed:
+    with pytest.raises(RolloutFailed, match="EnvironmentFailed: no network") as failed:
         await runner(bench, Broken).play_episode()
     assert failed.value.termination == "environment_failed"
     episode = await bench.store.episodes.get("train-000000-00")
@@ -155,21 +155,61 @@ async def test_an_episode_that_takes_too_long_is_ended_and_given_back(bench):
             finally:
                 Slow.ended = True
 
-    with pytest.raises(RolloutFailed, match=r"not over after 0\.05 s") as failed:
-        await asyncio.wait_for(runner(bench, Slow, timeout_seconds=0.05).play_episode(), 60)
-    assert failed.value.termination == Termination.TIMED_OUT
+    played = await asyncio.wait_for(runner(bench, Slow, timeout_seconds=0.05).play_episode(), 60)
+    assert (played.episode.reward, played.episode.facts["termination"]) == (0.0, "forfeit")
     assert Slow.ended
+
+
+async def test_an_agent_that_takes_too_long_gives_the_episode_back(bench):
+    await bench.engine.pause()
+    with pytest.raises(RolloutFailed, match=r"not over after 0\.05 s") as failed:
+        await asyncio.wait_for(runner(bench, timeout_seconds=0.05).play_episode(), 60)
+    assert failed.value.termination == Termination.TIMED_OUT
     assert await given_back(bench, "timed_out: ")
 
 
-async def test_a_time_out_of_the_environment_itself_is_its_failure(bench):
+async def test_an_environment_that_fails_before_any_action_is_at_fault(bench):
     class Late(Countdown):
-        def step(self, action):
-            raise TimeoutError("the browser did not answer")
+        def reset(self, task):
+            raise EpisodeForfeited("the browser did not answer")
 
     with pytest.raises(RolloutFailed, match="browser") as failed:
         await runner(bench, Late, timeout_seconds=60).play_episode()
     assert failed.value.termination == Termination.ENVIRONMENT_FAILED
+
+
+@pytest.mark.parametrize(("least", "earned", "reward"), [(0.0, 2.0, 0.0), (0.0, -2.0, -2.0), (-1.0, 2.0, -1.0)])
+async def test_what_an_action_breaks_is_the_agents_loss(bench, least, earned, reward):
+    """It keeps no reward that playing on might have taken away, and is spared none that it had to fear."""
+
+    class Breaks(Countdown):
+        forfeit_reward = least
+        steps = 0
+
+        def step(self, action):
+            self.steps += 1
+            if self.steps == 2:
+                raise KeyError("the world broke")
+            return "go on", earned, False, False, {}
+
+    episode = (await runner(bench, Breaks).play_episode()).episode
+    assert (episode.reward, episode.attempts, sum(episode.step_rewards)) == (reward, 1, reward)
+    assert episode.facts["termination"] == "forfeit"
+    assert "KeyError: 'the world broke'" in episode.facts["info"]["1"]
+
+
+async def test_a_forfeit_leaves_no_named_reward_that_counts(bench):
+    class Breaks(Countdown):
+        steps = 0
+
+        def step(self, action):
+            self.steps += 1
+            if self.steps == 2:
+                raise KeyError("the world broke")
+            return "go on", {"right": 1.0, "slow": -0.5}, False, False, {}
+
+    episode = (await runner(bench, Breaks).play_episode()).episode
+    assert (episode.reward, episode.named_rewards) == (-0.5, {"right": 0.0, "slow": -0.5})
 
 
 async def test_a_runner_that_is_cancelled_gives_its_episode_back(bench):
@@ -248,8 +288,8 @@ async def test_one_that_failed_is_not_used_again(bench):
             return super().step(action)
 
     async with runner(bench, Sometimes) as kept:
-        with pytest.raises(RolloutFailed):
-            await kept.play_episode()
+        assert (await kept.play_episode()).episode.facts["termination"] == "forfeit"
+        await bench.store.groups.register("train", 1, 1, TASK, 1)
         await kept.play_episode()
     assert len(made) == 2
 

@@ -14,7 +14,7 @@ import pytest
 
 from palestra.agents import ToolAgent
 from palestra.envs import SubagentEnvironment, ToolEnvironment, check_environment
-from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment, ProtocolMismatch
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, InvalidEnvironment, ProtocolMismatch
 from palestra.pictures.decoding import decode
 from palestra.tools import McpServer, ToolFailure, ToolManager
 from palestra.types.messages import TextPart
@@ -176,9 +176,9 @@ def test_wrong_settings_are_refused_at_once(where, settings, words):
 async def test_a_server_that_dies_fails_the_attempt_and_is_no_text_for_the_model():
     manager = ToolManager([server()])
     await manager.open()
-    with pytest.raises(EnvironmentFailed, match="has ended with code 3: out of memory"):
+    with pytest.raises(EpisodeForfeited, match="has ended with code 3: out of memory"):
         await manager.execute_calls([call("die"), call("hang")])
-    with pytest.raises(EnvironmentFailed, match="has ended with code 3"):
+    with pytest.raises(EpisodeForfeited, match="has ended with code 3"):
         await manager.execute_calls([call("add", '{"a": 1}')])
     await manager.close()
 
@@ -190,10 +190,10 @@ async def test_a_shared_server_that_dies_is_started_anew_but_not_for_ever():
     await second.open()
     assert len([pid for pid in running(SERVER) if "keeper" not in Path(f"/proc/{pid}/cmdline").read_text()]) == 1
     for _ in range(2):
-        with pytest.raises(EnvironmentFailed):
+        with pytest.raises(EpisodeForfeited):
             await first.execute_calls([call("die")])
         assert await answers(second, "add", a=1) == "1"
-    with pytest.raises(EnvironmentFailed):
+    with pytest.raises(EpisodeForfeited):
         await first.execute_calls([call("die")])
     with pytest.raises(EnvironmentFailed, match="3 times in a minute"):
         await second.execute_calls([call("add", '{"a": 1}')])
@@ -206,7 +206,7 @@ async def test_a_message_that_is_too_long_ends_the_session():
     manager = ToolManager([server(max_message_bytes=10_000)])
     await manager.open()
     assert len(await answers(manager, "large", size=9_000)) == 9_000
-    with pytest.raises(EnvironmentFailed, match="a message of more than 10,000 bytes"):
+    with pytest.raises(EpisodeForfeited, match="a message of more than 10,000 bytes"):
         await manager.execute_calls([call("large", '{"size": 20000}')])
     await manager.close()
 

@@ -15,7 +15,7 @@ from machine import require
 
 from palestra.envs.browser.chromium import checked_hosts, shared_browser
 from palestra.envs.browser.page import BrowserPage
-from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from unit.envs.browser.pages import Visit, site
 
@@ -247,7 +247,7 @@ async def test_no_page_reaches_what_is_not_allowed(visit):
             await environment.opened().goto(f"http://{pages.host}/away")
             await asyncio.sleep(0.3)
             assert other.asked == []
-            with pytest.raises(EnvironmentFailed, match="ERR_"):
+            with pytest.raises(EpisodeForfeited, match="ERR_"):
                 await environment.reset({"url": f"http://{other.host}/"})
             allowed = visit([pages.host, other.host])
             await allowed.setup()
@@ -274,7 +274,7 @@ async def test_what_dies_fails_its_episodes_and_is_replaced(visit, blow):
             (main,) = [one for one in processes if mark in command(one) and "--type" not in command(one)]
             os.kill(main.pid, signal.SIGKILL)
         for one in (environment, beside):
-            with pytest.raises(EnvironmentFailed):
+            with pytest.raises(EpisodeForfeited if blow == "page" else EnvironmentFailed):
                 await act_until_it_fails(one)
         await asyncio.gather(*(one.reset({"url": f"http://{pages.host}/"}) for one in (environment, beside)))
         assert "sent" in (await act(environment, ("click", {"ref": 6})))[1]
@@ -319,7 +319,7 @@ async def test_a_page_that_hangs_fails_its_episode_and_no_other(visit):
         await beside.setup()
         await environment.reset({"url": f"http://{pages.host}/hang"})
         await beside.reset({"url": f"http://{pages.host}/"})
-        with pytest.raises(EnvironmentFailed, match="within 2 s"):
+        with pytest.raises(EpisodeForfeited, match="within 2 s"):
             await act(environment, ("click", {"ref": 1}))
         assert "sent" in (await act(beside, ("click", {"ref": 6})))[1]
         await environment.reset({"url": f"http://{pages.host}/"})
