@@ -46,7 +46,8 @@
     ├── ModelError                   500  weights are missing or can't be used
     ├── CheckpointError              500  no checkpoint can be read
     └── StoreError                   500  a store is damaged, of another version, or in use
-        └── StoreUnreachable         503  the database does not answer at the moment
+        ├── StoreUnreachable         503  the database does not answer at the moment
+        └── Superseded               503  another control plane has taken over the control store
 
 `http_status` is what the API answers with; `retryable` says whether the same request may succeed later.
 """
@@ -73,11 +74,13 @@ class PalestraError(Exception):
     Attributes:
         http_status: status of an API answer that reports the error.
         retryable: whether the same request may succeed later, so that clients send it again.
+        exit_code: of a command that this error ends.
         code: stable name of the error in API answers, for programs.
     """
 
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    exit_code: ClassVar[int] = 2
 
     @property
     def code(self) -> str:
@@ -469,6 +472,14 @@ class StoreUnreachable(StoreError):
 
     http_status = 503
     retryable = True
+
+
+class Superseded(StoreError):
+    """Another control plane has taken over the control store, so this one ends. Its jobs go on under the other one."""
+
+    http_status = 503
+    retryable = True
+    exit_code = 3
 
 
 def place_of(error: BaseException) -> str:

@@ -152,7 +152,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return int(parsed.run(parsed) or 0)
     except PalestraError as error:
         say(f"palestra: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except ModuleNotFoundError as error:
         if (said := missing_extra(error)) is None:
             raise

@@ -61,8 +61,9 @@ class Database:
         try:
             with self._explained(), backend.engine.begin() as connection:
                 schema.create(connection)
+                fence = backend.fence(connection)
             self._problem = backend.watch()
-            self._writer = Writer(backend.engine, backend.explain, self._problem)
+            self._writer = Writer(backend.engine, backend.explain, self._problem, fence)
         except BaseException:
             backend.close()
             raise
@@ -96,8 +97,8 @@ class Database:
         """Run an operation on the writing thread, and return its result when it is on disk.
 
         A caller that is cancelled does not take the operation back. Where a database does not say whether it has
-        committed (StoreUnreachable, which SQLite never raises), the operation is run again: it has to find out
-        whether it was done.
+        committed (StoreUnreachable), the operation is run again: it has to find out whether it was done. An operation
+        that raises StoreUnreachable in the end was not done, except for one whose commit was not answered.
 
         Args:
             operation: see `submit`.
@@ -108,7 +109,18 @@ class Database:
             StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
             PalestraError: what the operation raises.
         """
-        return await _persist(lambda: self.submit(operation, tag))
+        given_up = False
+
+        def unless_given_up(connection: sa.Connection) -> T:
+            if given_up:
+                raise StoreUnreachable("the operation has waited for too long")
+            return operation(connection)
+
+        try:
+            return await self._persist(lambda: self.submit(unless_given_up, tag))
+        except StoreUnreachable:
+            given_up = True
+            raise
 
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
         """Run a query on a connection of its own; it sees every change that was awaited before.
@@ -118,7 +130,7 @@ class Database:
             StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
             PalestraError: what the query raises.
         """
-        return await _persist(lambda: self._on_reader(lambda: self.query(operation)))
+        return await self._persist(lambda: self._on_reader(lambda: self.query(operation)))
 
     def query(self, operation: Callable[[sa.Connection], T]) -> T:
         """Run a query in the calling thread. For start-up code that runs before there is an event loop.
@@ -164,16 +176,30 @@ class Database:
                 raise
             raise explained from explained.__cause__  # not from `error`, which shows statements and their values
 
+    async def _persist(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an attempt while the database does not answer, with growing pauses, for `LONGEST_REPLY_SECONDS`."""
+        loop = asyncio.get_running_loop()
+        until, pause = loop.time() + LONGEST_REPLY_SECONDS, 0.05
+        while True:
+            try:
+                return await (_within(until, attempt()) if self._backend.bounded else attempt())
+            except StoreUnreachable:
+                if loop.time() + pause > until:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)
 
-async def _persist(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Repeat an attempt while the database does not answer, with growing pauses, for `LONGEST_REPLY_SECONDS` in all."""
-    loop = asyncio.get_running_loop()
-    until, pause = loop.time() + LONGEST_REPLY_SECONDS, 0.05
-    while True:
-        try:
-            return await attempt()
-        except StoreUnreachable:
-            if loop.time() + pause > until:
-                raise
-        await asyncio.sleep(pause)
-        pause = min(pause * 2, 1.0)
+
+async def _within(until: float, answer: Awaitable[T]) -> T:
+    """Return an answer that comes before a time of the event loop. One that does not come is not waited for.
+
+    Raises:
+        StoreUnreachable: the time is over.
+    """
+    waiting = asyncio.ensure_future(answer)
+    try:
+        if not (await asyncio.wait({waiting}, timeout=until - asyncio.get_running_loop().time()))[0]:
+            raise StoreUnreachable(f"the database did not answer for {LONGEST_REPLY_SECONDS:g} s")
+        return waiting.result()
+    finally:
+        waiting.cancel()

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from palestra.database.backend import Explain, Problem, no_problem
-from palestra.errors import PalestraError, StoreError
+from palestra.database.backend import Explain, Fence, Problem, no_fence, no_problem
+from palestra.errors import PalestraError, StoreError, Superseded
 from palestra.faults import fault_point
 
 T = TypeVar("T")
@@ -47,7 +47,9 @@ class Writer:
     and its operations are then committed one by one, so that a failing operation does not make others fail.
     """
 
-    def __init__(self, engine: sa.Engine, explain: Explain, problem: Problem = no_problem) -> None:
+    def __init__(
+        self, engine: sa.Engine, explain: Explain, problem: Problem = no_problem, fence: Fence = no_fence
+    ) -> None:
         """Start the writing thread.
 
         Args:
@@ -55,8 +57,10 @@ class Writer:
             explain: turns an error of the database into the one that callers get; see `Backend`.
             problem: called after each commit. If it returns an error, the commit is not acknowledged, and every later
                 operation fails with this error.
+            fence: called first in each transaction. If it raises Superseded, every later operation fails with this
+                error.
         """
-        self._engine, self._explain, self._problem = engine, explain, problem
+        self._engine, self._explain, self._problem, self._fence = engine, explain, problem, fence
         self._over: StoreError | None = None
         self._queue: queue.SimpleQueue[list[_Operation] | None] = queue.SimpleQueue()
         self._gathering: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
@@ -67,7 +71,7 @@ class Writer:
 
     @property
     def over(self) -> StoreError | None:
-        """Return the error with which all operations fail from now on, because `problem` returned it once.
+        """Return the error with which all operations fail from now on: `problem` returned it, or `fence` raised it.
 
         None: all is well.
         """
@@ -140,6 +144,9 @@ class Writer:
             return
         try:
             self._transaction(connection, group)
+        except Superseded as error:
+            self._over = error
+            self._refuse(group, error)
         except Exception as error:  # noqa: BLE001 - handed to the callers
             if len(group) == 1:
                 group[0].error = self._explain(error)
@@ -165,6 +172,7 @@ class Writer:
     def _transaction(self, connection: sa.Connection, group: list[_Operation]) -> None:
         """Run the operations of a group in one transaction; a PalestraError fails its own operation only."""
         with connection.begin():
+            self._fence(connection)
             for operation in group:
                 try:
                     operation.result = operation.run(connection)

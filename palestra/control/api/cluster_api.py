@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Response
 from starlette.requests import Request
 
 from palestra.control.accounts.identity import Identity
@@ -23,9 +23,12 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
     scheduler = plane.scheduler
 
     @app.get("/healthz", tags=["cluster"])
-    async def healthz() -> dict[str, str]:
-        """Answer, without a key, when the server accepts requests."""
-        return {"status": "ok"}
+    async def healthz(response: Response) -> dict[str, str]:
+        """Return, without a key, whether the server can do its work; 503 with the problem if it can't."""
+        if (problem := scheduler.problem) is None:
+            return {"status": "ok"}
+        response.status_code = 503
+        return {"status": "failing", "problem": problem}
 
     @app.get("/cluster", tags=["cluster"])
     async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:

@@ -25,7 +25,7 @@ from palestra.control.placement.tenants import Quota
 from palestra.control.store import bases as stored
 from palestra.control.store.control_store import ControlStore
 from palestra.database import Notifier
-from palestra.errors import NodeLost, PalestraError, StoreUnreachable
+from palestra.errors import NodeLost, PalestraError, StoreUnreachable, Superseded
 from palestra.types.bases import BaseKind, BaseLoad, BaseRecord
 from palestra.types.jobs import JobRecord
 from palestra.types.states import BaseState, check_transition
@@ -35,6 +35,7 @@ END_SECONDS = 30.0  # a base server without jobs has nothing to save
 STEADY_SECONDS = 600.0  # a death after so long is no sign that the next one is near
 MOST_DEATHS = 3  # in a row, then it is not started again
 MOST_FAILED = 1000  # jobs of which it is kept why their base server went; a job beyond that is placed once more
+CLOSE_SECONDS = 30.0  # how long a scheduler that is stopped may take to clear up starts that it breaks off
 AGAIN_SECONDS = 5.0  # until a store that does not answer is asked again, and before a third start in a row
 
 
@@ -158,6 +159,7 @@ class BaseServers:
             quotas: by tenant, with their weights.
         """
         for base in list(self._bases.values()):
+            await self._store.confirmed()
             await asyncio.to_thread(base.admitted.write, quotas)
 
     # Base servers
@@ -215,7 +217,8 @@ class BaseServers:
         tasks = [*self._lives.values(), *self._ends.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:  # one that waits for a database that does not answer is left to the next scheduler
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
     def _run(self, base: _Base, life: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine that takes a base server to its end."""
@@ -226,7 +229,8 @@ class BaseServers:
     def _lived(self, base_id: str, done: asyncio.Task[None]) -> None:
         """Log why a coroutine has failed, and forget its base server, which `adopt` then finds again."""
         if not done.cancelled() and (error := done.exception()) is not None:
-            log.error("base server %s: %s: %s", base_id, type(error).__name__, error, exc_info=error)
+            if not isinstance(error, Superseded):
+                log.error("base server %s: %s: %s", base_id, type(error).__name__, error, exc_info=error)
             self._bases.pop(base_id, None)
             self._lives.pop(base_id, None)
 
@@ -284,7 +288,7 @@ class BaseServers:
         try:
             if found is None:
                 found = await self._launcher.start(await self._order(base))
-        except NodeLost:
+        except (NodeLost, Superseded):
             raise
         except PalestraError as error:
             return Ended(ending=ending_of(error), reason=str(error)), 0.0
@@ -329,6 +333,8 @@ class BaseServers:
         while True:
             try:
                 await self._launcher.stop(base.record.base_id, END_SECONDS)
+                return
+            except Superseded:
                 return
             except PalestraError as error:
                 log.error("base server %s could not be stopped, tried again: %s", base.record.base_id, error)

@@ -21,6 +21,7 @@ from palestra.control.jobs.launcher import (
     RUN,
     Ended,
     Ending,
+    FencedLauncher,
     Launcher,
     Listening,
     ending_of,
@@ -47,7 +48,10 @@ from palestra.errors import (
     NodeLost,
     NotFound,
     PalestraError,
+    ServerFailed,
+    StoreError,
     StoreUnreachable,
+    Superseded,
 )
 from palestra.types.gpus import GpuReading
 from palestra.types.jobs import LIVE_STATES, JobRecord, ProcessResources, Resources
@@ -56,6 +60,8 @@ from palestra.waiting import race
 
 log = logging.getLogger("palestra.control")
 LOOK_SECONDS = 5.0  # machines come and go without a notification, and failures are tried again after this time
+ROUND_SECONDS = 30.0  # a round that takes longer is reported as a problem
+CLOSE_SECONDS = 30.0  # how long a scheduler that is stopped may take to clear up starts that it breaks off
 NOTE_SECONDS = 5.0  # how long a scheduler that is stopped may take to record endings
 
 
@@ -94,7 +100,8 @@ class JobScheduler:
             stop_seconds: how long a cancelled job may take to save.
             absent_seconds: how long the client of an attached job may be gone.
         """
-        self._store, self._launcher, self._folder = store, launcher, folder
+        self._store, self._folder = store, folder
+        launcher = self._launcher = FencedLauncher(launcher, store.confirmed)
         self.policy, self._rules = policy, rules or Rules()
         self._stop_seconds = stop_seconds
         self._deadlines = Deadlines(store.clock, absent_seconds)
@@ -111,27 +118,35 @@ class JobScheduler:
         self.bases = BaseServers(store, launcher, folder, self._rules, self._changed, self._end)
         self._kinds, self._servers = KnownKinds(), ServersInUse()
         self._closing = False
+        self._failure: Exception | None = None
+        self._round_since: float | None = None  # monotonic seconds
         self.ready = asyncio.Event()
 
     async def run(self) -> None:
         """Schedule until cancelled. The jobs continue then.
 
+        Any other failure of a round is logged, and the next round tries again.
+
         Raises:
-            PalestraError: the control store can't be used any more. If the store or the cluster only does not answer,
-                that is logged and tried again.
+            Superseded: another scheduler has taken over the control store.
         """
         try:
             while True:
                 seen, submitted = self._changed.count, self._store.changed.count
                 seconds = LOOK_SECONDS
+                self._round_since = self._store.clock.monotonic()
                 try:
                     again_at = await self._round()
-                except PalestraError as error:
-                    if not error.retryable:
-                        raise
-                    log.error("nothing could be started now, tried again in %g s: %s", LOOK_SECONDS, error)
+                except Superseded:
+                    raise
+                except Exception as error:
+                    self._failure = error
+                    trace = None if isinstance(error, PalestraError) else error
+                    log.error("a round failed, tried again in %g s: %s", LOOK_SECONDS, error, exc_info=trace)
+                    self._round_since = None
                     await asyncio.sleep(LOOK_SECONDS)
                 else:
+                    self._failure = self._round_since = None
                     self.ready.set()
                     if again_at is not None:
                         seconds = min(max(again_at - self._store.clock.now(), 0.01), LOOK_SECONDS)
@@ -141,22 +156,43 @@ class JobScheduler:
             tasks = [*self._lives.values(), *self._stops.values()]
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if tasks:  # one that waits for a database that does not answer is left to the next scheduler
+                await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
             await self.bases.close()
             if self._notes:
                 await asyncio.wait(self._notes, timeout=NOTE_SECONDS)
 
     async def _round(self) -> float | None:
         """Look at everything once, and return when to look again even if nothing changes."""
+        await self._store.confirm()
         self.nodes = self.bases.nodes = await self._launcher.nodes()
         await self._adopt()
         if not self.ready.is_set():
             await self._clear_forgotten()
         again_at = await self._place()
         for job_id, reason in self._deadlines.passed().items():
-            await self.cancel(None, job_id, reason)
-            self._deadlines.remove(job_id)
+            try:
+                await self.cancel(None, job_id, reason)
+                self._deadlines.remove(job_id)
+            except (StoreUnreachable, Superseded):
+                raise
+            except PalestraError as error:
+                log.error("job %s could not be cancelled, tried again: %s", job_id, error)
         return again_at
+
+    @property
+    def problem(self) -> str | None:
+        """Return what this control plane can't do at the moment, without details; None: it can do everything."""
+        since = self._round_since
+        if isinstance(self._failure, StoreError):
+            return "the control store can't be used, so no job can be submitted, changed or started"
+        if isinstance(self._failure, ServerFailed):
+            return "the Ray cluster does not answer, so no job can be started"
+        if self._failure is not None:
+            return "the scheduler fails, so no job can be started"
+        if since is not None and self._store.clock.monotonic() - since > ROUND_SECONDS:
+            return f"the scheduler has not answered for {ROUND_SECONDS:g} s, so no job can be started"
+        return None
 
     async def gpu_use(self) -> Mapping[str, GpuReading]:
         """Return what the graphics cards of the machines do, by the machine's id."""
@@ -287,10 +323,13 @@ class JobScheduler:
         self._servers.release(job_id)
         self.bases.release(job_id)
         self._cancelled.discard(job_id)
-        if not done.cancelled() and (error := done.exception()) is not None:
-            log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=error)
-        else:
+        if done.cancelled() or (error := done.exception()) is None:
             self._changed.notify()
+        elif isinstance(error, Superseded):
+            self._store.changed.notify()
+        else:
+            trace = None if isinstance(error, PalestraError) else error
+            log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=trace)
 
     async def _refuse(self, job: JobRecord, reason: str) -> None:
         """Fail a queued job whose base server can't be started."""
@@ -334,6 +373,8 @@ class JobScheduler:
             if self._closing:
                 raise
             return Ended(ending=Ending.STOPPED)
+        except Superseded:
+            raise
         except ConfigError as error:  # starting the job again would not help
             return Ended(ending=Ending.FAILED, reason=str(error))
         except NodeLost as error:  # no fault of the job
@@ -348,6 +389,7 @@ class JobScheduler:
 
     async def _launch(self, job: JobRecord, node_ids: Sequence[str]) -> Listening:
         """Prepare a job's folder, and have the launcher start its server."""
+        await self._store.confirmed()
         at = None if job.base_id is None else await self.bases.admit(job.job_id, job.base_id, self.policy.quotas)
         nodes = {node.node_id: node for node in self.nodes}
         return await self._launcher.start(
@@ -401,6 +443,9 @@ class JobScheduler:
         while True:
             try:
                 job = await self._store.job(None, job_id)
+                if job.state not in LIVE_STATES:  # an attempt was done although the store did not say so
+                    following = job.state
+                    break
                 following, reason, left = following_state(job, ended, self._store.clock.now())
                 await self._store.change_state(job_id, job.state, following, reason, restarts_left=left, log_tail=tail)
                 break
@@ -429,7 +474,7 @@ class JobScheduler:
     def _stopped(self, job_id: str, done: asyncio.Task[None]) -> None:
         """Forget a stop that is done, and log why it failed if it did."""
         del self._stops[job_id]
-        if not done.cancelled() and (error := done.exception()) is not None:
+        if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, Superseded):
             log.error("job %s could not be stopped: %s: %s", job_id, type(error).__name__, error, exc_info=error)
 
     async def _adopt(self) -> None:

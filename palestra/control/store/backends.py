@@ -2,8 +2,11 @@
 
 SQLite: a lock on a file beside the database, which the operating system frees when the process dies. PostgreSQL: an
 advisory lock of the session that writes. When that session ends for any reason, the lock and the transaction end with
-it, and a new session has to get the lock before it can write. So two schedulers can't write alternately, however clocks
-and networks behave. A proxy that shares sessions between transactions (PgBouncer's transaction mode) would break this.
+it, and a new session has to get the lock before it can write.
+
+A process that got the lock increments the epoch, a row of the store, and each of its transactions begins with a check
+that the epoch is still its own. So a process that has lost the lock, and was followed by another one, never writes
+again, however clocks and networks behave.
 """
 
 from __future__ import annotations
@@ -18,14 +21,18 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from palestra.control.store.database_errors import drop_connections, in_words
+from palestra.control.store.tables import EPOCH_KEY, meta
 from palestra.database import Backend
+from palestra.database.backend import Fence
 from palestra.database.sqlite import open_engine
-from palestra.errors import ConfigError, PalestraError, StoreError, StoreUnreachable
+from palestra.errors import ConfigError, StoreError, StoreUnreachable, Superseded
 
 LOCK_SECONDS = 3.0  # how long a scheduler that was just killed may take to lose its lock
 LOCK_NUMBER = 0x70616C6573747261  # of the advisory lock: "palestra" in ASCII
 APPLICATION = "palestra scheduler"
 POSTGRES_READERS = 4
+_TAKEN_OVER = "another scheduler has taken over the control store and its jobs, so this one ends"
 # A connection whose other end is gone is noticed after about 30 s, by client and by server.
 POSTGRES_OPTIONS = {
     "connect_timeout": 10,
@@ -34,7 +41,8 @@ POSTGRES_OPTIONS = {
     "keepalives_count": 4,
     "tcp_user_timeout": 30_000,
     "options": "-c synchronous_commit=on -c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 "
-    "-c tcp_keepalives_count=4 -c tcp_user_timeout=30000",
+    "-c tcp_keepalives_count=4 -c tcp_user_timeout=30000 "
+    "-c lock_timeout=5s -c statement_timeout=10s -c idle_in_transaction_session_timeout=60s",
 }
 
 
@@ -63,20 +71,6 @@ def open_backend(url: str) -> Backend:
     raise ConfigError("the database has to be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE")
 
 
-def in_words(error: Exception) -> Exception:
-    """Return the error that callers get for a database's error: its message without the statement and its values.
-
-    Defects of Palestra, such as a violated constraint, are returned unchanged.
-    """
-    if not isinstance(error, sa.exc.DBAPIError) or isinstance(error, sa.exc.IntegrityError | sa.exc.ProgrammingError):
-        return error
-    said = " ".join(str(error.orig).split())
-    postgres = type(error.orig).__module__.startswith("psycopg")
-    if error.connection_invalidated or (postgres and isinstance(error, sa.exc.OperationalError)):
-        return StoreUnreachable(f"the control store's database does not answer: {said}")
-    return StoreError(f"the control store could not be used: {said}")
-
-
 def _open_sqlite(path: Path) -> Backend:
     """Open a SQLite file that only its owner can read, and lock it."""
     try:
@@ -90,7 +84,30 @@ def _open_sqlite(path: Path) -> Backend:
     except BaseException:
         release()
         raise
-    return Backend(engine=engine, read_engine=reader, readers=1, explain=in_words, release=release)
+    return Backend(
+        engine=engine,
+        read_engine=reader,
+        readers=1,
+        explain=in_words,
+        fence=_begin_epoch,
+        bounded=True,
+        release=release,
+    )
+
+
+def _begin_epoch(connection: sa.Connection) -> Fence:
+    """Begin an epoch, and return a check that no other process has begun another one."""
+    wanted = sa.select(meta.c.value).where(meta.c.key == EPOCH_KEY)
+    epoch = str(int(connection.execute(wanted).scalar() or 0) + 1)
+    connection.execute(meta.delete().where(meta.c.key == EPOCH_KEY))
+    connection.execute(meta.insert(), {"key": EPOCH_KEY, "value": epoch})
+    locked = wanted.with_for_update(read=True)  # who begins the next epoch waits for this transaction
+
+    def check(connection: sa.Connection) -> None:
+        if connection.execute(locked).scalar() != epoch:
+            raise Superseded(_TAKEN_OVER)
+
+    return check
 
 
 def _lock_file(path: Path) -> Callable[[], None]:
@@ -109,7 +126,7 @@ def _lock_file(path: Path) -> Callable[[], None]:
             if time.monotonic() > deadline:
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                 os.close(descriptor)
-                raise _in_use(holder) from None
+                raise StoreError(_in_use(holder)) from None
             time.sleep(0.05)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, _this_process().encode(), 0)
@@ -134,38 +151,56 @@ def _open_postgres(url: sa.URL) -> Backend:
     except ModuleNotFoundError as error:
         raise ConfigError("PostgreSQL needs psycopg: install palestra[postgres]") from error
 
+    own: set[int] = set()
+
     @sa.event.listens_for(engine, "connect")
     def _lock(connection: Any, _record: Any) -> None:
-        _lock_session(connection)
+        _lock_session(connection, own)
 
-    return Backend(engine=engine, read_engine=reader, readers=POSTGRES_READERS, explain=in_words)
+    drop_connections(engine)
+    drop_connections(reader)
+    return Backend(
+        engine=engine,
+        read_engine=reader,
+        readers=POSTGRES_READERS,
+        explain=in_words,
+        fence=_begin_epoch,
+        bounded=True,
+    )
 
 
-def _lock_session(connection: Any) -> None:
+def _lock_session(connection: Any, own: set[int]) -> None:
     """Take the lock for a new session. If another session holds it, the new one is closed.
 
+    Args:
+        connection: psycopg's.
+        own: process ids, in PostgreSQL, of the sessions of this backend that had the lock; the new one is added.
+
     Raises:
-        StoreUnreachable: the lock is still held by a session of this process that was cut off.
-        StoreError: another scheduler holds the lock.
+        StoreUnreachable: the lock is still held by a session of this backend that was cut off.
+        Superseded: another scheduler holds the lock, and this one had it.
+        StoreError: another scheduler holds the lock, and this one never had it.
     """
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         taken = connection.execute("SELECT pg_try_advisory_lock(%s)", (LOCK_NUMBER,)).fetchone()[0]
         connection.commit()  # the lock is the session's, not the transaction's
         if taken:
+            own.add(connection.info.backend_pid)
             return
         if time.monotonic() > deadline:
             found = connection.execute(
-                "SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
+                "SELECT a.pid, a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
                 "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = %s AND l.objid = %s AND l.database = "
                 "(SELECT oid FROM pg_database WHERE datname = current_database())",
                 (LOCK_NUMBER >> 32, LOCK_NUMBER & 0xFFFFFFFF),
             ).fetchone()
             connection.close()
-            holder = found[0].removeprefix(f"{APPLICATION}, ") if found else ""
-            if holder == _this_process():
+            pid, name = found or (None, "")
+            if pid in own:
                 raise StoreUnreachable("the database still waits for a session of this scheduler that was cut off")
-            raise _in_use(holder)
+            holder = name.removeprefix(f"{APPLICATION}, ")
+            raise Superseded(f"{_TAKEN_OVER} ({holder or 'unknown'})") if own else StoreError(_in_use(holder))
         time.sleep(0.05)
 
 
@@ -174,9 +209,9 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _in_use(holder: str) -> PalestraError:
-    """Return the error for a store that another scheduler has locked."""
-    return StoreError(
+def _in_use(holder: str) -> str:
+    """Return the message for a store that another scheduler has locked."""
+    return (
         f"this control store is in use by another scheduler ({holder or 'unknown'}); stop it first, or give this one "
         "another --database"
     )

@@ -7,6 +7,8 @@ database that goes away for a moment is waited for. SQLite runs with `synchronou
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Collection
 from typing import Self, TypeVar, Unpack
@@ -18,7 +20,7 @@ from palestra.control.store.audit import AuditEntry
 from palestra.control.store.backends import open_backend
 from palestra.control.store.stored_text import can_match, check_identifier, check_name, check_request
 from palestra.database import Database, Notifier, shielded
-from palestra.errors import InvalidRequest, NotFound
+from palestra.errors import InvalidRequest, NotFound, StoreUnreachable, Superseded
 from palestra.types.clock import Clock, SystemClock
 from palestra.types.jobs import (
     LIVE_STATES,
@@ -32,6 +34,8 @@ from palestra.types.jobs import (
 from palestra.types.states import JobState
 
 T = TypeVar("T")
+log = logging.getLogger("palestra.control")
+AGAIN_SECONDS = 1.0  # between two attempts to confirm the lock
 MOST_ROWS = 500
 LARGEST_NUMBER = 2**31 - 1  # the largest integer of PostgreSQL's columns for changes and audit lines
 
@@ -39,11 +43,13 @@ LARGEST_NUMBER = 2**31 - 1  # the largest integer of PostgreSQL's columns for ch
 class ControlStore:
     """Jobs, their changes, and the audit log, in SQLite or PostgreSQL.
 
-    Every method may raise StoreError or StoreUnreachable.
+    Every method may raise StoreError or StoreUnreachable. One that writes may raise Superseded: another process has
+    taken over the store, and this one must change nothing more, also outside of the store.
 
     Attributes:
         clock: of all times that are recorded.
-        changed: notified when a job was submitted or changed, or when the policy was changed.
+        changed: notified when a job was submitted or changed, when the policy was changed, or when the store was lost
+            to another process.
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
@@ -87,7 +93,11 @@ class ControlStore:
             then: called with the operation's result when it is on disk; None: nothing follows.
             tag: names the fault points before and after the commit.
         """
-        result = await self._db.write(operation, tag)
+        try:
+            result = await self._db.write(operation, tag)
+        except Superseded:
+            self.changed.notify()
+            raise
         if then is not None:
             then(result)
         return result
@@ -95,6 +105,30 @@ class ControlStore:
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
         """Run a query on a connection of its own; it sees every change that was awaited before."""
         return await self._db.read(operation)
+
+    async def confirm(self) -> None:
+        """Return if this process still has the store.
+
+        Raises:
+            Superseded: another process has taken it over.
+            StoreUnreachable: the database does not answer, so that this is not known.
+        """
+        await self.write(lambda _: None)
+
+    async def confirmed(self) -> None:
+        """Wait until the database answers, and return if this process still has the store.
+
+        To be called right before anything outside of the store is changed.
+
+        Raises:
+            Superseded: another process has taken it over.
+        """
+        while True:
+            try:
+                return await self.confirm()
+            except StoreUnreachable as error:
+                log.warning("nothing is started or ended until the database answers: %s", error)
+            await asyncio.sleep(AGAIN_SECONDS)
 
     async def submit_job(
         self,

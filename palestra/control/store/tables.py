@@ -9,6 +9,7 @@ from palestra.database import Schema
 from palestra.errors import StoreError
 
 VERSION_KEY = "control_schema_version"  # of the row of `meta` that has the version
+EPOCH_KEY = "epoch"  # of the row of `meta` that counts the control planes that have opened the store
 
 metadata = sa.MetaData()
 

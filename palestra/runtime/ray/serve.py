@@ -20,7 +20,7 @@ from palestra.control.placement.placement import PlacementPolicy
 from palestra.control.rights.keys import NewKey
 from palestra.control.rights.limits import RequestRates
 from palestra.control.store.control_store import ControlStore
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, StoreError
 from palestra.http.server import LOOPBACK, listen, served, url_of
 from palestra.runtime.ray.cluster import LocalRay, connect, stop_local
 from palestra.runtime.service_page import create_service_app
@@ -85,7 +85,7 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         from palestra.runtime.ray.servers import RayServers  # imports ray, which reads its environment then
 
         here = options.ray_address is None and options.host in LOOPBACK
-        launcher = RayServers("127.0.0.1" if here else None, options.pass_env)
+        launcher = RayServers("127.0.0.1" if here else None, options.pass_env, store.confirmed)
         identities = Identities(store)
         administration = Administration(store, identities)
         first = await administration.first_start()
@@ -115,11 +115,20 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         finally:
             scheduling.cancel()
             await asyncio.gather(scheduling, return_exceptions=True)
-            idle = not await store.live()
+            idle = await _is_idle(store)
             await identities.settle()
             await launcher.close()
             if options.ray_address is None and idle:
                 await asyncio.to_thread(stop_local, options.state_dir)
+
+
+async def _is_idle(store: ControlStore) -> bool:
+    """Return whether it is certain that no job runs on the cluster."""
+    try:
+        await store.confirm()
+        return not await store.live()
+    except StoreError:
+        return False
 
 
 async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | None], None]) -> None:
@@ -130,7 +139,8 @@ async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | No
         ready: is called with the URL, and with the admin's key if one was made, when the server listens.
 
     Raises:
-        PalestraError: see `control_plane` and `JobScheduler.run`.
+        PalestraError: see `control_plane`.
+        Superseded: another control plane has taken over the control store.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +66,28 @@ KIND_LABEL = "ray.io/accelerator-type"  # of a node, which Ray finds by its driv
 PREFIX = "palestra-"  # prefix of actors' and placement groups' names
 
 
+async def always() -> None:
+    """Confirm that this process may change the cluster."""
+
+
 class RayServers:
     """Implements `Launcher`: starts, finds, watches and stops model servers on a Ray cluster."""
 
-    def __init__(self, host: str | None = None, pass_env: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        host: str | None = None,
+        pass_env: Collection[str] = (),
+        confirmed: Callable[[], Awaitable[None]] = always,
+    ) -> None:
         """Use the cluster that this process has joined.
 
         Args:
             host: address for data planes to listen on; None: their node's address in the cluster.
             pass_env: variables of the operator that jobs get beside those of `job_environment`.
+            confirmed: awaited right before something of the cluster is made or ended. It raises Superseded where
+                another scheduler has taken over, which may have started a server under the same name.
         """
-        self._host, self._pass_env = host, tuple(pass_env)
+        self._host, self._pass_env, self._confirmed = host, tuple(pass_env), confirmed
         self._gpus = GpuWatch()
         self._killed: dict[str, str] = {}  # jobs that did not stop when asked, and why they were killed
 
@@ -111,7 +122,9 @@ class RayServers:
         others = order.bundles if isinstance(order, ServerOrder) else ()
         needs, at = order.resources, (order.node, *(bundle.node for bundle in others))
         make: Any = ray.remote(_Actor)
+        await self._clear(order.job_id)  # what a scheduler that was superseded may have made meanwhile
         try:
+            await self._confirmed()
             group = await _made(
                 placement_group,
                 [_bundle(part) for part in (needs, *(bundle.resources for bundle in others))],
@@ -122,6 +135,7 @@ class RayServers:
             )
             async with asyncio.timeout(ROOM_SECONDS):
                 await _until_ready(group, set(at))
+            await self._confirmed()
             async with asyncio.timeout(START_SECONDS):
                 actor = await _made(
                     make.options(
@@ -201,6 +215,7 @@ class RayServers:
         See `Launcher.stop`.
         """
         actor = await _actor(job_id)
+        await self._confirmed()
         if actor is not None and grace_seconds > 0 and (problem := await _stopped(actor, grace_seconds)):
             self._killed[job_id] = problem
         await self._clear(job_id)
@@ -211,10 +226,17 @@ class RayServers:
         await asyncio.to_thread(disconnect)
 
     async def _clear(self, job_id: str) -> None:
-        """Kill the actor of a job, and free its resources."""
-        if (actor := await _actor(job_id)) is not None:
+        """Kill the actor of a job, and free its resources.
+
+        Both are found before the confirmation and ended by their ids, so that a scheduler that is superseded afterwards
+        does not end what its successor starts under the same name.
+        """
+        actor, group = await _actor(job_id), await _group(job_id)
+        if actor is None and group is None:
+            return
+        await self._confirmed()
+        if actor is not None:
             ray.kill(actor)
-        group = await _group(job_id)
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)
 

@@ -85,3 +85,14 @@ def pg_ctl(server: Any, command: str) -> None:
         stderr=subprocess.DEVNULL,
         check=True,
     )
+
+
+def cut_sessions(postgres_url: str) -> int:
+    """End the sessions of all schedulers, and return how many there were."""
+    import psycopg
+
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        return connection.execute(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+            "WHERE application_name LIKE 'palestra scheduler%' AND datname = current_database()"
+        ).fetchone()[0]

@@ -26,7 +26,7 @@ def url(request, tmp_path):
 
 def life(url, name, lines, fault):
     """A process that is killed after so many answers, or at a fault point; returns what it was told, by key."""
-    environment = os.environ | {"PYTHONPATH": str(TESTS)} | ({"PALESTRA_FAULT": fault} if fault else {})
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"} | ({"PALESTRA_FAULT": fault} if fault else {})
     told = {}
     with subprocess.Popen(
         [sys.executable, str(SCRIPT), url, name], env=environment, stdout=subprocess.PIPE, text=True
