@@ -37,7 +37,7 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
         return _step(data, one_line(policy))
     if kind == "warning":
         return one_line(f"warning: {data['text']}")
-    if kind in LOSSES:
+    if kind in (*LOSSES, "tasks_grouped"):
         return one_line(data["text"])
     if kind == "serving":
         return one_line(f"serving {data['model']}")

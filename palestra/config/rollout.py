@@ -80,6 +80,12 @@ class RolloutConfig(Section):
     """Episodes: the sizes of groups, leases of workers, staleness, and how calls are recorded."""
 
     group_size: Positive = Field(8, description="Episodes of one task, which are compared with one another.")
+    group_key: str = Field(
+        "group_id",
+        description="Key of a task whose value it shares with the tasks of its group: their episodes are compared with "
+        "one another. A group plays its tasks in turn; more than `group_size` tasks make several groups. Empty: each "
+        "task is a group.",
+    )
     groups_per_step: Positive = Field(8, description="Tasks in one training step; each makes a group of episodes.")
     min_group_size: Positive = Field(
         2,

@@ -81,7 +81,7 @@ class GroupEpisodes:
 async def gather_groups(
     store: RunStore,
     config: RolloutConfig,
-    task_of: Callable[[int], Task],
+    tasks_of: Callable[[int], Sequence[Task]],
     step: int,
     last_step: int,
     versions: Mapping[str, int],
@@ -95,7 +95,7 @@ async def gather_groups(
     Args:
         store: the run store.
         config: sizes and limits.
-        task_of: returns the task of a group, by the group's index.
+        tasks_of: returns the tasks that the episodes of a group play in turn, by the group's index.
         step: the step to gather.
         last_step: the last step whose episodes may be played now.
         versions: n of each policy that will be trained, by name. An episode with a token of one of them that is older
@@ -108,7 +108,7 @@ async def gather_groups(
     oldest = {policy: n - config.max_staleness for policy, n in versions.items()}
     while True:
         seen = store.groups.settled.count
-        waiting = await _register(store, config, task_of, range(step, last_step + 1))
+        waiting = await _register(store, config, tasks_of, range(step, last_step + 1))
         discarded = await store.groups.discarded("train")
         await _settle_all(store, config, await _buckets(store, step), oldest, dynamic)
         buckets = await _buckets(store, step)
@@ -144,7 +144,9 @@ async def _buckets(store: RunStore, step: int) -> list[GroupEpisodes]:
     return [GroupEpisodes(record=record, episodes=tuple(episodes)) for record, episodes in found]
 
 
-async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[int], Task], steps: range) -> bool:
+async def _register(
+    store: RunStore, config: RolloutConfig, tasks_of: Callable[[int], Sequence[Task]], steps: range
+) -> bool:
     """Register the missing groups of these steps; return whether one of them has to wait for another to end."""
     room = None
     if config.max_open_buckets is not None:
@@ -155,7 +157,8 @@ async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[i
             if room is not None and room <= 0:
                 return True
             index = await store.groups.next_index("train")
-            await store.groups.register("train", index, due, task_of(index), config.group_size)
+            first, *others = tasks_of(index)
+            await store.groups.register("train", index, due, first, config.group_size, others)
             room = None if room is None else room - 1
     return False
 
@@ -195,8 +198,9 @@ async def _settle(
     fresh = len(bucket.completed) - len(stale)
     again = config.group_size - fresh - bucket.discarded
     if stale and again > 0:
-        await store.groups.register_again("train", record.group_index, again)
-        for name in sorted(stale)[-again:]:
+        names = sorted(stale)[-again:]
+        await store.groups.register_again("train", record.group_index, names)
+        for name in names:
             await store.log.add_event("episode_stale", {"episode_id": name, "step": record.step})
         return GroupState.OPEN
     following = GroupState.READY if fresh >= config.min_group_size else GroupState.DROPPED

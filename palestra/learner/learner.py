@@ -244,7 +244,15 @@ class Learner:
         self._validation_tasks = (await self._store.tasks.of_split("validation"))[: self._config.evaluation.max_tasks]
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
-        self._order = TaskOrder(self._train_tasks, self._config.seed)
+        rollout = self._config.rollout
+        key = rollout.group_key if self._recordings is None else ""
+        self._order = TaskOrder(self._train_tasks, self._config.seed, key, rollout.group_size)
+        if self._order.grouped:
+            text = (
+                f"tasks with the same {key} are played and compared as one group: {self._order.grouped} groups have "
+                "several; rollout.group_key says by which key"
+            )
+            await self._event("tasks_grouped", {"groups": self._order.grouped, "text": text})
 
     # One step
 
@@ -274,7 +282,7 @@ class Learner:
             gathered = await gather_groups(
                 self._store,
                 rollout,
-                self._order.task,
+                self._order.group,
                 step,
                 last_step,
                 {name: versions[name].n for name in self._updates.due(step)},

@@ -7,27 +7,55 @@ import random
 from collections.abc import Sequence
 
 from palestra.config import OptimizerConfig
+from palestra.database import to_json
 from palestra.types.records import Task
 
 
 class TaskOrder:
-    """All tasks in a new random order every epoch.
+    """All tasks in a new random order every epoch, each alone or with the others of its group.
 
-    The order depends on the seed alone, so that a resumed run gives each group the same task.
+    The order depends on the seed alone, so that a resumed run gives each group the same tasks.
+
+    Attributes:
+        length: number of groups of an epoch.
+        grouped: number of them that have several tasks.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        self._tasks, self._seed = tasks, seed
-        self._epoch = -1
+    def __init__(self, tasks: Sequence[Task], seed: int, group_key: str = "", most: int = 1) -> None:
+        """Find the groups.
+
+        Args:
+            tasks: at least one.
+            seed: of the job.
+            group_key: key of a task whose value it shares with the tasks of its group; empty: each task is alone.
+            most: tasks of a group; those of a larger one make several.
+        """
+        self._groups = _grouped(tasks, group_key, most) if group_key else [(task,) for task in tasks]
+        self.length = len(self._groups)
+        self.grouped = sum(len(group) > 1 for group in self._groups)
+        self._seed, self._epoch = seed, -1
         self._order: list[int] = []
 
     def task(self, group_index: int) -> Task:
-        """Return the task of the group with this index."""
-        epoch, place = divmod(group_index, len(self._tasks))
+        """Return the first task of the group with this index."""
+        return self.group(group_index)[0]
+
+    def group(self, group_index: int) -> tuple[Task, ...]:
+        """Return the tasks that the episodes of the group with this index play in turn."""
+        epoch, place = divmod(group_index, len(self._groups))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._tasks)))
+            self._epoch, self._order = epoch, list(range(len(self._groups)))
             random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
-        return self._tasks[self._order[place]]
+        return self._groups[self._order[place]]
+
+
+def _grouped(tasks: Sequence[Task], key: str, most: int) -> list[tuple[Task, ...]]:
+    """Return the groups in the order of their first tasks; a task whose value is null, or that has none, is alone."""
+    found: dict[str | int, list[Task]] = {}
+    for place, task in enumerate(tasks):
+        value = task.data.get(key)
+        found.setdefault(place if value is None else to_json(value), []).append(task)
+    return [tuple(group[start : start + most]) for group in found.values() for start in range(0, len(group), most)]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share: float | None = None) -> float:

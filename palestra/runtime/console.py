@@ -106,7 +106,7 @@ class Console:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(f"[yellow]warning:[/] {escape(data['text'])}")
-        elif kind in (*LOSSES, STUCK):
+        elif kind in (*LOSSES, STUCK, "tasks_grouped"):
             self._say(escape(one_line(data["text"])))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:

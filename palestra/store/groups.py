@@ -57,16 +57,20 @@ class Groups:
         self._db, self.available, self.settled = db, available, settled
 
     @shielded
-    async def register(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
+    async def register(
+        self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int, others: Sequence[Task] = ()
+    ) -> None:
         """Register a group and its episodes; a group that exists already is not changed.
 
         Args:
             kind: of the episodes.
             group_index: position of the group in the canonical order of its kind.
             step: train: the step that trains on it; validation: the number of steps after which it is scored.
-            task: what each of its episodes plays.
+            task: what its episodes play; the group's name in lists.
             size: number of its episodes.
+            others: further tasks, which its episodes play in turn with `task`.
         """
+        tasks = (task, *others)
 
         def register(connection: Connection) -> int:
             """Return how many episodes were added."""
@@ -84,33 +88,34 @@ class Groups:
                     "state": GroupState.OPEN.value,
                 },
             )
-            _add_episodes(connection, kind, group_index, task.task_id, to_json(task.data), range(size))
+            data = [(one.task_id, to_json(one.data)) for one in tasks]
+            _add_episodes(connection, kind, group_index, 0, [data[sample % len(data)] for sample in range(size)])
             return size
 
         self.available.notify(await self._db.write(register))
 
     @shielded
-    async def register_again(self, kind: EpisodeKind, group_index: int, count: int) -> None:
-        """Add episodes to a group, to replace some that can't be used.
+    async def register_again(self, kind: EpisodeKind, group_index: int, names: Sequence[str]) -> None:
+        """Add an episode of the same task for each of some episodes of a group that can't be used.
 
         Args:
             kind: of the group.
             group_index: of the group.
-            count: how many episodes to add.
+            names: ids of these episodes.
         """
 
         def add(connection: Connection) -> None:
-            last = connection.execute(
-                select(episodes)
+            members = connection.execute(
+                select(episodes.c.episode_id, episodes.c.sample_index, episodes.c.task_id, episodes.c.task_data)
                 .where(episodes.c.kind == kind, episodes.c.group_index == group_index)
-                .order_by(episodes.c.sample_index.desc())
-                .limit(1)
-            ).one()
-            following = range(last.sample_index + 1, last.sample_index + 1 + count)
-            _add_episodes(connection, kind, group_index, last.task_id, last.task_data, following)
+                .order_by(episodes.c.sample_index)
+            ).all()
+            tasks = {row.episode_id: (row.task_id, row.task_data) for row in members}
+            first = members[-1].sample_index + 1
+            _add_episodes(connection, kind, group_index, first, [tasks[name] for name in names])
 
         await self._db.write(add)
-        self.available.notify(count)
+        self.available.notify(len(names))
 
     @shielded
     async def register_recorded(self, group_index: int, step: int, recorded: RecordedEpisode) -> None:
@@ -306,7 +311,7 @@ def _discarded(connection: Connection, kind: EpisodeKind) -> int:
 
 
 def _add_episodes(
-    connection: Connection, kind: EpisodeKind, group_index: int, task_id: str, task_data: str, samples: range
+    connection: Connection, kind: EpisodeKind, group_index: int, first: int, tasks: Sequence[tuple[str, str]]
 ) -> None:
     """Insert registered episodes into a group.
 
@@ -314,9 +319,8 @@ def _add_episodes(
         connection: in a transaction of the writing thread.
         kind: of the group.
         group_index: of the group.
-        task_id: of the group's task.
-        task_data: its data, as JSON.
-        samples: the sample indices of the new episodes.
+        first: sample index of the first new episode.
+        tasks: id and data, as JSON, of the task of each new episode.
     """
     connection.execute(
         episodes.insert(),
@@ -330,6 +334,6 @@ def _add_episodes(
                 "task_data": task_data,
                 "state": EpisodeState.REGISTERED.value,
             }
-            for sample in samples
+            for sample, (task_id, task_data) in enumerate(tasks, first)
         ],
     )

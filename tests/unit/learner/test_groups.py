@@ -17,7 +17,7 @@ ORDER = TaskOrder([Task(task_id=str(i), data={}) for i in range(20)], 0)
 
 
 def gather(store, step: int, version: int = 0, config: RolloutConfig = CONFIG):
-    return gather_groups(store, config, ORDER.task, step, step, {"policy": version})
+    return gather_groups(store, config, ORDER.group, step, step, {"policy": version})
 
 
 class Players:
@@ -124,7 +124,7 @@ async def test_what_was_handed_in_before_a_restart_is_used(store):
 
 async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(store):
     ahead = CONFIG.model_copy(update={"max_staleness": 2})
-    gathering = asyncio.ensure_future(gather_groups(store, ahead, ORDER.task, 1, 3, {"policy": 0}))
+    gathering = asyncio.ensure_future(gather_groups(store, ahead, ORDER.group, 1, 3, {"policy": 0}))
     while await store.groups.next_index("train") < 6:
         await asyncio.sleep(0)
     for number in range(6):  # those of step 1, and of no other
@@ -199,10 +199,10 @@ async def test_tokens_of_a_frozen_policy_are_never_stale_and_each_trained_one_ha
         await store.calls.append(make_chat(claim.episode_id, index=1, policy=policy, versions=spans))
         await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
     one = CONFIG.model_copy(update={"groups_per_step": 1, "max_staleness": 1, "group_size": 3})
-    found = await asyncio.wait_for(gather_groups(store, one, ORDER.task, 1, 1, {"policy": 5, "other": 2}), 10)
+    found = await asyncio.wait_for(gather_groups(store, one, ORDER.group, 1, 1, {"policy": 5, "other": 2}), 10)
     assert (found.stale, len(found.episode_ids)) == (0, 3)
     for versions, name in (({"policy": 5, "other": 3}, "train-000000-02"), ({"policy": 6}, "train-000000-00")):
-        found = await asyncio.wait_for(gather_groups(store, one, ORDER.task, 1, 1, versions), 10)
+        found = await asyncio.wait_for(gather_groups(store, one, ORDER.group, 1, 1, versions), 10)
         assert name not in found.episode_ids
 
 
@@ -221,7 +221,7 @@ async def sampled(store, teaches, most: int):
     playing = asyncio.ensure_future(players.play())
     dynamic = DynamicSampling(teaches=ask, most=most)
     try:
-        found = await asyncio.wait_for(gather_groups(store, CONFIG, ORDER.task, 1, 1, {"policy": 0}, dynamic), 10)
+        found = await asyncio.wait_for(gather_groups(store, CONFIG, ORDER.group, 1, 1, {"policy": 0}, dynamic), 10)
     finally:
         playing.cancel()
     return found, asked
@@ -251,7 +251,7 @@ async def test_no_more_groups_are_replaced_than_is_allowed(store):
 async def test_which_groups_are_replaced_does_not_depend_on_who_was_played_first(store):
     """The last group is complete first; the budget of one is of the first group that has nothing to teach."""
     dynamic = DynamicSampling(teaches=lambda names: asyncio.sleep(0, False), most=1)
-    gathering = asyncio.ensure_future(gather_groups(store, CONFIG, ORDER.task, 1, 1, {"policy": 0}, dynamic))
+    gathering = asyncio.ensure_future(gather_groups(store, CONFIG, ORDER.group, 1, 1, {"policy": 0}, dynamic))
     claims = [await claim_when_there(store, f"c{number}") for number in range(6)]
     for claim in [*claims[3:], *claims[:3]]:
         await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
@@ -266,3 +266,29 @@ async def claim_when_there(store, name: str):
     while (claim := await store.episodes.claim("w", name, None)) is None:
         await asyncio.sleep(0)
     return claim
+
+
+# Groups of several tasks
+
+
+async def test_the_episodes_of_a_group_play_its_tasks_in_turn_and_a_stale_one_is_played_again(store):
+    rows = [Task(task_id=str(n), data={"group_id": name}) for n, name in enumerate(["a", "b", "a"])]
+    order = TaskOrder(rows, 0, "group_id", 3)
+    paced = CONFIG.model_copy(update={"max_staleness": 0})
+    playing = asyncio.ensure_future(gather_groups(store, paced, order.group, 1, 1, {"policy": 1}))
+    for number in range(7):
+        while (claim := await store.episodes.claim("w", f"c{number}", None)) is None:
+            await asyncio.sleep(0)
+        old = number == 1
+        spans = (VersionSpan(PolicyVersion(0, 0 if old else 1), 2),)
+        await store.calls.append(make_chat(claim.episode_id, versions=spans))
+        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+    await asyncio.wait_for(playing, 10)
+    played = {
+        record.group_index: [e.task.task_id for e in members]
+        for record, members in await store.groups.of_step("train", 1)
+    }
+    together, alone = sorted(played.values(), key=lambda names: "1" in names)
+    assert together[:3] == ["0", "2", "0"]
+    assert alone[:3] == ["1", "1", "1"]
+    assert (together[3:] or alone[3:]) == [(together if len(together) == 4 else alone)[1]]

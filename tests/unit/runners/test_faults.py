@@ -144,11 +144,11 @@ class Kit:
         runner = Runner(sessions, RolloutSpec(environment=environment, agents=agents), timeout_seconds=timeout_seconds)
         self.pool = RunnerPool(sessions, runner, max_concurrency=5)
         tasks = [Task(task_id=str(i), data={"number": i, "faulty": i % 3 == 0}) for i in range(40)]
-        self.task_of = lambda index: tasks[index]
+        self.tasks_of = lambda index: (tasks[index],)
 
     async def gathered(self, step: int = 1):
         playing = asyncio.ensure_future(self.pool.run())
-        gathering = asyncio.ensure_future(gather_groups(self.store, CONFIG, self.task_of, step, step, {"policy": 0}))
+        gathering = asyncio.ensure_future(gather_groups(self.store, CONFIG, self.tasks_of, step, step, {"policy": 0}))
         await asyncio.wait((playing, gathering), return_when=asyncio.FIRST_COMPLETED, timeout=20)
         assert gathering.done(), (playing, await self.store.episodes.counts())
         playing.cancel()
@@ -271,7 +271,7 @@ async def test_an_engine_that_fails_for_a_while_costs_attempts_and_no_reward(tmp
 async def test_a_job_that_is_stopped_mid_flight_leaves_every_episode_to_be_played(tmp_path):
     kit = Kit(tmp_path, AnswersLate, timeout_seconds=5)
     before = asyncio.all_tasks()
-    gathering = asyncio.ensure_future(gather_groups(kit.store, CONFIG, kit.task_of, 1, 1, {"policy": 0}))
+    gathering = asyncio.ensure_future(gather_groups(kit.store, CONFIG, kit.tasks_of, 1, 1, {"policy": 0}))
     playing = asyncio.ensure_future(kit.pool.run())
     while not kit.pool.progress.terminations:
         await asyncio.sleep(0.001)
