@@ -6,13 +6,13 @@ which class it has.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from palestra.renderers.picture_layout import PictureLayout
+from palestra.renderers.reply_grammar import CallFormat, json_rule, text_rule, with_ordinary_tokens
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
@@ -197,21 +197,23 @@ class Renderer(ABC):
             NotInThisFormat: tool calls can't be constrained in this format.
             RecursionError: a schema is nested too deep.
         """
+        return with_ordinary_tokens(self._rules(form), [form.tools, form.schema, form.choices], self.vocabulary.added)
+
+    def _rules(self, form: ReplyForm) -> str:
         if form.choices:
-            return f"start: {' | '.join(map(json.dumps, form.choices))}\n"
+            return f"start: {' | '.join(map(text_rule, form.choices))}\n"
+        answer = "" if form.schema is None else json_rule(form.schema)
         if not form.tools:
-            return json.dumps({"grammars": [{"json_schema": form.schema}]})
-        calls = self._grammar_of_calls(form.tools, form.most_calls)
-        if form.schema is None:
-            return "start: calls\n" + calls
-        return f"start: calls | answer\n{calls}answer: %json {json.dumps(form.schema)}\n"
+            return f"start: {answer}\n"
+        calls = self._call_format().rules(form.tools, form.most_calls)
+        return f"start: calls | answer\n{calls}answer: {answer}\n" if answer else f"start: calls\n{calls}"
 
     @abstractmethod
-    def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
-        """Return grammar rules, one of them named `calls`, for one to `most_calls` calls of these tools.
+    def _call_format(self) -> CallFormat:
+        """Return how calls are written.
 
         Raises:
-            NotInThisFormat: the format has no such rules.
+            NotInThisFormat: there are no calls, or they can't be constrained.
         """
 
 

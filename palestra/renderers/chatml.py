@@ -15,7 +15,8 @@ from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_tokens import PictureTokens
 from palestra.renderers.prompt_writer import Pieces, PromptWriter, content_of, joined, refuse_pictures
-from palestra.renderers.tool_calls import RESULT, grammar_of_calls, offer, write_call
+from palestra.renderers.reply_grammar import CallFormat
+from palestra.renderers.tool_calls import RESULT, call_format, offer, write_call
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, ImagePart
@@ -115,8 +116,8 @@ class ChatMLRenderer(Renderer):
         """
         return ChatMLStream(bool(tools), call_ids, single_call)
 
-    def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
-        return grammar_of_calls(tools, most_calls)
+    def _call_format(self) -> CallFormat:
+        return call_format(self.vocabulary.added)
 
     def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[Pieces]:
         """Yield the turns of a whole conversation. A system turn comes first if there is a system message or a tool."""

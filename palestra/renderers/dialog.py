@@ -22,6 +22,7 @@ from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_tokens import PictureTokens
 from palestra.renderers.prompt_writer import Pieces, PromptWriter, content_of, joined, refuse_pictures
+from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, ImagePart
@@ -134,7 +135,7 @@ class DialogRenderer(Renderer):
             raise NotInThisFormat("this model's format has no tools")
         return WholeReplyStream(self, prompt_ids, tools, call_ids)
 
-    def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
+    def _call_format(self) -> CallFormat:
         raise NotInThisFormat("this model's format has no tools")
 
     def _sequence(

@@ -21,9 +21,11 @@ from palestra.renderers.base import (
     WholeReplyStream,
     reply_of,
 )
+from palestra.renderers.call_format import PROBE_TOOLS, find_call_format, probe_reply
 from palestra.renderers.control_text import ControlText, control_tokens
 from palestra.renderers.long_text import PIECE, TooManyTokens
 from palestra.renderers.probes import PLAIN, Probe, shows_reasoning
+from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.tool_calls import object_text, read_object
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
@@ -119,8 +121,29 @@ class PackageRenderer(Renderer):
             raise NotInThisFormat("the end of a call is not noticed")
         return WholeReplyStream(self, prompt_ids, tools, call_ids)
 
-    def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
-        raise NotInThisFormat("calls can't be constrained")
+    def _call_format(self) -> CallFormat:
+        if self._found_format is None:
+            raise NotInThisFormat("calls can't be constrained")
+        return self._found_format
+
+    @cached_property
+    def _found_format(self) -> CallFormat | None:
+        """Return how the template writes calls; None: not certain, or replies are not read as such calls."""
+        return find_call_format(self._probe_reply, self.vocabulary.decode, self.vocabulary.added)
+
+    def _probe_reply(self, calls: int) -> list[int] | None:
+        """Return the ids of a reply of so many calls, without its end; None: it would not be read as these calls."""
+        messages = probe_reply(calls)
+        prompt, whole = self._shown(Probe(messages[:-1], PROBE_TOOLS)), self._shown(Probe(messages, PROBE_TOOLS), False)
+        if prompt is None or whole is None or whole[: len(prompt)] != prompt:
+            return None
+        ids = whole[len(prompt) :]
+        end = next((k for k, token in enumerate(ids) if token in self.stop_ids), len(ids))
+        reply = np.asarray(ids[:end], np.int32)
+        _, content, attempts = self._read(reply, lambda: np.asarray(prompt, np.int32), PROBE_TOOLS)
+        wanted = [tool["function"]["name"] for tool in PROBE_TOOLS[:calls]]
+        good = [a.name for a in attempts if a.problem is None and json.loads(a.arguments or "") == {"probe": 1}]
+        return ids[:end] if good == wanted and len(attempts) == calls and not content else None
 
     def _check_room(self, messages: Sequence[ChatMessage], room: int | None) -> None:
         """Refuse messages that no template could make fit.
@@ -157,11 +180,11 @@ class PackageRenderer(Renderer):
         ids = self._shown(PLAIN[0])
         return ids is not None and str(self._tokenizer.decode(ids[-16:])).rstrip().endswith("<think>")
 
-    def _shown(self, probe: Probe) -> list[int] | None:
-        """Return the ids of a conversation, or None if the renderer refuses it."""
+    def _shown(self, probe: Probe, ask: bool = True) -> list[int] | None:
+        """Return the ids of a conversation, or None if the renderer refuses it; `ask`: a reply begins after it."""
         messages, tools = list(probe.messages), list(probe.tools) or None
         try:
-            return list(self._inner.render_ids(messages, tools=tools, add_generation_prompt=True))
+            return list(self._inner.render_ids(messages, tools=tools, add_generation_prompt=ask))
         except (TemplateError, KeyError, TypeError, ValueError):
             return None
 

@@ -6,10 +6,12 @@ The arguments of a call stay as the model wrote them: JSON text that is parsed a
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from palestra.renderers.base import Attempt, Tools
+from palestra.renderers.reply_grammar import CallFormat
 from palestra.types.messages import ToolCall
 
 _SPACE = " \t\r\n"
@@ -124,19 +126,17 @@ def write_call(call: ToolCall) -> str:
     return f'{OPEN}\n{{"name": "{call.function.name}", "arguments": {arguments}}}\n{CLOSE}'
 
 
-def grammar_of_calls(tools: Tools, most_calls: int) -> str:
-    """Return rules for `llguidance`; the rule `calls` matches one to `most_calls` calls of these tools."""
-    functions = [tool["function"] for tool in tools]
-    rules = ["calls: call\n" if most_calls == 1 else f'calls: call ("\\n" call){{0,{most_calls - 1}}}\n']
-    rules.append("call: " + " | ".join(f"call_{k}" for k in range(len(functions))) + "\n")
-    for k, function in enumerate(functions):
-        head = json.dumps(f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": ')
-        parameters = {"type": "object"} | (function.get("parameters") or {})
-        if "properties" in parameters:  # a small model would invent more until its limit
-            parameters = {"additionalProperties": False} | parameters
-        rules.append(f'call_{k}: {head} arguments_{k} "}}\\n{CLOSE}"\n')
-        rules.append(f"arguments_{k}: %json {json.dumps(parameters)}\n")
-    return "".join(rules)
+def call_format(added: Mapping[str, int]) -> CallFormat:
+    """Return how `write_call` writes calls, where the tags may be added tokens of the tokenizer."""
+    opening, closing = added.get(OPEN, OPEN), added.get(CLOSE, CLOSE)
+    before, after = (opening, '\n{"name": "'), ("}\n", closing)
+    return CallFormat(
+        before_name=before,
+        before_arguments=('", "arguments": ',),
+        between=(*after, "\n", *before),
+        closing=after,
+        quoted=True,
+    )
 
 
 def read_calls(text: str) -> tuple[str, list[Attempt]]:

@@ -73,6 +73,13 @@ class Vocabulary:
         return reached[-1]
 
     @cached_property
+    def added(self) -> dict[str, int]:
+        """Return the tokens, by content, that the tokenizer finds in a text before it splits it; not white space."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        tokens = {} if backend is None else backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in tokens.items() if token.content.strip()}
+
+    @cached_property
     def _writable(self) -> set[str]:
         """Return the texts of which it is known that they are sequences of tokens."""
         return set()

@@ -310,7 +310,7 @@ async def test_what_is_asked_for_comes_to_the_engine_and_into_the_record(tmp_pat
     used = first.sampling
     assert (used.top_p, used.top_k, used.min_tokens, used.presence_penalty) == (0.5, 3, 2, 0.5)
     assert used.logit_bias == ((97, -100.0),)
-    assert json.loads(used.grammar) == {"grammars": [{"json_schema": {"type": "integer"}}]}
+    assert used.grammar.startswith('start: %json {"type": "integer"')
     assert "<tool_call>" in second.sampling.grammar
     assert "add" in second.sampling.grammar
 

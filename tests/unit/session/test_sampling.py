@@ -117,7 +117,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-OTHER = {"type": "function", "function": {"name": 'o"d'}}
+OTHER = {"type": "function", "function": {"name": 'o"d', "parameters": {"type": "object"}}}
 
 
 async def test_a_required_call_is_one_or_several_of_the_tools(bench):

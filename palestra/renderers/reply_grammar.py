@@ -1,0 +1,99 @@
+"""Grammars of constrained replies, in the Lark syntax of `llguidance`: their tokens, JSON and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# White space at one place of JSON: enough for a line break and its indentation. Small models write nothing else if
+# they may.
+WHITE_SPACE = r"[ \n\r\t]{1,20}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFormat:
+    """How a model writes calls whose arguments are JSON.
+
+    Each field is a sequence of texts and of ids of added tokens.
+
+    Attributes:
+        before_name: between the beginning of the reply and the name of its first call.
+        before_arguments: between name and arguments.
+        between: between the arguments of a call and the name of the next one; None: a reply has one call.
+        closing: after the arguments of the last call.
+        quoted: whether the name is a JSON string, whose quotes are in the texts around it.
+    """
+
+    before_name: Sequence[str | int]
+    before_arguments: Sequence[str | int]
+    between: Sequence[str | int] | None
+    closing: Sequence[str | int]
+    quoted: bool
+
+    def rules(self, tools: Sequence[Mapping[str, Any]], most_calls: int) -> str:
+        """Return rules; the rule `calls` matches one to `most_calls` calls of these tools."""
+        functions = [tool["function"] for tool in tools]
+        most = 1 if self.between is None else most_calls
+        more = "" if most == 1 else f"({_written(self.between or ())} call){{0,{most - 1}}}"
+        rules = [f"calls: {_written(self.before_name)} call {more} {_written(self.closing)}\n"]
+        rules.append("call: " + " | ".join(f"call_{k}" for k in range(len(functions))) + "\n")
+        for k, function in enumerate(functions):
+            name = json.dumps(function["name"])[1:-1] if self.quoted else function["name"]
+            rules.append(f"call_{k}: {_written([name, *self.before_arguments])} arguments_{k}\n")
+            rules.append(f"arguments_{k}: {json_rule(_arguments(function))}\n")
+        return "".join(rules)
+
+
+def text_rule(text: str) -> str:
+    """Return the rule for a text that is written with ordinary tokens."""
+    return json.dumps(text)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the rule for JSON of a schema, in which white space is bounded."""
+    options = schema.get("x-guidance", {})
+    if isinstance(options, dict) and options.get("whitespace_flexible") is not False:
+        options = {**options, "whitespace_pattern": WHITE_SPACE}
+    if isinstance(options, dict):  # their patterns may have white space without end
+        options = {key: value for key, value in options.items() if key not in ("item_separator", "key_separator")}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def with_ordinary_tokens(rules: str, value: Any, added: Collection[str]) -> str:
+    """Return rules whose texts are written with ordinary tokens, also where they spell added tokens.
+
+    Where only one text may follow, `llguidance` allows the tokenizer's own tokens of it alone. If these have an added
+    token, it finds that token to be no text, and refuses the rules.
+
+    Args:
+        rules: in Lark's syntax.
+        value: all that the caller gave, as JSON has it: schemas, names and texts.
+        added: contents of the tokenizer's added tokens.
+    """
+    given = json.dumps(value, ensure_ascii=False)
+    spelled = any(token in given or json.dumps(token, ensure_ascii=False)[1:-1] in given for token in added)
+    return '%llguidance {"no_forcing": true}\n' + rules if spelled else rules
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments. A tool without `parameters` has none, as with OpenAI."""
+    given = function.get("parameters") or {"properties": {}}
+    if "properties" in given:  # a small model would invent more until its limit
+        given = {"additionalProperties": False} | given
+    return {"type": "object"} | given
+
+
+def _written(parts: Sequence[str | int]) -> str:
+    """Return texts and tokens as the expressions of a rule; texts that follow one another are one."""
+    found: list[str] = []
+    text = ""
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+            continue
+        found += [json.dumps(text)] if text else []
+        found.append(f"<[{part}]>")
+        text = ""
+    return " ".join([*found, *([json.dumps(text)] if text else [])])
