@@ -106,8 +106,7 @@ class EngineWorker:
     async def _has_failed(self) -> bool:
         """Return whether the whole engine has failed, of which the failure of a call may be the first sign."""
         assert self._failure is not None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._failure), GRACE_SECONDS)
+        await asyncio.wait((self._failure,), timeout=GRACE_SECONDS)
         return self._failure.done()
 
     async def _generate(self, number: int, given: Any, frame: Frame) -> None:

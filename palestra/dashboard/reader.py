@@ -188,7 +188,8 @@ class Reader:
         turn = self._searches.setdefault(run.name, _Turn())
         async with turn.lock:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), max(turn.after - time.monotonic(), 0.0))
+                async with asyncio.timeout(max(turn.after - time.monotonic(), 0.0)):
+                    await self._stopping.wait()
             if self._stopping.is_set():
                 raise ServerStopping("the server is ending")
             began = time.monotonic()

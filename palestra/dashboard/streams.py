@@ -64,7 +64,7 @@ class Stream:
             seconds: the longest pause.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):  # in place of `wait_for`, which makes a task each time
+            async with asyncio.timeout(seconds):
                 await self._news.wait()
 
     async def look(self) -> News | None:

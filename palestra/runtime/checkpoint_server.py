@@ -180,7 +180,8 @@ async def _until_idle(served: Served, process: Process) -> str:
         if left <= 0.0:
             return IDLE
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), left)
+            async with asyncio.timeout(left):
+                await process.wait()
     return ""
 
 
@@ -216,7 +217,8 @@ async def _stop(process: Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(process.wait()), END_SECONDS)
+        async with asyncio.timeout(END_SECONDS):
+            await process.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
     await process.wait()

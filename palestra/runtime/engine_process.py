@@ -110,7 +110,8 @@ class EngineProcesses:
 
         async def cause() -> str:
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(process.how_ended(), REAP_SECONDS)
+                async with asyncio.timeout(REAP_SECONDS):
+                    return await process.how_ended()
             return "has closed its connection"
 
         try:

@@ -235,7 +235,8 @@ def _watchdog(plane: DataPlane, work: Learner | Serving | Scoring, *, plays_itse
 async def _closed(part: str, closing: Awaitable[None]) -> None:
     """Close a part of a job; one that is stuck is left to the end of the process."""
     try:
-        await asyncio.wait_for(closing, CLOSE_SECONDS)
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await closing
     except TimeoutError:
         log.error("the %s does not end; it is left behind", part)
 

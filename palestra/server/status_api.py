@@ -167,7 +167,8 @@ def _encoded(event: Event) -> bytes:
 async def _pause(plane: DataPlane, seconds: float) -> None:
     """Return after `seconds`, or as soon as the server stops."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(plane.stopping.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await plane.stopping.wait()
 
 
 def _of_engines(plane: DataPlane) -> list[Metric]:

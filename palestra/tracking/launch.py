@@ -81,7 +81,8 @@ async def _end(process: Process) -> None:
     process.stdin.write(OVER)
     process.stdin.close()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), LINGER_SECONDS)
+        async with asyncio.timeout(LINGER_SECONDS):
+            await process.wait()
 
 
 def _kill(process: Process) -> None:

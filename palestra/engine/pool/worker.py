@@ -126,8 +126,7 @@ class InferenceWorker:
         """
         if self.engine is not engine:
             return True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.lost(), GRACE_SECONDS)
+        await asyncio.wait((self._lost,), timeout=GRACE_SECONDS)
         return self.engine is not engine or self._lost.done()
 
     async def stuck(self, is_paused: Callable[[], bool]) -> str:

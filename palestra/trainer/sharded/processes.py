@@ -184,10 +184,12 @@ class RankProcesses:
             answer: says how it failed.
         """
         with contextlib.suppress(TimeoutError):  # a rank fails as soon as it has lost the connection to another
-            await asyncio.wait_for(self._gone.wait(), BLAME_SECONDS)
+            async with asyncio.timeout(BLAME_SECONDS):
+                await self._gone.wait()
         if self.lost is None and any(rank.ended.done() for rank in self._ranks):
             with contextlib.suppress(TimeoutError):  # the watch asks how that one has ended, perhaps on another machine
-                await asyncio.wait_for(self._gone.wait(), GRACE_SECONDS)
+                async with asyncio.timeout(GRACE_SECONDS):
+                    await self._gone.wait()
         if self.lost is None:
             log.error("rank %d of the trainer failed:\n%s", number, answer.trace)
             first = (str(answer.error).splitlines() or [""])[0]
@@ -273,7 +275,8 @@ class _RankProcess:
     async def how_ended(self) -> str:
         """Wait for the process to end, and return how it did, in words."""
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self._process.how_ended(), GRACE_SECONDS)
+            async with asyncio.timeout(GRACE_SECONDS):
+                return await self._process.how_ended()
         return "has closed its connection"
 
     def kill(self) -> None:
