@@ -8,7 +8,6 @@ from palestra.terminal import printable
 
 # CSI, OSC and the other strings (ended by BEL or ST), escape with one more character.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)|\x1b[ -/]*[0-~]?", re.DOTALL)
-_BACKSPACE = re.compile(r"[^\n\x08]\x08")
 
 
 def plain_text(written: str) -> str:
@@ -19,9 +18,18 @@ def plain_text(written: str) -> str:
     """
     text = _ESCAPES.sub("", written).replace("\r\n", "\n")
     text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    while (shorter := _BACKSPACE.sub("", text)) != text:
-        text = shorter
-    return printable(text)
+    return printable(_without_backspaces(text) if "\b" in text else text)
+
+
+def _without_backspaces(text: str) -> str:
+    """Return text in which each backspace has taken the character before it away, unless that ends a line."""
+    kept: list[str] = []
+    for character in text:
+        if character == "\b" and kept and kept[-1] not in "\n\b":
+            kept.pop()
+        else:
+            kept.append(character)
+    return "".join(kept)
 
 
 class Output:

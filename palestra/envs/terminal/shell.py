@@ -7,6 +7,7 @@ import contextlib
 import os
 import pty
 import termios
+import time
 from collections.abc import Mapping
 
 from palestra.envs.terminal.descriptors import Descriptors
@@ -17,6 +18,8 @@ from palestra.tools import BadArguments
 
 _KEPT_BYTES = 4000  # of the beginning of a command's output, and again of its end
 _CHUNK = 65_536
+_MAX_BYTES = 128 << 20  # that are read for one action; a program that writes more waits for the next action
+_BETWEEN_BYTES = 1 << 20  # that are read between two actions
 _START_SECONDS = 30.0
 _QUIET_SECONDS = 0.02  # without output after which a command that has ended has written all
 _KEYS = {"enter": "\n", "tab": "\t", "escape": "\x1b", "up": "\x1b[A", "down": "\x1b[B", "right": "\x1b[C"}
@@ -49,10 +52,10 @@ class Shell:
         self._output, self._codes, self._code, self._take = Output(_KEPT_BYTES), b"", "0", take
         self._busy = True  # whether a command, at first the start of bash, has not ended
         self._news, self._ended = asyncio.Event(), False
-        os.set_blocking(commands, False)
-        for descriptor, took in ((terminal, self._take_output), (status, self._take_status)):
+        self._unread = _MAX_BYTES  # that may still be read before the next action
+        self._sources = {terminal: self._take_output, status: self._take_status}  # that have not come to their end
+        for descriptor in (commands, *self._sources):
             os.set_blocking(descriptor, False)
-            asyncio.get_running_loop().add_reader(descriptor, took, descriptor)
 
     async def run(self, command: str, seconds: float) -> str:
         """Run a command and return what it wrote, with its exit code if that is not 0.
@@ -101,9 +104,7 @@ class Shell:
         """Kill everything in the sandbox; its files can be read until `close`."""
         if not self._ended:
             self._ended = True
-            loop = asyncio.get_running_loop()
-            for descriptor in (self._terminal, self._status):
-                loop.remove_reader(descriptor)
+            self._stop_reading()
             self._owned.close_all()
         await self.sandbox.end()
 
@@ -124,32 +125,35 @@ class Shell:
 
     async def _wait(self, seconds: float) -> str:
         """Wait for the end of the command, or of the shell, and return what was written."""
+        self._unread = _MAX_BYTES
+        for descriptor, take in self._sources.items():
+            asyncio.get_running_loop().add_reader(descriptor, take, descriptor)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._busy and self.sandbox.running:
+                while self._busy and self.sandbox.running and self._unread > 0:
                     self._news.clear()
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._news.wait(), 0.1)  # the end of the shell brings no news
+                        async with asyncio.timeout(0.1):  # the end of the shell brings no news
+                            await self._news.wait()
         await self._quiet()
-        text = self._output.take().rstrip("\n")
-        return f"{text}\n{self._state()}".strip("\n")
+        text, state = self._output.take().rstrip("\n"), self._state()
+        self._unread = min(self._unread, _BETWEEN_BYTES)
+        return f"{text}\n{state}".strip("\n")
 
     async def _quiet(self) -> None:
         """Wait until the terminal brings no more: the kernel hands on what was written a little later."""
-        loop, end = asyncio.get_running_loop(), asyncio.get_running_loop().time() + 1
-        while loop.time() < end:
-            self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), _QUIET_SECONDS)
-            except TimeoutError:
-                return
+        end, unread = time.monotonic() + 1, None
+        while unread != self._unread and time.monotonic() < end:
+            unread = self._unread
+            await asyncio.sleep(_QUIET_SECONDS)
 
     def _state(self) -> str:
         """Return how the shell stands, in words; "": it has ended its command, whose exit code was 0."""
         if not self.sandbox.running:
             return self._ending()
         if self._busy:
-            return "(still running)"
+            waits = "" if self._unread > 0 else f"; it has written {_MAX_BYTES >> 20} MiB, and waits for the next keys"
+            return f"(still running{waits})"
         return "" if self._code == "0" else f"(exit code {self._code})"
 
     def _ending(self) -> str:
@@ -183,21 +187,32 @@ class Shell:
             return
         except OSError:  # the last program that had the terminal open has ended
             chunk = b""
-        if not chunk:
-            asyncio.get_running_loop().remove_reader(descriptor)
         self._output.add(chunk)
-        self._news.set()
+        self._took(descriptor, chunk)
 
     def _take_status(self, descriptor: int) -> None:
         chunk = os.read(descriptor, _CHUNK)
-        if not chunk:
-            asyncio.get_running_loop().remove_reader(descriptor)
         self._codes = (self._codes + chunk)[-64:]
         if b"\n" in chunk:
             said = self._codes.split()  # nothing, where a program in the sandbox writes empty lines
             self._code = said[-1].decode(errors="replace")[:3] if said else "?"
             self._busy = False
             self._news.set()
+        self._took(descriptor, chunk)
+
+    def _took(self, descriptor: int, chunk: bytes) -> None:
+        """Count what was read, and stop where that is the end or too much."""
+        self._unread -= len(chunk)
+        if self._unread <= 0:
+            self._stop_reading()
+            self._news.set()
+        elif not chunk:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            del self._sources[descriptor]
+
+    def _stop_reading(self) -> None:
+        for descriptor in self._sources:
+            asyncio.get_running_loop().remove_reader(descriptor)
 
 
 async def start_shell(files: Mapping[str, bytes], limits: Limits) -> Shell:

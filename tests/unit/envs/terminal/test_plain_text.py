@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,3 +49,9 @@ def test_the_beginning_and_the_end_are_kept(chunks):
         first, last = (plain_text(part.decode(errors="replace")) for part in (whole[:20], whole[-20:]))
         assert text == f"{first}\n{missing}\n{last}"
     assert output.take() == ""
+
+
+def test_many_backspaces_take_no_more_time_than_as_many_letters():
+    began = time.process_time()
+    assert plain_text("a" * 100_000 + "\b" * 100_000 + "b") == "b"
+    assert time.process_time() - began < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 from machine import require
 
 from palestra.envs import TerminalEnvironment, catalog_entry, check_environment
+from palestra.envs.terminal import shell
 from palestra.envs.terminal.tasks import KINDS, terminal_tasks
 from palestra.errors import EnvironmentFailed
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
@@ -133,6 +135,7 @@ async def test_a_program_that_waits_for_keys_gets_them():
 @pytest.mark.slow
 async def test_a_hundred_megabytes_of_output_are_a_few_kilobytes_of_text(terminal):
     await terminal.reset(TASK)
+    terminal._seconds = 60
     text = await output(terminal, "head -c 100000000 /dev/zero | tr '\\0' x; echo the end")
     assert len(text) < 10_000
     assert "bytes are left out" in text
@@ -212,3 +215,66 @@ async def test_what_is_no_action_is_said(terminal):
 def test_the_terminal_keeps_to_what_environments_have_to_do():
     entry = catalog_entry("terminal")
     check_environment(entry.make, entry.generate("train", 1, 1))
+
+
+FLOODS = {
+    "long lines": "yes $(head -c 3000 /dev/zero | tr '\\0' A)",
+    "one endless line": "yes | tr -d '\\n'",
+    "zeros": "cat /dev/zero",
+    "a fork that keeps the terminal": "(trap '' HUP; setsid yes &) ; sleep 60",
+    "false exit codes": "fd=${PROMPT_COMMAND##*&}; yes 1 >&$fd",
+    "no signal": "trap '' TERM INT HUP QUIT; while :; do sleep 0.01; done",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("long lines", "zeros") else pytest.param(name, marks=pytest.mark.slow) for name in FLOODS]
+)
+async def test_a_flood_of_output_ends_with_the_time_of_its_command(name):
+    environment = TerminalEnvironment(actions="text", command_seconds=0.5)
+    try:
+        await environment.reset(TASK)
+        began = time.monotonic()
+        text = await output(environment, FLOODS[name])
+        assert time.monotonic() - began < 5
+        assert len(text) < 10_000
+        used = time.process_time()
+        await asyncio.sleep(1)
+        assert time.process_time() - used < 0.9, "what it goes on writing is not read for ever"
+        began = time.monotonic()
+        assert (await environment.step_message(said("finish 7")))[1:3] == (1.0, True)
+        assert time.monotonic() - began < 5
+    finally:
+        await environment.close()
+
+
+@pytest.mark.parametrize("name", ["long lines", pytest.param("false exit codes", marks=pytest.mark.slow)])
+async def test_one_cancellation_ends_a_step_whose_output_never_pauses(name, monkeypatch):
+    monkeypatch.setattr(shell, "_MAX_BYTES", 2**60)
+    environment = TerminalEnvironment(actions="text", command_seconds=60)
+    try:
+        await environment.reset(TASK)
+        step = asyncio.create_task(output(environment, FLOODS[name]))
+        await asyncio.sleep(0.3)
+        step.cancel()
+        await asyncio.wait((step,), timeout=5)
+        assert step.done()
+    finally:
+        await environment.close()
+
+
+async def test_a_program_that_has_written_too_much_waits_for_the_next_action(monkeypatch):
+    monkeypatch.setattr(shell, "_MAX_BYTES", 100_000)
+    monkeypatch.setattr(shell, "_BETWEEN_BYTES", 0)
+    environment = TerminalEnvironment(actions="tools", command_seconds=30)
+    try:
+        await environment.reset(TASK)
+        (message,), *_ = await environment.step_message(calls(("run", {"command": "yes | head -c 250000; echo end"})))
+        assert message.text.endswith("waits for the next keys)")
+        for _ in range(20):
+            (message,), *_ = await environment.step_message(calls(("keys", {"keys": "x"})))
+            if message.text.endswith("end"):
+                return
+        raise AssertionError(message.text[-200:])
+    finally:
+        await environment.close()
