@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.cli.ending import end_soon
 from palestra.cli.options import ENVIRONMENT, command, environment_settings, load_environment
 from palestra.errors import ConfigError
 from palestra.terminal import say
@@ -82,7 +83,7 @@ def add(commands: Any) -> None:
         "--drain-seconds",
         metavar="SECONDS",
         type=float,
-        default=600.0,
+        default=4.0,
         help="how long episodes may still take after SIGTERM, while no session is made; a second SIGTERM ends them",
     )
 
@@ -175,12 +176,12 @@ async def _serve(
         say(f"{table.facts.name} at {url_of(listener)}, whose page shows the sessions; Ctrl-C ends")
         _show_new(key, is_new)
         await race(stop.wait(), draining.wait())
-        if stop.is_set():
-            return
-        say(f"draining: no new sessions; {len(table)} open")
-        drained = await race(stop.wait(), table.drain(arguments.drain_seconds))
-        if not drained.result or drained.index == 0:
-            say(f"{len(table)} sessions were ended in the middle of an episode, which is played again elsewhere")
+        if not stop.is_set():
+            say(f"draining: no new sessions; {len(table)} open")
+            drained = await race(stop.wait(), table.drain(arguments.drain_seconds))
+            if not drained.result or drained.index == 0:
+                say(f"{len(table)} sessions were ended in the middle of an episode, which is played again elsewhere")
+        end_soon()
 
 
 async def _serve_openenv(
@@ -201,6 +202,7 @@ async def _serve_openenv(
             say(f"{server.name} at {url_of(listener)}, in OpenEnv's protocol; Ctrl-C ends")
             _show_new(key, is_new)
             await stop.wait()
+            end_soon()
     finally:
         await server.close()
 

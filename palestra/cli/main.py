@@ -42,6 +42,7 @@ from palestra.cli import (
     watch,
     worker,
 )
+from palestra.cli.ending import own_process
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
 from palestra.errors import PalestraError
 from palestra.extras import missing_extra
@@ -112,6 +113,7 @@ def command() -> int:
 
             spare_own_addresses()
 
+    own_process()
     return main(None, begin)
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from palestra.cli.ending import end_soon
 from palestra.cli.options import add_set, command, overrides
 from palestra.terminal import say
+
+if TYPE_CHECKING:
+    from palestra.config import JobConfig
+    from palestra.runtime.console import Console
+    from palestra.types.progress import JobProgress
 
 
 def add(commands: Any) -> None:
@@ -35,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.runtime.checkpoints import newest_checkpoints
     from palestra.runtime.console import console_of
     from palestra.runtime.event_loop import run_on_uvloop
-    from palestra.runtime.local import serve
     from palestra.runtime.run_dir import resolve_run_dir
     from palestra.runtime.starting_points import with_checkpoints
 
@@ -46,6 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
     # The console is shown from here on, because loading the model takes seconds in which nothing else is written.
     console = console_of(config)
     with console:
-        progress = run_on_uvloop(serve(config, console.report, console.ready))
+        progress = run_on_uvloop(_served(config, console))
         console.finished(progress.state.value, newest_checkpoints(config))
     return 0 if progress.over else 130
+
+
+async def _served(config: JobConfig, console: Console) -> JobProgress:
+    """Serve the job; what its environment leaves running does not hold up the end of the process."""
+    from palestra.runtime.local import serve
+
+    try:
+        return await serve(config, console.report, console.ready)
+    finally:
+        end_soon()

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.cli.ending import end_soon
 from palestra.cli.options import ENVIRONMENT, add_control, command, load_tasks
 from palestra.cli.played import PLAYED, Played, load_played
 from palestra.errors import ConfigError, JobOver
@@ -72,7 +73,7 @@ def add(commands: Any) -> None:
         "--drain-seconds",
         metavar="SECONDS",
         type=float,
-        default=3600.0,
+        default=5.0,
         help="how long episodes may still take after SIGTERM",
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -185,4 +186,5 @@ async def _play(arguments: argparse.Namespace) -> None:
         watch = threading.Thread(target=_wait_for_parent, args=(loop, worker.drain), daemon=True)
         watch.start()
         await worker.run()
+    end_soon()
     say(f"{name}: {worker.counts['played']} episodes played, {worker.counts['failed']} failed")

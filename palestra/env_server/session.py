@@ -203,7 +203,7 @@ class EnvironmentSession:
         self.news.set()
         if self._worker is not None:
             self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
+            await asyncio.wait((self._worker,))
         await self._discard()
 
     def _send(self, **message: Any) -> int:
@@ -342,7 +342,7 @@ class EnvironmentSession:
         """Stop the episode that is being played, if there is one."""
         if self._episode is not None:
             self._episode.cancel()
-            await asyncio.gather(self._episode, return_exceptions=True)
+            await asyncio.wait((self._episode,))
             self._episode = None
         self._open.clear()
 

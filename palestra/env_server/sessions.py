@@ -185,7 +185,8 @@ class SessionTable:
         self._refuse("this server is going down")
         for session in list(self._sessions.values()):
             self.end(session)
-        await asyncio.gather(*self._ending)
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     async def _open(self, request: CreateSession) -> EnvironmentSession | None:
         """Wait for a place, make a session and set its environment up; None: no place has become free in time.

@@ -228,7 +228,8 @@ class ConcurrentEnvironment(ABC):
         tasks = list(self._working.values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks)  # not `gather`, whose caller can't be cancelled before the tasks have ended
         self._changed.set()
 
     def _clear(self) -> None:

@@ -43,8 +43,8 @@ class EnvironmentPool:
     async def close(self) -> None:
         """Close the environments that are kept."""
         self._kept = False
-        while self._idle:
-            await self._close(self._idle.pop())
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(self._close, idle))
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[ConcurrentEnvironment]:
@@ -69,7 +69,7 @@ class EnvironmentPool:
             if usable and self._kept and made is not None:
                 self._idle.append(made)
             elif made is not None:
-                await asyncio.shield(self._close(made))
+                await self._close(made)
 
     async def _close(self, made: Made) -> None:
         await close_or_log(self._concurrent(made), CLOSE_SECONDS, log, type(made).__name__)

@@ -102,7 +102,16 @@ async def test_the_command_drains_after_sigterm_and_ends_now_after_a_second_one(
     for second in (False, True):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        words = [PALESTRA, "env", "serve", f"{HERE / 'env_servers.py'}:Ledger", "--port", str(port)]
+        words = [
+            PALESTRA,
+            "env",
+            "serve",
+            f"{HERE / 'env_servers.py'}:Ledger",
+            "--port",
+            str(port),
+            "--drain-seconds",
+            "60",
+        ]
         variables = os.environ | {"PALESTRA_ENVIRONMENT_KEY": KEY}
         with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as process:
             assert "whose page shows the sessions" in process.stdout.readline()

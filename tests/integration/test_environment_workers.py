@@ -141,7 +141,7 @@ def test_a_server_that_is_killed_while_an_environment_is_played_loses_and_double
 def test_after_sigterm_the_open_episodes_are_finished_and_no_other_is_begun(tmp_path, fleet):
     with Job(tmp_path / "job", SCRIPTED) as job:
         job.start()
-        worker = fleet(job.url, "OWN:Slow", "--concurrency", 2)
+        worker = fleet(job.url, "OWN:Slow", "--concurrency", 2, "--drain-seconds", 60)
         until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "two episodes have begun")
         worker.send(signal.SIGTERM)
         (tmp_path / "release").touch()

@@ -68,7 +68,7 @@ def test_children_that_only_die_end_the_command_with_the_reason(tmp_path, fleet)
 def test_after_sigterm_what_is_played_is_finished_and_nothing_else_is_begun(tmp_path, fleet):
     with Job(tmp_path, SCRIPTED) as job:
         job.start()
-        worker = fleet(job, "slow", "--concurrency", 2)
+        worker = fleet(job, "slow", "--concurrency", 2, "--drain-seconds", 60)
         until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "two episodes have begun")
         children = children_of(worker.popen.pid)
         assert len(children) == 1

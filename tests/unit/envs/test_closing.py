@@ -1,0 +1,94 @@
+"""An environment that does not close holds nobody up for long, and still closes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from palestra.envs import ConcurrentEnvironment, closing
+from palestra.envs.closing import close_or_log
+from palestra.rollout.environment_pool import EnvironmentPool
+from palestra.types.clock import SystemClock
+
+log = logging.getLogger("palestra.rollout")
+
+
+class Slow(ConcurrentEnvironment):
+    """Closes when it is released."""
+
+    reusable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release, self.closed = asyncio.Event(), False
+
+    async def start(self, task):
+        """Never called."""
+
+    async def on_action(self, observation, action):
+        """Never called."""
+
+    async def close(self):
+        await self.release.wait()
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr(closing, "WAIT_SECONDS", 0.05)
+
+
+async def test_the_caller_goes_on_and_the_environment_closes_later():
+    environment = Slow()
+    await asyncio.wait_for(close_or_log(environment, 10, log), 5)
+    assert not environment.closed
+    environment.release.set()
+    await asyncio.sleep(0.01)
+    assert environment.closed
+    assert not closing._closing
+
+
+async def test_a_cancelled_caller_stops_waiting_and_the_environment_still_closes(monkeypatch):
+    monkeypatch.setattr(closing, "WAIT_SECONDS", 60)
+    environment = Slow()
+    caller = asyncio.create_task(close_or_log(environment, 10, log))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.wait((caller,), timeout=5)
+    assert caller.cancelled()
+    environment.release.set()
+    await asyncio.sleep(0.01)
+    assert environment.closed
+
+
+async def test_the_limit_of_the_closing_is_kept_and_logged(caplog):
+    environment = Slow()
+    await close_or_log(environment, 0.1, log)
+    await asyncio.sleep(0.3)
+    assert "closing a Slow failed: TimeoutError" in caplog.text
+    assert not closing._closing
+
+
+async def test_a_pool_closes_all_that_it_keeps_at_the_same_time(monkeypatch):
+    made = []
+
+    def make() -> Slow:
+        made.append(Slow())
+        return made[-1]
+
+    pool = EnvironmentPool(make, system=None, clock=SystemClock())
+    pool.keep()
+    async with pool.acquire(), pool.acquire(), pool.acquire():
+        pass
+    monkeypatch.setattr(closing, "WAIT_SECONDS", 1.0)
+    began = time.monotonic()
+    await pool.close()
+    assert time.monotonic() - began < 2
+    for one in made:
+        one.release.set()
+    await asyncio.sleep(0.01)
+    assert len(made) == 3
+    assert all(one.closed for one in made)
