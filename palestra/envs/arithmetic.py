@@ -40,6 +40,11 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
+def is_number(text: str) -> bool:
+    """Return whether a text is one number, as `last_number` reads it, and nothing else."""
+    return _NUMBER.fullmatch(text.strip()) is not None
+
+
 def right_number(task: Mapping[str, Any], answer: str) -> float:
     """Return 1.0 if the last number of `answer` equals `task["answer"]` exactly, else 0.0."""
     return float(last_number(answer) == Decimal(str(task["answer"])))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from palestra.envs.environment import Environment
 from palestra.envs.task_splits import Split, draw_tasks
 
-_MOVE = re.compile(r"(?<!\d)(\d++)\D+(\d++)")  # takes linear time, also of a long run of digits
+_NUMBER = re.compile(r"\d+")
 _DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))
 EMPTY, AGENT, OPPONENT = ".", "X", "O"
 
@@ -42,11 +42,11 @@ class Board:
         return f"You are {stone}. {self.to_win} in a row win. Move: row column, from 1 to {self.size}."
 
     def move(self, text: str) -> tuple[int, int] | None:
-        """Return the first (row, column), from 0, that a text names; None: it names none that is free."""
-        match = _MOVE.search(text)
-        if match is not None and max(len(match[1]), len(match[2])) > 9:  # Python refuses numbers of thousands of digits
+        """Return the last (row, column), from 0, that a text names; None: it names none that is free."""
+        said = _NUMBER.findall(text)[-2:]
+        if len(said) < 2 or max(map(len, said)) > 9:  # Python refuses numbers of thousands of digits
             return None
-        row, column = (int(match[1]) - 1, int(match[2]) - 1) if match else (-1, -1)
+        row, column = (int(number) - 1 for number in said)
         inside = 0 <= row < self.size and 0 <= column < self.size
         return (row, column) if inside and self._stones[row][column] == EMPTY else None
 

@@ -10,7 +10,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from palestra.envs.arithmetic import is_number, last_number
 from palestra.envs.environment import Environment
+from palestra.envs.final_answer import final_answers
 from palestra.envs.task_splits import Split, draw_tasks
 from palestra.errors import ConfigError
 
@@ -18,7 +20,8 @@ from palestra.errors import ConfigError
 class ReasoningEnvironment(Environment):
     """One question of a data set of `reasoning-gym`, such as `countdown` or `gsm_symbolic`, and one answer.
 
-    A task has the key `seed`, from which the question is generated.
+    A task has the key `seed`, from which the question is generated. The answer is the end of the reply, so working may
+    stand before it: see `final_answers`.
     """
 
     reusable = True
@@ -50,8 +53,21 @@ class ReasoningEnvironment(Environment):
         return str(self._entry["question"]), {"answer": self._entry["answer"]}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Score the answer with the data set's scorer, from 0 to 1, and end the episode."""
-        return "", float(self._source.score_answer(action.strip(), self._entry)), True, False, {}
+        """Score the end of the reply with the data set's scorer, from 0 to 1, and end the episode.
+
+        A scorer that fails on what the model has said pays 0: several expect a form that a reply need not have.
+        """
+        expected = str(self._entry["answer"] or "")
+        scores, info = [0.0], dict[str, Any]()
+        for answer in final_answers(action, expected.strip().count("\n") + 1):
+            if is_number(expected) and not is_number(answer):
+                number = last_number(answer)  # some scorers would take the first one
+                answer = answer if number is None else str(number)
+            try:
+                scores.append(float(self._source.score_answer(answer, self._entry)))
+            except Exception as error:  # noqa: BLE001 - scorers raise anything for text that they can't read
+                info["unreadable"] = repr(error)[:200]
+        return "", max(scores), True, False, info
 
 
 def reasoning_tasks(dataset: str, split: Split, count: int, seed: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from palestra.envs.final_answer import final_answers
 from palestra.envs.retrieval.embedder import model_folder
 from palestra.envs.retrieval.search import PassageSearch
 from palestra.envs.task_splits import Split, draw_tasks
@@ -59,8 +60,8 @@ class RetrievalEnvironment(ToolEnvironment):
 
 
 def right_fact(task: Mapping[str, Any], answer: str) -> float:
-    """Return 1.0 if an answer holds the task's fact as whole words, and no other of the same kind, else 0.0."""
-    said = f" {' '.join(re.findall(r'[a-z]+', answer.lower()))} "
+    """Return 1.0 if the end of an answer holds the task's fact as whole words, and no other of its kind, else 0.0."""
+    said = f" {' '.join(re.findall(r'[a-z]+', final_answers(answer, 1)[0].lower()))} "
     kinds = {"town": _TOWNS, "job": _JOBS, "pet": _PETS}
     named = [fact for fact in kinds[task["asked"]] if f" {fact.lower()} " in said]
     return float(named == [task["answer"]])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from palestra.envs.final_answer import final_answers
 from palestra.envs.terminal.sandbox import Limits, UnfitFiles, run_once
 from palestra.errors import InvalidEnvironment
 
@@ -39,7 +40,7 @@ async def check(task: Mapping[str, Any], files: Files, answer: str) -> float:
 
 
 async def _same_answer(expected: str, files: Files, answer: str) -> bool:
-    return answer.strip().removeprefix("./") == expected
+    return final_answers(answer, 1)[0].removeprefix("./") == expected
 
 
 async def _same_files(expected: Mapping[str, str], files: Files, answer: str) -> bool:
