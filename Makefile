@@ -98,7 +98,7 @@ vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/v
 engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about a quarter of an hour on two quiet cores
 	$(BIN)/pytest tests/engines tests/unit/bench -m engines
 
-PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool setpriv
+PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool prlimit
 PACKAGES := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool util-linux python3-tk
 
 machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing

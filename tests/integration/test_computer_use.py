@@ -164,7 +164,7 @@ async def test_a_page_is_found_clicked_and_written_into_by_its_screenshots_alone
 
 
 async def test_a_window_is_filled_in_by_its_screenshots_alone(tmp_path):
-    require("Xvfb", "xdotool", "setpriv")
+    require("Xvfb", "xdotool", "bwrap")
     task = {
         "prompt": "Write Ada into Name. Then press Save.",
         "fields": ["Name"],

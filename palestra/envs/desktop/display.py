@@ -1,163 +1,174 @@
-"""`Display`: a screen without a monitor (Xvfb), its picture as PNG, and programs that see it and no other."""
+"""`Display`: a screen without a monitor (Xvfb) with one window, in a sandbox of its own, and its picture as PNG."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import base64
+import binascii
+import json
 import os
-import secrets
 import shutil
-import signal
 import struct
+import subprocess
 import zlib
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from palestra.envs.terminal.descriptors import Descriptors, read
-from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.envs.terminal import sandbox
+from palestra.envs.terminal.descriptors import Descriptors, readable
+from palestra.envs.terminal.sandbox import Limits, Sandbox, start_sandbox
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 
-_START_SECONDS = 30.0
-_END_SECONDS = 5.0
-KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes: such signals come from outside
-_ANY_ADDRESS = 0xFFFF  # in an authority file: the cookie is for every display
-_COOKIE = b"MIT-MAGIC-COOKIE-1"
+_PROGRAM = Path(__file__).parent / "window.py"
+_TKINTER = "python3*/lib-dynload/_tkinter*.so"  # of the machine's own Python, below /usr/lib
+_MAX_ANSWER = 4 << 20  # bytes
+_CHUNK = 65_536
 
 
 def check_installed() -> None:
-    """Check that this machine has what a desktop needs.
+    """Check that this machine has what a desktop needs, where a sandbox sees it.
 
     Raises:
         ConfigError: something is missing.
     """
-    missing = [name for name in ("Xvfb", "xdotool", "setpriv") if shutil.which(name) is None]
-    if find_spec("_tkinter") is None:
+    missing = [name for name in ("Xvfb", "xdotool") if shutil.which(name, path="/usr/bin:/bin") is None]
+    if not any(Path("/usr/lib").glob(_TKINTER)):
         missing.append("tkinter")
     if missing:
         raise ConfigError(
-            f"this environment needs {', '.join(missing)}; run: apt-get install xvfb xdotool util-linux python3-tk"
+            f"this environment needs {', '.join(missing)} in /usr; run: apt-get install xvfb xdotool python3-tk"
         )
+    sandbox.check_installed()
 
 
 class Display:
-    """A screen of its own, with a cookie that only its programs know; its processes end with this one."""
+    """A screen with a window on it. All that sees the screen runs in one sandbox, which ends with this process."""
 
-    def __init__(self, server: asyncio.subprocess.Process, folder: TemporaryDirectory[str], number: int) -> None:
+    def __init__(self, box: Sandbox, owned: Descriptors, *, requests: int, answers: int, size: tuple[int, int]) -> None:
         """Take a screen that has been started; `start_display` starts one.
 
         Args:
-            server: Xvfb's process.
-            folder: with the cookie, and the picture that Xvfb draws in.
-            number: of the display.
+            box: where the screen, its window and xdotool run.
+            owned: descriptors that are closed with it.
+            requests: pipe for lines of JSON to the window's program.
+            answers: pipe with its answers, a line each.
+            size: of the screen in pixels, wide and high.
         """
-        self._server, self._folder = server, folder
-        self._variables = {
-            "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
-            "DISPLAY": f":{number}",
-            "XAUTHORITY": f"{folder.name}/authority",
-            "LANG": "C.UTF-8",
-        }
+        self._box, self._owned, self._requests, self._answers, self._size = box, owned, requests, answers, size
 
-    @property
-    def exit_code(self) -> int | None:
-        """Return how the screen has ended, as a process of asyncio has it; None: it is there."""
-        return self._server.returncode
-
-    async def start(self, command: Sequence[str], **settings: Any) -> asyncio.subprocess.Process:
-        """Start a program that sees the screen, and ends with this process.
-
-        Args:
-            command: the program, with its arguments.
-            **settings: of `asyncio.create_subprocess_exec`.
-        """
-        return await asyncio.create_subprocess_exec(
-            "setpriv", "--pdeathsig", "KILL", *command, env=self._variables, start_new_session=True, **settings
-        )
-
-    def screenshot(self) -> bytes:
-        """Return what the screen shows, as PNG.
+    def check_alive(self) -> None:
+        """Check that the screen and the window are there.
 
         Raises:
-            EnvironmentFailed: the screen is gone.
+            EpisodeForfeited: one has ended, or the sandbox was ended by a limit.
+            EnvironmentFailed: the sandbox was killed from outside.
+        """
+        if self._box.running:
+            return
+        code = self._box.process.returncode
+        if code is not None and code < 0:
+            raise EnvironmentFailed(f"the screen was killed from outside, by signal {-code}")
+        reason = f": {self._box.ended_for}" if self._box.ended_for else ""
+        raise EpisodeForfeited(f"the screen, or the window on it, has ended{reason}")
+
+    async def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the answer of the window's program to a request; see `window.py`.
+
+        Args:
+            request: `{}` for the window's state, or one of its keys.
+            seconds: limit for the answer.
+
+        Raises:
+            EpisodeForfeited: it does not answer, or has ended.
+            EnvironmentFailed: see `check_alive`.
+        """
+        self.check_alive()
+        try:
+            async with asyncio.timeout(seconds):
+                os.write(self._requests, json.dumps(request).encode() + b"\n")
+                line = await self._line()
+                if not line:  # it has ended: wait until it is known how
+                    await self._box.process.wait()
+            found: dict[str, Any] = json.loads(line)
+        except (TimeoutError, ValueError, OSError) as error:
+            self.check_alive()
+            raise EpisodeForfeited("the window does not answer") from error
+        return found
+
+    async def screenshot(self, seconds: float) -> bytes:
+        """Return what the screen shows, as PNG.
+
+        Args:
+            seconds: limit for the answer of the window's program.
+
+        Raises:
+            EpisodeForfeited, EnvironmentFailed: see `ask`.
         """
         try:
-            return png_of_xwd(Path(self._folder.name, "Xvfb_screen0").read_bytes())
-        except (OSError, struct.error) as error:
-            raise EnvironmentFailed(f"the screen has no picture: {error}") from error
+            return png_of_xwd(base64.b64decode((await self.ask({"picture": True}, seconds))["picture"]), self._size)
+        except (KeyError, struct.error, binascii.Error) as error:
+            raise EpisodeForfeited(f"the screen has no picture: {error}") from error
 
     async def close(self) -> None:
-        """End the screen; programs that see it end as well."""
-        await end(self._server)
-        self._folder.cleanup()
+        """End the screen with all that sees it; nothing of it is left."""
+        self._owned.close_all()
+        await self._box.close()
+
+    async def _line(self) -> bytes:
+        found = bytearray()
+        while not found.endswith(b"\n") and len(found) < _MAX_ANSWER:
+            await readable(asyncio.get_running_loop(), self._answers)
+            if not (chunk := os.read(self._answers, _CHUNK)):
+                break
+            found += chunk
+        return bytes(found)
 
 
-async def start_display(width: int, height: int) -> Display:
-    """Start a screen of its own.
+async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Display:
+    """Start a screen with a window.
 
     Args:
-        width: in pixels.
-        height: in pixels.
+        window: its description; see `window.py`.
+        size: of the screen in pixels, wide and high.
 
     Raises:
-        ConfigError: Xvfb is not installed.
-        EnvironmentFailed: Xvfb does not start.
+        ConfigError: Xvfb, or another program, is not installed.
+        EnvironmentFailed: no sandbox is started.
     """
     check_installed()
-    folder = TemporaryDirectory(prefix="palestra-display-")
-    authority = _write_cookie(Path(folder.name))
-    with Descriptors() as ours:
-        numbers, written = ours.pipe()
-        server = await asyncio.create_subprocess_exec(
-            *("setpriv", "--pdeathsig", "KILL", "Xvfb", "-displayfd", str(written), "-nolisten", "tcp"),
-            *("-screen", "0", f"{width}x{height}x24", "-auth", str(authority), "-fbdir", folder.name),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            pass_fds=(written,),
-            start_new_session=True,
+    owned = Descriptors()
+    try:
+        (asked, requests), (answers, answered) = owned.pipe(), owned.pipe()
+        command = ("/usr/bin/python3", "-I", _PROGRAM.name, json.dumps({**window, "size": size}), str(answered))
+        box = await start_sandbox(
+            command,
+            {_PROGRAM.name: _PROGRAM.read_bytes()},
+            Limits(),
+            stdin=asked,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(answered,),
         )
-        ours.close(written)
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                number = int(await read(numbers))
-        except (TimeoutError, ValueError) as error:
-            await end(server)
-            folder.cleanup()
-            raise EnvironmentFailed(f"Xvfb does not start; it ended with {server.returncode}") from error
-    return Display(server, folder, number)
+        owned.close(asked, answered)
+    except BaseException:
+        owned.close_all()
+        raise
+    return Display(box, owned, requests=requests, answers=answers, size=size)
 
 
-def _write_cookie(folder: Path) -> Path:
-    """Write a new cookie in the format of Xauthority, into a folder that only this user can read; return its path."""
-    parts = (b"", b"", _COOKIE, secrets.token_bytes(16))  # address, display, name of the method, the cookie
-    path = folder / "authority"
-    path.write_bytes(struct.pack(">H", _ANY_ADDRESS) + b"".join(struct.pack(">H", len(part)) + part for part in parts))
-    return path
-
-
-async def end(process: asyncio.subprocess.Process) -> None:
-    """End a process, and wait until it is gone."""
-    for stop in (process.terminate, process.kill):
-        with contextlib.suppress(ProcessLookupError):
-            stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
-                return
-
-
-def png_of_xwd(dump: bytes) -> bytes:
+def png_of_xwd(dump: bytes, size: tuple[int, int]) -> bytes:
     """Return a picture in the format of X's window dumps as PNG.
 
     Args:
         dump: 32 bits a pixel, as Xvfb writes it at a depth of 24 bits.
+        size: of the picture in pixels, wide and high.
 
     Raises:
-        struct.error: the dump is too short.
+        struct.error: the dump is too short, or of another size.
     """
     fields = struct.unpack(">25I", dump[:100])
+    if (fields[4], fields[5]) != size:
+        raise struct.error(f"the picture has the size {fields[4]} x {fields[5]}")
     begin, width, height, line_bytes, colours = fields[0], fields[4], fields[5], fields[12], fields[19]
     first = begin + 12 * colours
     little = fields[7] == 0  # the order of bytes in a pixel

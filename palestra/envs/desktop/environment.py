@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import string
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
-from palestra.envs.desktop.display import KILLED, Display, check_installed, end, start_display
-from palestra.errors import EnvironmentFailed, EpisodeForfeited, PalestraError
+from palestra.envs.desktop.display import Display, check_installed, start_display
+from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.pictures.parts import Picture
-from palestra.threads import in_thread
 from palestra.tools import BadArguments, FunctionTool
 
 SIZE = (320, 200)  # pixels of the screen, wide and high
-_NOTICE_SECONDS = 0.2
-_PROGRAM = Path(__file__).parent / "window.py"
 # Known names alone: other ones are commands of xdotool, or keys that end the screen, and its own list of keys is short.
 MODIFIERS = ("ctrl", "shift", "alt")
 KEYS = frozenset(
@@ -29,7 +22,7 @@ KEYS = frozenset(
         *(string.ascii_letters + string.digits),
         *("Tab", "Return", "space", "BackSpace", "Delete", "Insert", "Escape"),
         *("Home", "End", "Prior", "Next", "Up", "Down", "Left", "Right"),
-        *("minus", "plus", "equal", "comma", "period", "slash", "colon", "semicolon", "underscore", "at", "apostrophe"),
+        *("minus", "plus", "equal", "comma", "period", "slash", "colon", "semicolon", "underscore", "at"),
         *(f"F{number}" for number in range(1, 13)),
     }
 )
@@ -38,8 +31,8 @@ KEYS = frozenset(
 class DesktopEnvironment(ActingEnvironment):
     """A window with fields, boxes and buttons; the reward is 1 if the right button is pressed over the right contents.
 
-    Each episode has a screen (Xvfb) and a program of its own; the agent's actions go through xdotool. Pressing a button
-    ends the episode.
+    Each episode has a screen (Xvfb), a program with a window, and xdotool for the agent's actions, all in a sandbox of
+    its own. Pressing a button ends the episode.
     """
 
     answers: ClassVar[bool] = False
@@ -62,7 +55,7 @@ class DesktopEnvironment(ActingEnvironment):
             timeout_seconds: limit for one action, and for one answer of the window.
 
         Raises:
-            ConfigError: Xvfb, xdotool or tkinter is not installed.
+            ConfigError: Xvfb, xdotool, tkinter or bubblewrap is not installed.
             ValueError: a number is not above 0.
         """
         check_installed()
@@ -73,8 +66,7 @@ class DesktopEnvironment(ActingEnvironment):
         self._shows, self._seconds = observation, timeout_seconds
         self._task: Mapping[str, Any] = {}
         self._display: Display | None = None
-        self._window: asyncio.subprocess.Process | None = None
-        self._failure: PalestraError | None = None
+        self._failure: EpisodeForfeited | None = None
 
     async def click(
         self, x: Annotated[int, Field(ge=0, lt=SIZE[0])], y: Annotated[int, Field(ge=0, lt=SIZE[1])]
@@ -118,19 +110,13 @@ class DesktopEnvironment(ActingEnvironment):
         Raises:
             EnvironmentFailed: there is no screen.
         """
-        if self._display is None:
-            raise EnvironmentFailed("there is no screen: the episode has not begun")
-        return await in_thread(self._display.screenshot)
+        return await self._opened().screenshot(self._seconds)
 
     async def start(self, task: Mapping[str, Any]) -> str:
         """Start a screen with the task's window, and return what the agent is to do."""
         await self.close()
         self._task, self._failure = task, None
-        self._display = await start_display(*SIZE)
-        pipe = asyncio.subprocess.PIPE
-        shown = {"width": SIZE[0], "height": SIZE[1], **{key: task[key] for key in ("fields", "boxes", "buttons")}}
-        program = [sys.executable, "-I", str(_PROGRAM), json.dumps(shown)]
-        self._window = await self._display.start(program, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL)
+        self._display = await start_display({key: task[key] for key in ("fields", "boxes", "buttons")}, SIZE)
         await self._ask()
         return str(task["prompt"])
 
@@ -154,24 +140,15 @@ class DesktopEnvironment(ActingEnvironment):
         """Check that the screen and the window are there.
 
         Raises:
-            EpisodeForfeited: one has ended.
+            EpisodeForfeited: one has ended, or does not answer.
             EnvironmentFailed: one was killed from outside.
         """
         if self._failure is not None:
             raise self._failure
-        assert self._display is not None, "the episode has begun"
-        assert self._window is not None, "the episode has begun"
-        codes = (self._display.exit_code, self._window.returncode)
-        if any(code in KILLED for code in codes):
-            raise EnvironmentFailed("the screen, or the program in it, was killed from outside")
-        if codes != (None, None):
-            raise self._fail("the screen, or the program in it, has ended")
+        self._opened().check_alive()
 
     async def close(self) -> None:
         """End the window and the screen."""
-        if (window := self._window) is not None:
-            self._window = None
-            await end(window)
         if (display := self._display) is not None:
             self._display = None
             await display.close()
@@ -180,47 +157,28 @@ class DesktopEnvironment(ActingEnvironment):
         """Run xdotool on the screen.
 
         Raises:
-            BadArguments: xdotool knows no such key.
             EpisodeForfeited: it takes too long, or fails.
         """
-        self.check_alive()
-        assert self._display is not None, "check_alive has looked"
-        process = await self._display.start(
-            ["xdotool", *arguments], stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-        )
-        try:
-            async with asyncio.timeout(self._seconds):
-                _, errors = await process.communicate()
-        except TimeoutError:
-            await end(process)
-            raise self._fail(f"xdotool took longer than {self._seconds:g} s") from None
-        if "No such key name" in errors.decode(errors="replace"):
-            raise BadArguments(f"there is no key {arguments[-1]!r}")
-        if process.returncode:
-            await asyncio.sleep(_NOTICE_SECONDS)  # until it is known how the screen has ended, where it has
-            self.check_alive()
-            raise self._fail(f"xdotool failed: {errors.decode(errors='replace').strip()}")
+        found = await self._ask({"xdotool": arguments, "seconds": self._seconds})
+        if found.get("code") != 0:
+            self._failure = EpisodeForfeited(f"xdotool failed with {found.get('code')}: {found.get('said')}")
+            raise self._failure
         return DONE
 
-    async def _ask(self) -> dict[str, Any]:
-        """Return what the window says of itself.
+    async def _ask(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer of the window's program; without a request, what the window says of itself.
 
         Raises:
-            EpisodeForfeited: it does not answer.
+            EpisodeForfeited, EnvironmentFailed: see `check_alive`.
         """
         self.check_alive()
-        window = self._window
-        assert window is not None, "check_alive has looked"
-        assert window.stdin is not None, "the window was started with pipes"
-        assert window.stdout is not None, "the window was started with pipes"
-        window.stdin.write(b"\n")
         try:
-            async with asyncio.timeout(self._seconds):
-                found: dict[str, Any] = json.loads(await window.stdout.readline())
-        except (TimeoutError, ValueError, OSError) as error:
-            raise self._fail("the window does not answer") from error
-        return found
+            return await self._opened().ask(request or {}, self._seconds + 1)
+        except EpisodeForfeited as error:
+            self._failure = error
+            raise
 
-    def _fail(self, reason: str) -> PalestraError:
-        self._failure = EpisodeForfeited(reason)
-        return self._failure
+    def _opened(self) -> Display:
+        if self._display is None:
+            raise EnvironmentFailed("there is no screen: the episode has not begun")
+        return self._display

@@ -1,14 +1,22 @@
-"""A program with one window, made of a description: fields, boxes to tick, and buttons. Runs in a process of its own.
+"""A program with one window: fields, boxes to tick, and buttons. Runs in a sandbox with its screen.
 
-Its argument is the description as JSON. For each line of its input the program writes one line of JSON: what is in its
-window, which button was pressed first, and what the fields held at that moment. It imports nothing of Palestra, so that
-it starts quickly.
+Its first argument is a description of the window as JSON, its second the descriptor of its answers. It starts the
+screen, Xvfb, which draws in a file of the working folder. For each line of its input, a JSON object, it writes one line
+of JSON:
+
+{}: what is in the window, which button was pressed first, and what the fields held at that moment.
+{"xdotool": [arguments], "seconds": limit}: the exit code of xdotool, or null, and what it said.
+{"picture": true}: the screen in the format of X's window dumps, as base64.
+
+It imports nothing of Palestra, which the sandbox does not have.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import subprocess
 import sys
 import tkinter
 from functools import partial
@@ -18,8 +26,11 @@ from typing import Any
 def main() -> None:
     """Show the window, and answer until the input ends."""
     description: dict[str, Any] = json.loads(sys.argv[1])
+    width, height = description["size"]
+    os.environ["DISPLAY"] = f":{_start_screen(width, height)}"
+    answers = open(int(sys.argv[2]), "w")  # noqa: SIM115 - open as long as the program
     root = tkinter.Tk()
-    root.geometry(f"{description['width']}x{description['height']}+0+0")
+    root.geometry(f"{width}x{height}+0+0")
     widgets: list[tuple[str, str, tkinter.Widget, Any]] = []
     result: dict[str, Any] = {"pressed": None, "values": {}}
 
@@ -49,9 +60,22 @@ def main() -> None:
         widgets.append(("button", name, button, None))
 
     def answer(*_: object) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
+        line = sys.stdin.readline()
+        if not line:
             root.destroy()
             return
+        request: dict[str, Any] = json.loads(line)
+        if "xdotool" in request:
+            found = _xdotool(request["xdotool"], request["seconds"])
+        elif "picture" in request:
+            with open("Xvfb_screen0", "rb") as picture:
+                found = {"picture": base64.b64encode(picture.read()).decode()}
+        else:
+            found = state()
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+    def state() -> dict[str, Any]:
         root.winfo_pointerxy()  # a question to the screen, whose answer comes after all events that came before
         root.update()
         shown = [
@@ -64,12 +88,30 @@ def main() -> None:
             }
             for kind, name, widget, variable in widgets
         ]
-        sys.stdout.write(json.dumps({"widgets": shown, **result}) + "\n")
-        sys.stdout.flush()
+        return {"widgets": shown, **result}
 
     root.update()
     root.tk.createfilehandler(sys.stdin, tkinter.READABLE, answer)
     root.mainloop()
+
+
+def _start_screen(width: int, height: int) -> str:
+    """Start Xvfb, which ends with the sandbox, and return the number of its display."""
+    reading, writing = os.pipe()
+    screen = ("-screen", "0", f"{width}x{height}x24", "-fbdir", ".", "-nolisten", "tcp")
+    subprocess.Popen(["Xvfb", "-displayfd", str(writing), *screen], pass_fds=[writing])
+    os.close(writing)
+    with open(reading) as number:
+        return number.readline().strip()
+
+
+def _xdotool(arguments: list[str], seconds: float) -> dict[str, Any]:
+    """Run xdotool, and return its exit code, or None if it took too long, and what it said."""
+    try:
+        done = subprocess.run(["xdotool", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"code": None, "said": ""}
+    return {"code": done.returncode, "said": done.stderr[:500]}
 
 
 if __name__ == "__main__":

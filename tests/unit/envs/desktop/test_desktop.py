@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import io
 import json
 import os
 import re
 import signal
+import sys
 
 import psutil
 import pytest
@@ -20,7 +22,7 @@ from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.tools import ToolFailure
 from palestra.types.messages import FunctionCall, ToolCall, text_message
 
-require("Xvfb", "xdotool", "setpriv")
+require("Xvfb", "xdotool", "bwrap")
 TASK = {
     "id": "w",
     "prompt": "Write Ada into Name. Tick Gift. Then press Save.",
@@ -120,42 +122,60 @@ async def test_what_no_key_and_no_place_is_does_not_reach_the_screen(desktop, mo
     assert result.failure is ToolFailure.BAD_ARGUMENTS
 
 
-async def test_a_screen_that_an_action_ends_is_a_forfeit(desktop):
+@pytest.mark.parametrize(
+    ("blow", "kind"),
+    [
+        ("window.py", EpisodeForfeited),
+        pytest.param("Xvfb", EpisodeForfeited, marks=pytest.mark.slow),
+        ("bwrap", EnvironmentFailed),
+    ],
+)
+async def test_what_ends_in_the_sandbox_is_a_forfeit_and_what_kills_the_sandbox_is_not(desktop, blow, kind):
+    others = psutil.Process().children(recursive=True)  # of tests before this one
     await desktop.reset(TASK)
-    desktop._window.stdin.close()  # as if the window had ended by itself
-    await desktop._window.wait()
-    with pytest.raises(EpisodeForfeited):
-        await do(desktop, "click 5 5")
-
-
-@pytest.mark.parametrize("blow", ["window", pytest.param("Xvfb", marks=pytest.mark.slow)])
-async def test_what_dies_fails_the_episode_and_leaves_nothing(desktop, blow):
-    others = psutil.Process().children()  # of tests before this one
-    await desktop.reset(TASK)
-    children = psutil.Process().children(recursive=True)
-    (victim,) = [one for one in children if any(blow in part for part in one.cmdline()[:3])]
+    started = [one for one in psutil.Process().children(recursive=True) if one not in others]
+    victim = next(one for one in started if any(part.endswith(blow) for part in one.cmdline()[:3]))
     os.kill(victim.pid, signal.SIGKILL)
-    await asyncio.sleep(1)
-    with pytest.raises(EnvironmentFailed):
-        await do(desktop, "click 5 5", "click 5 5", "click 5 5")
+    await asyncio.sleep(0.5)
+    with pytest.raises(kind):
+        await do(desktop, "click 5 5")
     at = places((await desktop.reset(TASK))[0])
     assert (await do(desktop, f"click {at['Delete']}"))[:2] == (0.0, True)
-    folder = desktop._display._folder.name
     await desktop.close()
     assert set(psutil.Process().children()) <= set(others)
-    assert not os.path.exists(folder)
+
+
+async def test_all_that_sees_the_screen_runs_in_the_sandbox(desktop):
+    """A model's text has written past the heap of xdotool, which had the rights of the operator."""
+    sockets = set(glob.glob("/tmp/.X11-unix/*"))
+    others = psutil.Process().children(recursive=True)
+    await desktop.reset(TASK)
+    assert set(glob.glob("/tmp/.X11-unix/*")) == sockets
+    ours = os.stat("/proc/self/ns/net").st_ino
+    started = [one for one in psutil.Process().children(recursive=True) if one not in others]
+    programs = [one for one in started if "Xvfb" in one.cmdline()[:1] or "window.py" in one.cmdline()[:3]]
+    assert programs
+    assert all(os.stat(f"/proc/{one.pid}/ns/net").st_ino != ours for one in programs)
 
 
 @pytest.mark.slow
-async def test_no_one_without_the_cookie_sees_the_screen(desktop):
-    await desktop.reset(TASK)
-    display = desktop._display._variables["DISPLAY"]
-    strangers = await desktop._display.start(
-        ["env", "XAUTHORITY=/nowhere", "xdotool", "getmouselocation"], stdout=-3, stderr=-3
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+async def test_nothing_of_a_desktop_is_left_however_its_process_ends(tmp_path, number):
+    code = (
+        "import asyncio, json, sys\nfrom palestra.envs import DesktopEnvironment\n"
+        "async def main():\n    await DesktopEnvironment().reset(json.loads(sys.argv[1]))\n"
+        "    print('ready', flush=True)\n    await asyncio.sleep(60)\nasyncio.run(main())\n"
     )
-    assert await strangers.wait() != 0
-    friends = await desktop._display.start(["xdotool", "getmouselocation"], stdout=-3, stderr=-3)
-    assert await friends.wait() == 0, display
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, json.dumps(TASK), stdout=-1, env=variables)
+    assert child.stdout is not None
+    assert await child.stdout.readline() == b"ready\n"
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(number)
+    await child.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tasks_name_what_their_window_has():
