@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Admission:
 def new_key() -> str:
     """Return a new key of a job for its base server."""
     return PREFIX + secrets.token_hex(24)
+
+
+def is_key(text: str) -> bool:
+    """Return whether a text has the form of a job's key."""
+    return re.fullmatch(f"{PREFIX}[0-9a-f]{{48}}", text) is not None
 
 
 def digest_of(key: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.backend.admissions import FILE, Admission, digest_of, new_key, write_admissions
+from palestra.backend.admissions import FILE, Admission, Admissions, digest_of, is_key, new_key, write_admissions
 from palestra.control.placement.tenants import Quota
 from palestra.disk import write_whole
+from palestra.errors import StoreError
 from palestra.types.jobs import JobRecord
 
+log = logging.getLogger("palestra.control")
 KEY_FILE = "base_key"  # in a job's folder, while it runs on a base server
 
 
@@ -89,14 +92,27 @@ class AdmittedJobs:
         """Count a job that runs already, with the key that it was given."""
         self.add(job)
         path = self._folders / job.job_id / KEY_FILE
-        if path.exists():
-            self._jobs[job.job_id].digest = digest_of(path.read_text())
+        try:
+            key = path.read_text()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log.warning("%s can't be read, so its job has no key: %s", path, error)
+            return
+        if is_key(key):
+            self._jobs[job.job_id].digest = digest_of(key)
+        else:
+            log.warning("%s is damaged, so its job has no key", path)
 
     def prepare(self) -> None:
         """Make the folder of the base server, with a file of admissions."""
         with self._lock:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not (self.folder / FILE).exists():
+            try:
+                Admissions(self.folder / FILE)
+            except StoreError as error:
+                if (self.folder / FILE).exists():
+                    log.warning("%s", error)
                 write_admissions(self.folder / FILE, ())
 
     def write(self, quotas: Mapping[str, Quota]) -> None:

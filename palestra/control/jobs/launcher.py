@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,11 +15,13 @@ from typing import Any, Protocol
 
 from palestra.control.jobs.deadlines import limit_is_over
 from palestra.control.placement.fitting import Node
+from palestra.disk import write_whole
 from palestra.errors import PalestraError, causes_of
 from palestra.types.gpus import GpuReading
 from palestra.types.jobs import JobRecord, ProcessResources, Resources, Role
 from palestra.types.states import JobState
 
+log = logging.getLogger("palestra.control")
 RUN = "run"  # name of the run's folder in a job's folder
 LOG_FILE = "log.txt"  # in a job's folder
 ENDED_FILE = "ended.json"  # in a job's folder, after its server has ended
@@ -80,9 +83,7 @@ def ending_of(error: BaseException) -> Ending:
 
 def write_ended(folder: Path, ended: Ended) -> None:
     """Write into a job's folder how its server ended, for a scheduler that was not running then."""
-    temporary = folder / f".{ENDED_FILE}"
-    temporary.write_text(ended_text(ended))
-    temporary.replace(folder / ENDED_FILE)
+    write_whole(folder / ENDED_FILE, ended_text(ended).encode())
 
 
 def ended_text(ended: Ended) -> str:
@@ -91,11 +92,15 @@ def ended_text(ended: Ended) -> str:
 
 
 def read_ended(folder: Path, name: str = ENDED_FILE) -> Ended | None:
-    """Return how a server ended, from a file in its folder; None: there is no such file, because it was killed."""
+    """Return how a server ended, from a file in its folder; None: the server was killed, or the file is damaged."""
+    path = folder / name
     try:
-        found = json.loads((folder / name).read_text())
+        found = json.loads(path.read_text())
         return Ended(ending=Ending(found["ending"]), reason=str(found["reason"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s can't be read, so how the server ended is not known: %s", path, error)
         return None
 
 

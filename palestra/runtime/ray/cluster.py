@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -18,10 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from palestra.disk import write_whole
 from palestra.errors import ConfigError
 from palestra.processes import MALLOC_VARIABLE, malloc_without_caches
 from palestra.runtime.ray.job_environment import job_environment
 
+log = logging.getLogger("palestra.runtime")
 NAMESPACE = "palestra"
 START_SECONDS = 60.0
 _FILE = "ray.json"
@@ -104,10 +107,11 @@ def stop_local(state_dir: Path) -> None:
 def _use_own_token(state_dir: Path) -> None:
     """Make clients of the local cluster need a token that only this user can read. A joined cluster has its own."""
     path = state_dir.resolve() / "ray_token"  # absolute: Ray has another working directory
-    if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
+    token = path.read_text(errors="replace") if path.exists() else None
+    if token is None or re.fullmatch("[0-9a-f]{64}", token) is None:
+        if token is not None:
+            log.warning("%s is damaged, so it is written anew", path)
+        write_whole(path, secrets.token_hex(32).encode(), 0o600)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
     os.environ.pop("RAY_AUTH_TOKEN", None)  # another cluster's token would take precedence
@@ -125,12 +129,12 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
     if local.memory_gib is not None:
         command.append(f"--memory={int(local.memory_gib * 2**30)}")
     command.append(f"--object-store-memory={128 * 2**20}")  # jobs do not use the object store
-    log, work = state_dir / "ray.log", state_dir / "work"
+    said, work = state_dir / "ray.log", state_dir / "work"
     work.mkdir(mode=0o700, exist_ok=True)  # empty, so that no relative name finds a file
     variables = job_environment(os.environ, pass_env)
     if settings := malloc_without_caches(variables.get(MALLOC_VARIABLE, "")):  # which its processes inherit
         variables[MALLOC_VARIABLE] = settings
-    with log.open("ab") as out:
+    with said.open("ab") as out:
         head = subprocess.Popen(
             command,
             stdout=out,
@@ -141,7 +145,7 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
         )
     _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": _started(head.pid)})
     try:
-        _wait(head, port, log)
+        _wait(head, port, said)
     except BaseException:
         stop_local(state_dir)
         head.wait()
@@ -149,7 +153,7 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
     return f"127.0.0.1:{port}"
 
 
-def _wait(head: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
     """Wait until the cluster can be joined.
 
     Raises:
@@ -158,12 +162,12 @@ def _wait(head: subprocess.Popen[bytes], port: int, log: Path) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if head.poll() is not None:
-            raise ConfigError(f"Ray could not be started; see {log}")
+            raise ConfigError(f"Ray could not be started; see {said}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            if "Ray runtime started" in log.read_text(errors="replace"):
+            if "Ray runtime started" in said.read_text(errors="replace"):
                 return
         time.sleep(0.1)
-    raise ConfigError(f"Ray did not start within {START_SECONDS:g} s; see {log}")
+    raise ConfigError(f"Ray did not start within {START_SECONDS:g} s; see {said}")
 
 
 def _known(state_dir: Path) -> str | None:
@@ -173,17 +177,20 @@ def _known(state_dir: Path) -> str | None:
 
 
 def _read(state_dir: Path) -> dict[str, Any] | None:
+    """Return what is known of the local cluster; None: nothing, or the file is damaged."""
+    path = state_dir / _FILE
     try:
-        found: dict[str, Any] = json.loads((state_dir / _FILE).read_text())
+        found = json.loads(path.read_text())
+        return {"address": str(found["address"]), "pid": int(found["pid"]), "started": found["started"]}
     except FileNotFoundError:
         return None
-    return found
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("%s can't be read (%s), so a local cluster that still runs is not found again", path, error)
+        return None
 
 
 def _write(state_dir: Path, data: dict[str, Any]) -> None:
-    temporary = state_dir / f"{_FILE}.part"  # renamed when complete, so that no half-written file remains
-    temporary.write_text(json.dumps(data))
-    temporary.replace(state_dir / _FILE)
+    write_whole(state_dir / _FILE, json.dumps(data).encode())
 
 
 def _alive(found: dict[str, Any]) -> bool:

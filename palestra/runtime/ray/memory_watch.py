@@ -100,7 +100,10 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
             said = text.replace(USED, f"{used / 2**30:.2f}")
             temporary = ended.with_name(f".{ended.name}.part")
             with contextlib.suppress(OSError):  # a full disk must not keep the job alive
-                temporary.write_text(said)
+                with temporary.open("w") as file:  # as `disk.write_whole` does, which this script can't import
+                    file.write(said)
+                    file.flush()
+                    os.fsync(file.fileno())
                 temporary.replace(ended)
                 with log.open("a") as file:
                     file.write(said + "\n")
