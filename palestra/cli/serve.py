@@ -92,11 +92,21 @@ def run(arguments: argparse.Namespace) -> int:
     for warning in options.rules.engines.warnings(options.pass_env, os.environ):
         say(f"palestra: {warning}", file=sys.stderr)
 
-    def ready(url: str, first: Any) -> None:
+    hint = False
+
+    def show_key(made: Any, unused: bool) -> None:
+        nonlocal hint
+        if arguments.insecure_no_auth:
+            return
+        if hint := made is not None:
+            say(f"the admin's key, shown this once:  {made.secret}")
+        elif unused:
+            say("no key of the first admin was ever used; if it is lost, start once with --new-admin-key")
+
+    def ready(url: str) -> None:
         say(f"control plane at {url}, its state in {arguments.state_dir}; the page is {url}/dashboard")
-        if first is not None and not arguments.insecure_no_auth:
-            say(f"the admin's key, shown this once:  {first.secret}")
+        if hint:
             say(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key")
 
-    run_on_uvloop(serve_control(options, ready))
+    run_on_uvloop(serve_control(options, ready, show_key))
     return 0

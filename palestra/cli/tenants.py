@@ -27,18 +27,22 @@ def add(commands: Any) -> None:
         "tenants",
         run,
         "list and add tenants of the cluster, and limit what each may hold",
-        "  palestra tenants\n  palestra tenants add physics\n  palestra tenants quota physics --gpus 2 --jobs 5\n"
+        "  palestra tenants\n  palestra tenants add physics\n"
+        "  palestra tenants key physics    # one more key of its admin\n"
+        "  palestra tenants quota physics --gpus 2 --jobs 5\n"
         "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none\n"
         "  palestra tenants private on    # of your own tenant, by its admin: jobs that say nothing are private",
     )
     parser.add_argument(
         "action",
         nargs="?",
-        choices=("list", "add", "quota", "private"),
+        choices=("list", "add", "key", "quota", "private"),
         default="list",
         help="what to do",
     )
-    parser.add_argument("name", nargs="?", help="after `add` and `quota`: the tenant; after `private`: on or off")
+    parser.add_argument(
+        "name", nargs="?", help="after `add`, `key` and `quota`: the tenant; after `private`: on or off"
+    )
     for name, what in AMOUNTS.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -52,7 +56,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """List tenants, add one, set a quota, or decide whether jobs are private.
+    """List tenants, add one, make a key of its admin, set a quota, or decide whether jobs are private.
 
     Raises:
         ConfigError: the arguments do not fit the action.
@@ -73,6 +77,9 @@ def run(arguments: argparse.Namespace) -> None:
         elif arguments.action == "add":
             made = control.request("POST", "/tenants", json={"name": arguments.name})
             say(f"the key of {arguments.name}'s admin, shown this once:  {made['secret']}")
+        elif arguments.action == "key":
+            made = control.request("POST", f"/tenants/{quote(arguments.name, safe='')}/keys")
+            say(f"a new key of {arguments.name}'s admin, shown this once:  {made['secret']}")
         elif arguments.action == "private":
             control.request("PATCH", "/tenant", json={"private_jobs": arguments.name == "on"})
         else:

@@ -37,9 +37,9 @@ class ControlThread:
         self.url, self.key = "", ""
 
     async def _serve(self) -> None:
-        async with serve.control_plane(self._options) as serving:
-            assert serving.first is not None
-            self.url, self.key = serving.url, serving.first.secret
+        made = []
+        async with serve.control_plane(self._options, lambda key, _: made.append(key)) as serving:
+            self.url, self.key = serving.url, made[0].secret
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             self._ready.set()
             await self._stop.wait()

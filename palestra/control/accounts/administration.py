@@ -45,19 +45,26 @@ class Administration:
 
     async def first_start(self) -> NewKey | None:
         """Create the first tenant and its admin, and return the admin's key; None: there are tenants already."""
+        key = self._new_key(OPERATOR_TENANT, FIRST_USER, "first start", scopes_of(Role.ADMIN))
 
-        def work(connection: Connection, key: NewKey) -> bool:
+        def work(connection: Connection) -> bool:
+            if _is_stored(connection, key):
+                return True
             if accounts.tenant_names(connection):
                 return False
             self._found(connection, OPERATOR_TENANT, key)
             self._log(connection, None, OPERATOR_TENANT, Action.TENANT_ADD, OPERATOR_TENANT)
             return True
 
-        key = self._new_key(OPERATOR_TENANT, FIRST_USER, "first start", scopes_of(Role.ADMIN))
-        return key if await self._store.write(lambda c: work(c, key)) else None
+        return key if await self._store.write(work) else None
+
+    async def first_admin_is_unused(self) -> bool:
+        """Return whether no key of the first admin was ever used, perhaps because nobody has seen one."""
+        keys = await self._store.read(lambda c: accounts.keys_of(c, OPERATOR_TENANT, FIRST_USER))
+        return all(key.last_used_at is None for key in keys)
 
     async def recover(self) -> NewKey:
-        """Return a new key of the first admin, for an operator who has lost all keys.
+        """Return a new key of the first admin, for an operator who has lost all keys. Creates the admin if needed.
 
         Needs access to the control store.
 
@@ -67,12 +74,37 @@ class Administration:
         key = self._new_key(OPERATOR_TENANT, FIRST_USER, "recovery", scopes_of(Role.ADMIN))
 
         def work(connection: Connection) -> None:
-            accounts.change_role(connection, OPERATOR_TENANT, FIRST_USER, Role.ADMIN)
-            accounts.add_key(connection, key.record, digest_of(key.secret))
+            if not accounts.tenant_names(connection):
+                self._found(connection, OPERATOR_TENANT, key)
+            else:
+                accounts.change_role(connection, OPERATOR_TENANT, FIRST_USER, Role.ADMIN)
+                accounts.add_key(connection, key.record, digest_of(key.secret))
             self._log(connection, None, OPERATOR_TENANT, Action.KEY_MAKE, key.record.key_id)
 
-        await self._store.write(work, lambda _: self._identities.forget(OPERATOR_TENANT, FIRST_USER))
-        return key
+        return await self._write_key(key, work)
+
+    async def admin_key(self, by: Identity, tenant: str) -> NewKey:
+        """Make a key of an admin of a tenant, for the operator. It is the first admin, or else the oldest one.
+
+        Raises:
+            NotFound: there is no such tenant.
+        """
+        by.require(Action.TENANT_CHANGE)
+        if IDENTIFIER.fullmatch(tenant) is None:
+            raise NotFound("there is no such tenant")
+        users = await self._store.read(lambda c: accounts.users_of(c, tenant))
+        admins = [user for user in users if user.role is Role.ADMIN and user.removed_at is None]
+        if not admins:
+            raise NotFound(f"there is no tenant {tenant}")
+        name = min(admins, key=lambda user: (user.name != FIRST_USER, user.created_at, user.name)).name
+        key = self._new_key(tenant, name, "by the operator", scopes_of(Role.ADMIN))
+
+        def work(connection: Connection) -> None:
+            accounts.add_key(connection, key.record, digest_of(key.secret))
+            for log in dict.fromkeys((by.tenant, tenant)):
+                self._log(connection, by, log, Action.KEY_MAKE, f"{key.record.key_id} of {name} of {tenant}")
+
+        return await self._write_key(key, work)
 
     async def tenants(self, by: Identity) -> dict[str, Quota]:
         """Return all tenants by name, with their quotas."""
@@ -94,8 +126,7 @@ class Administration:
             self._found(connection, name, key)
             self._log(connection, by, by.tenant, Action.TENANT_ADD, name)
 
-        await self._store.write(work)
-        return key
+        return await self._write_key(key, work)
 
     async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> Quota:
         """Change what a tenant may hold, and return the whole quota. Running jobs are not stopped.
@@ -171,8 +202,7 @@ class Administration:
             accounts.add_key(connection, key.record, digest_of(key.secret))
             self._log(connection, by, by.tenant, Action.USER_ADD, f"{name} as {role}")
 
-        await self._store.write(work)
-        return key
+        return await self._write_key(key, work)
 
     async def change_role(self, by: Identity, name: str, role: Role) -> None:
         """Give a user another role. Keys with more scopes than the role allows lose these scopes immediately.
@@ -204,11 +234,16 @@ class Administration:
         """
         by.require(Action.USER_REMOVE, name)
         _check_user(name)
-        now = self._store.clock.now()
+        now, has_run = self._store.clock.now(), False
 
         def work(connection: Connection) -> None:
+            nonlocal has_run
+            users = accounts.users_of(connection, by.tenant) if has_run else []
+            if any((user.name, user.removed_at) == (name, now) for user in users):
+                return  # the commit of the first run was not answered
             accounts.remove_user(connection, by.tenant, name, now)
             self._log(connection, by, by.tenant, Action.USER_REMOVE, name)
+            has_run = True
 
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
 
@@ -267,8 +302,7 @@ class Administration:
             accounts.add_key(connection, key.record, digest_of(key.secret))
             self._log(connection, by, by.tenant, Action.KEY_MAKE, f"{key.record.key_id} of {name}")
 
-        await self._store.write(work)
-        return key
+        return await self._write_key(key, work)
 
     async def revoke_key(self, by: Identity, key_id: str) -> None:
         """Revoke a key immediately, so that it opens nothing any more.
@@ -314,7 +348,17 @@ class Administration:
             accounts.replace_key(connection, key_id, key.record.key_id, now + grace_seconds)
             self._log(connection, by, by.tenant, Action.KEY_ROTATE, f"{key_id} of {old.user} to {key.record.key_id}")
 
-        await self._store.write(work, lambda _: self._identities.forget(old.tenant, old.user))
+        return await self._write_key(key, work)
+
+    async def _write_key(self, key: NewKey, work: Callable[[Connection], None]) -> NewKey:
+        """Run an operation that stores a new key, once: a commit whose answer was lost is recognised by the key."""
+
+        def once(connection: Connection) -> None:
+            if not _is_stored(connection, key):
+                work(connection)
+
+        forget = key.record.tenant, key.record.user
+        await self._store.write(once, lambda _: self._identities.forget(*forget))
         return key
 
     async def _key(self, by: Identity, action: Action, key_id: str) -> KeyRecord:
@@ -372,6 +416,11 @@ class Administration:
             outcome="ok",
         )
         audit.append(connection, tenant, secrets.token_hex(16), entry)
+
+
+def _is_stored(connection: Connection, key: NewKey) -> bool:
+    """Return whether a key is in the store."""
+    return accounts.stored_key(connection, key.record.key_id) is not None
 
 
 def _check_user(name: str) -> None:

@@ -82,6 +82,13 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
         quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
         return TenantView(name=name, quota=_quota(quota))
 
+    @app.post("/tenants/{name}/keys", tags=["accounts"], status_code=201)
+    async def make_admin_key(
+        name: str, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
+    ) -> NewKeyView:
+        """Make one more key of a tenant's admin; its secret is in the answer, and can't be read again."""
+        return _new_key(await accounts.admin_key(by, name))
+
     @app.get("/users", tags=["accounts"])
     async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
         """Return all users of the tenant, also those who were removed."""

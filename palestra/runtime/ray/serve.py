@@ -61,13 +61,19 @@ class ServedControlPlane(NamedTuple):
 
     plane: ControlPlane
     url: str
-    first: NewKey | None  # the admin's key, if this start has made one
     scheduling: asyncio.Task[None]  # ends by itself only with an error; no job starts afterwards
 
 
 @asynccontextmanager
-async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPlane]:
+async def control_plane(
+    options: ServeOptions, show_key: Callable[[NewKey | None, bool], None] = lambda key, unused: None
+) -> AsyncIterator[ServedControlPlane]:
     """Serve the control plane while the block is open.
+
+    Args:
+        options: the operator's options.
+        show_key: is called before anything else can fail: with the first admin's key, if this start has made one, and
+            with whether no key of the first admin was ever used.
 
     Raises:
         ConfigError: the port or the store is in use, no Ray cluster can be joined or started, or keys are turned off
@@ -81,16 +87,15 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         listener = stack.enter_context(listen(options.host, options.port))
         url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
         store = stack.enter_context(ControlStore(url))
+        identities = Identities(store)
+        administration = Administration(store, identities)
+        first = await administration.recover() if options.new_admin_key else await administration.first_start()
+        show_key(first, await administration.first_admin_is_unused())
         await asyncio.to_thread(connect, options.ray_address, options.state_dir, options.local, options.pass_env)
         from palestra.runtime.ray.servers import RayServers  # imports ray, which reads its environment then
 
         here = options.ray_address is None and options.host in LOOPBACK
         launcher = RayServers("127.0.0.1" if here else None, options.pass_env, store.confirmed)
-        identities = Identities(store)
-        administration = Administration(store, identities)
-        first = await administration.first_start()
-        if first is None and options.new_admin_key:
-            first = await administration.recover()
         scheduler = JobScheduler(
             store, launcher, options.state_dir.resolve() / "jobs", PlacementPolicy(), rules=options.rules
         )
@@ -109,7 +114,7 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
             # Until it knows the cluster's nodes, the scheduler would refuse every job, so the API opens only then.
             await race(scheduler.ready.wait(), asyncio.shield(scheduling))
             async with served(create_service_app(plane, stopping), listener, stopping.set):
-                yield ServedControlPlane(plane, url_of(listener), first, scheduling)
+                yield ServedControlPlane(plane, url_of(listener), scheduling)
                 if scheduling.done():
                     scheduling.result()
         finally:
@@ -131,12 +136,15 @@ async def _is_idle(store: ControlStore) -> bool:
         return False
 
 
-async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | None], None]) -> None:
+async def serve_control(
+    options: ServeOptions, ready: Callable[[str], None], show_key: Callable[[NewKey | None, bool], None]
+) -> None:
     """Serve the control plane until SIGINT or SIGTERM; running jobs continue without it.
 
     Args:
         options: the operator's options.
-        ready: is called with the URL, and with the admin's key if one was made, when the server listens.
+        ready: is called with the URL when the server listens.
+        show_key: see `control_plane`.
 
     Raises:
         PalestraError: see `control_plane`.
@@ -144,8 +152,8 @@ async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | No
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with control_plane(options) as (_, url, first, scheduling):
+    async with control_plane(options, show_key) as (_, url, scheduling):
         for number in (signal.SIGINT, signal.SIGTERM):  # after `ray.init`, which sets handlers of its own
             loop.add_signal_handler(number, stop.set)
-        ready(url, first)
+        ready(url)
         await race(stop.wait(), asyncio.shield(scheduling))

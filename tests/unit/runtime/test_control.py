@@ -7,12 +7,12 @@ import types
 import pytest
 
 from palestra.control.jobs.scheduler import JobScheduler
-from palestra.errors import StoreError
+from palestra.errors import ConfigError, Superseded
 from palestra.runtime.ray import serve
 from unit.control.launching import FakeLauncher
 
 
-async def test_a_scheduler_that_can_not_go_on_ends_the_server_with_the_reason(tmp_path, monkeypatch):
+async def test_a_scheduler_that_is_superseded_ends_the_server_with_the_reason(tmp_path, monkeypatch):
     fake = types.ModuleType("palestra.runtime.ray.servers")
     fake.RayServers = lambda *_: FakeLauncher()
     monkeypatch.setitem(sys.modules, "palestra.runtime.ray.servers", fake)
@@ -22,16 +22,33 @@ async def test_a_scheduler_that_can_not_go_on_ends_the_server_with_the_reason(tm
     async def breaks(self):
         rounds.append(1)
         if len(rounds) > 1:
-            raise StoreError("the control store is damaged")
+            raise Superseded("taken over")
         await place(self)
         return self._store.clock.now()
 
     monkeypatch.setattr(JobScheduler, "_place", breaks)
     served = []
     state = tmp_path / "state"
-    with pytest.raises(StoreError, match="damaged"):
+    with pytest.raises(Superseded):
         await serve.serve_control(
-            serve.ServeOptions(state_dir=state, port=0), lambda url, first: served.append((url, first))
+            serve.ServeOptions(state_dir=state, port=0), served.append, lambda key, unused: served.append(key)
         )
-    assert len(served) == 1
+    key, url = served
+    assert (key.record.user, url[:7]) == ("admin", "http://")
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
+
+
+async def test_the_first_key_is_shown_before_anything_else_can_fail(tmp_path, monkeypatch):
+    def no_ray(*_):
+        raise ConfigError("no Ray")
+
+    monkeypatch.setattr(serve, "connect", no_ray)
+    shown = []
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            await serve.serve_control(
+                serve.ServeOptions(state_dir=tmp_path, port=0), shown.append, lambda *said: shown.append(said)
+            )
+    (first, unused), again = shown
+    assert (first.record.user, unused) == ("admin", True)
+    assert again == (None, True)  # so that the operator is told how to make another one
