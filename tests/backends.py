@@ -41,6 +41,7 @@ class GivenBase:
             deterministic=False,
             tokenizer={"tokenizer.json": np.frombuffer(b"{}", np.uint8)},
             tokenizer_name="given",
+            numerics={"torch": "given"},
         )
 
     def parts_of(self, tenant: str) -> Any:

@@ -30,6 +30,7 @@ class BaseDescription:
         deterministic: whether samples and weights are the same bit by bit whatever is computed beside them.
         tokenizer: the tokenizer's files by name, each uint8 [bytes].
         tokenizer_name: what the tokenizer was loaded from, by which a renderer may be found.
+        numerics: what computes there; see `palestra.models.numerics`.
     """
 
     model: str
@@ -41,6 +42,7 @@ class BaseDescription:
     deterministic: bool
     tokenizer: Mapping[str, NDArray[np.uint8]]
     tokenizer_name: str
+    numerics: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,8 @@ def _print(folder: Path, found: Examination) -> None:
     number = len(found.findings)
     what = "nothing found" if not number else f"{number} finding{'s' if number > 1 else ''}"
     say(f"{folder}, step {found.step} of {found.steps}: {what}")
+    if found.numerics:
+        _paragraph("computed", ", ".join(f"{name} {value}" for name, value in found.numerics.items() if value))
     for finding in found.findings:
         say()
         whose = f"  policy {one_line(finding.policy)}" if finding.policy else ""

@@ -59,7 +59,11 @@ class JobConfig(Section):
         description="Sampled tokens with which training ends: after the step that reaches them, or after `steps` steps "
         "if that is earlier. A learning rate with a schedule falls by tokens then. None: training ends after `steps`.",
     )
-    deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
+    deterministic: bool = Field(
+        False,
+        description="Bit-identical results on one CPU build, also after any kill. A run is not resumed where another "
+        "processor, compiler, library or number of threads would compute it.",
+    )
     run_dir: Path | None = Field(None, description="The run's folder. None: `runs/NAME`.")
     model: str | None = Field(
         None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import orjson
 from sqlalchemy import Connection, select
 
 from palestra.config import JobConfig, load_saved_config
@@ -14,7 +15,7 @@ from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound
 from palestra.store.browsing import EpisodeSummary, browse
-from palestra.store.run_log import readable_metrics
+from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups
 from palestra.types.metrics import row_of_policy
@@ -64,6 +65,7 @@ class Examination:
         findings: those that hold first, then those of the past; each in the order of the rules.
         damaged: steps that were not looked at, because their rows can't be read.
         failed: episodes that have failed, where no step is finished and none has been completed; otherwise 0.
+        numerics: what computes the run: processor, libraries, threads, compiled functions.
     """
 
     step: int
@@ -71,6 +73,7 @@ class Examination:
     findings: tuple[Finding, ...]
     damaged: tuple[int, ...] = ()
     failed: int = 0
+    numerics: Mapping[str, str] = field(default_factory=dict)
 
 
 def examine(folder: Path | str) -> Examination:
@@ -112,8 +115,23 @@ def examine_store(
     found = findings_of(known, JobSize.of(config), config.players.rivals)
     shown = [_with_episodes(connection, finding) for finding in found]
     newest = int(known[-1]["step"]) if known else 0
-    failed = 0 if newest else _failed(connection)
-    return Examination(step=newest, steps=config.steps, findings=tuple(shown), damaged=tuple(damaged), failed=failed)
+    return Examination(
+        step=newest,
+        steps=config.steps,
+        findings=tuple(shown),
+        damaged=tuple(damaged),
+        failed=0 if newest else _failed(connection),
+        numerics=_numerics(connection),
+    )
+
+
+def _numerics(connection: Connection) -> dict[str, str]:
+    """Return what computes a run; {}: it is not known, or its record is damaged."""
+    try:
+        found = orjson.loads(read_fact(connection, NUMERICS) or "{}")
+    except (orjson.JSONDecodeError, TypeError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _failed(connection: Connection) -> int:

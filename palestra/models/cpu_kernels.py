@@ -16,6 +16,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -218,22 +219,48 @@ class CpuKernels:
         )
 
 
+class CompiledKernels(NamedTuple):
+    """What came of compiling the functions on this machine.
+
+    Attributes:
+        kernels: the functions; None: torch computes.
+        compiler: that made them; empty where there are none.
+        problem: why there are none.
+    """
+
+    kernels: CpuKernels | None
+    compiler: str = ""
+    problem: str = ""
+
+
 @functools.cache
-def cpu_kernels() -> CpuKernels | None:
-    """Compile and try the functions, the first time; None, and a warning: this machine can't, and torch computes."""
-    if sys.platform != "linux":  # elsewhere torch has no OpenMP whose threads could be used as well
-        return None
+def compiled_kernels() -> CompiledKernels:
+    """Compile and try the functions, the first time; where that fails, once more, because a disk may be full, say."""
+    if sys.platform != "linux":
+        return CompiledKernels(None, problem="compiled on Linux alone")  # elsewhere torch has no OpenMP to use as well
+    found = _compiled_once()
+    found = found if found.kernels is not None else _compiled_once()
+    if found.problem:
+        log.warning("layers are computed without compiled kernels, and slower: %s", found.problem)
+    return found
+
+
+def _compiled_once() -> CompiledKernels:
     try:
-        found = CpuKernels(kernel_library())
+        library, compiler = kernel_library()
+        kernels = CpuKernels(library)
     except (OSError, subprocess.SubprocessError, AttributeError) as error:  # the last: a library without the functions
         said = " ".join(str(getattr(error, "stderr", None) or error).split())[:500]
-    else:
-        wrong = wrong_functions(found)
-        if not wrong:
-            return found
-        said = f"this compiler makes wrong results of {', '.join(wrong)}"
-    log.warning("layers are computed without compiled kernels, and slower: %s", said)
-    return None
+        return CompiledKernels(None, problem=said)
+    wrong = wrong_functions(kernels)
+    if wrong:
+        return CompiledKernels(None, problem=f"this compiler makes wrong results of {', '.join(wrong)}")
+    return CompiledKernels(kernels, compiler)
+
+
+def cpu_kernels() -> CpuKernels | None:
+    """Return the compiled functions; None: torch computes."""
+    return compiled_kernels().kernels
 
 
 def attention_kernels(queries: Tensor, keys: Tensor) -> AttentionKernels | None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCES = ("cpu_kernels.c", "attention_kernels.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_SECONDS = 60  # that a compiler may take
+# A compiler may take this much processor time, so that what computes does not depend on how busy the machine is. The
+# second limit is for one that waits for something that never comes.
+_PROCESSOR_SECONDS, _WALL_SECONDS = 60, 1800
+_LIMITED = ("/bin/sh", "-c", f'ulimit -t {_PROCESSOR_SECONDS} 2> /dev/null; exec "$@"', "sh")
 # Sums and products may be computed in another order, which lets them be vectors; NaN and infinity keep their meaning.
 _FLAGS = "-O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
 _WIDEST = "-mprefer-vector-width=512"  # which not all compilers know
 
 
-def kernel_library() -> ctypes.CDLL:
-    """Return the compiled functions.
+def kernel_library() -> tuple[ctypes.CDLL, str]:
+    """Return the compiled functions, and the compiler's name and version as it says them.
 
     Raises:
         OSError: there is no compiler, or it can't be started, or what it has made can't be loaded.
@@ -30,34 +33,38 @@ def kernel_library() -> ctypes.CDLL:
     if compiler is None:
         raise FileNotFoundError(f"there is no C compiler ({_COMPILERS[0]})")
     with tempfile.TemporaryDirectory(prefix="palestra-kernels-", ignore_cleanup_errors=True) as folder:
-        return ctypes.CDLL(str(_compiled(compiler, Path(folder))))
+        said = _run([compiler, "--version"], Path(folder)).stdout.strip()
+        return ctypes.CDLL(str(_compiled(compiler, Path(folder)))), said.partition("\n")[0] or compiler
+
+
+def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder; errors are those of `kernel_library`."""
+    return subprocess.run(
+        [*_LIMITED, *command],
+        check=True,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_WALL_SECONDS,
+        env=os.environ | {"LC_ALL": "C"},
+        cwd=folder,
+    )
 
 
 def _compiled(compiler: str, folder: Path) -> Path:
     """Return a library that was made in a folder; errors are those of `kernel_library`."""
     library = folder / "kernels.so"
-    settings = os.environ | {"LC_ALL": "C"}
-    run = functools.partial(
-        subprocess.run,
-        check=True,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_SECONDS,
-        env=settings,
-        cwd=folder,
-    )
 
     def compile_file(name: str) -> str:
         compiling = [compiler, *_FLAGS.split(), "-c", str(Path(__file__).with_name(name))]
         try:
-            run([*compiling, _WIDEST])
+            _run([*compiling, _WIDEST], folder)
         except subprocess.CalledProcessError:
-            run(compiling)
+            _run(compiling, folder)
         return str(Path(name).with_suffix(".o"))
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_file, _SOURCES))
     # Linked without OpenMP: its functions are those that torch has loaded, and so are the threads.
-    run([compiler, "-shared", *objects, "-o", str(library), "-lm"])
+    _run([compiler, "-shared", *objects, "-o", str(library), "-lm"], folder)
     return library

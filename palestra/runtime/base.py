@@ -160,6 +160,7 @@ class LoadedBase:
             deterministic=options.deterministic,
             tokenizer=_files(tokenizer),
             tokenizer_name=str(tokenizer.name_or_path),
+            numerics=shared.numerics(),
         )
 
     def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:

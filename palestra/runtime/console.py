@@ -98,7 +98,9 @@ class Console:
             kind: kind of the event.
             data: data of the event.
         """
-        if kind == "running" and data["step"]:
+        if kind == "numerics":
+            self._say_numerics(data)
+        elif kind == "running" and data["step"]:
             self._say(f"resumed after step {data['step']}")
         elif kind == "evaluated" and data["step"] == 0 and of_policies(data, "validation/reward_mean"):
             self._say(f"before training: {_validation(data)}")
@@ -164,6 +166,12 @@ class Console:
         self._out.print(text)
         if self._plain is not None:
             self._plain.wrote(time.monotonic())
+
+    def _say_numerics(self, data: dict[str, Any]) -> None:
+        self._say(escape(one_line(data["text"])))
+        if data["problem"]:
+            why = escape(one_line(data["problem"]))
+            self._say(f"[yellow]warning:[/] layers are computed without compiled functions, and slower: {why}")
 
     def _target(self) -> str:
         return f" → {self._config.folder}"
@@ -257,7 +265,9 @@ class ServingConsole(Console):
             kind: kind of the event.
             data: data of the event.
         """
-        if kind == "served":
+        if kind == "numerics":
+            self._say_numerics(data)
+        elif kind == "served":
             tokens = data["prompt_tokens"] + data["completion_tokens"]
             self._out.print(f"served {data['calls']:,} calls, {tokens:,} tokens")
         elif kind in LOSSES:

@@ -33,6 +33,7 @@ from palestra.pictures.stored import StoredPictures
 from palestra.processes import ProcessStarter, die_with_parent, open_stream, start_process
 from palestra.runtime.cards import CardTurns
 from palestra.runtime.gpus import VISIBLE
+from palestra.runtime.numerics import numerics_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 
@@ -74,6 +75,8 @@ class EngineProcesses:
             cards: on which the workers compute; None: on no card, or on those that each finds itself.
         """
         self._start, self._cards = start, cards or CardTurns(())
+        self._config = config
+        self._numerics: dict[str, str] = {}
         self._order = {
             "config": config.model_dump(mode="json"),
             "weights": dict(weights),
@@ -99,6 +102,12 @@ class EngineProcesses:
             self._cards.give_back(visible)
             raise
 
+    async def _expected(self) -> dict[str, str]:
+        """Return what has to compute in each worker of a deterministic job; {}: anything may."""
+        if self._config.deterministic and not self._numerics:
+            self._numerics = await in_thread(lambda: numerics_of(self._config))
+        return self._numerics
+
     async def _started(self, number: int, visible: str | None) -> StartedWorker:
         """Start a worker on some cards, and return when it has loaded its models; see `start`."""
         try:
@@ -115,7 +124,7 @@ class EngineProcesses:
             return "has closed its connection"
 
         try:
-            channel.send({"order": self._order | {"place": number}})
+            channel.send({"order": self._order | {"place": number, "numerics": await self._expected()}})
             answer = await _first(channel)
             if answer is None:
                 raise EngineFailure(f"the process {await cause()}")
@@ -207,6 +216,10 @@ def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
         }
     assert isinstance(config.engine, EmbeddedEngineConfig)
     engine, loaded = load_engine(config, config.engine, order["weights"], LoadedModels(pictures=pictures))
+    if before := order["numerics"]:
+        from palestra.models.numerics import KERNELS, check_numerics, numerics
+
+        check_numerics(before, numerics(KERNELS in before), "the job's other processes compute")
     models = {
         name: {"vocab_size": one.model.model.vocab_size, "max_context": one.max_context} for name, one in loaded.items()
     }

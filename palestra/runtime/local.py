@@ -31,6 +31,7 @@ from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.housekeeping import looked_after
 from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob
 from palestra.runtime.model_room import check_room
+from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import Parts, build_parts
 from palestra.runtime.places import HERE, JobPlaces
@@ -115,8 +116,9 @@ async def local_job(
             open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures)
         )
         try:
-            if base is not None:
-                await base.check_run(store.log)
+            computes = await in_thread(lambda: _numerics(config)) if base is None else base.numerics
+            if computes:
+                report("numerics", await note_numerics(store.log, computes, config.deterministic and scored is None))
             await _note_layouts(store, runtimes)
             await _create_policies(config, parts.trainer, algorithms, weights or {})
             if scored is None:
@@ -137,7 +139,11 @@ async def local_job(
             stack.callback(context.pool.close)
             stack.callback(context.picture_pool.close)
             progress = JobProgress(
-                job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
+                job=config.name,
+                steps=config.steps,
+                token_budget=config.token_budget,
+                run_dir=str(folder.path),
+                numerics=computes,
             )
             keys = KeyRing(
                 SecretFile(folder.path).recent, config.name, os.environ.get("PALESTRA_API_KEY"), config.seats.roles
@@ -255,6 +261,12 @@ async def _create_policies(
     if trainer is not None:
         for name, algorithm in algorithms.items():
             await trainer.create(name, policy_spec(config, algorithm, name, weights))
+
+
+def _numerics(config: JobConfig) -> dict[str, str]:
+    """Return what computes a job that has no base server, with its threads; {}: nothing does."""
+    found = numerics_of(config)
+    return found and found | threads_of(config)
 
 
 async def _note_layouts(store: RunStore, runtimes: Mapping[str, PolicyRuntime]) -> None:

@@ -22,13 +22,12 @@ from palestra.config.shared_base import PLACED
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
 from palestra.grammars.vocabulary import vocabulary_of
+from palestra.models.numerics import check_numerics
 from palestra.renderers import select_renderer
 from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime, PolicySet
-from palestra.store import RunLog
 from palestra.threads import in_thread
 
-PRECISION = "base_precision"  # fact of a deterministic run
 KEY, KEY_FILE = "PALESTRA_BASE_KEY", "PALESTRA_BASE_KEY_FILE"
 
 
@@ -57,13 +56,13 @@ class BaseConnection:
         """
         self._link, self._engine, self._trainer, self._samplers = link, engine, trainer, samplers
         self._deterministic = deterministic
-        self._precision: str | None = None
+        self.numerics: dict[str, str] = {}
 
     async def describe(self) -> BaseDescription:
         """Return what the server says of its model.
 
         Raises:
-            ConfigError: the job is deterministic, and the server is not, or computes in another precision than before.
+            ConfigError: the job is deterministic, and the server is not, or computes otherwise than before.
         """
         frame = await self._link.call("base.describe", {})
         found: BaseDescription = typed(BaseDescription, frame.header["result"], frame.arrays, "description")
@@ -73,29 +72,10 @@ class BaseConnection:
                     f"deterministic = true, and the base server at {self._link.address} is not; start it with "
                     "--deterministic"
                 )
-            self._check_precision(self._precision, _precision(found))
-        self._precision = _precision(found)
+            if self.numerics:
+                check_numerics(self.numerics, found.numerics, f"the base server at {self._link.address} computed")
+        self.numerics = dict(found.numerics)
         return found
-
-    async def check_run(self, log: RunLog) -> None:
-        """Refuse to go on with a deterministic run whose steps a server of another precision has computed.
-
-        Args:
-            log: of the run; the precision is noted there at the run's start.
-
-        Raises:
-            ConfigError: the server has another precision.
-        """
-        if self._deterministic and self._precision is not None:
-            self._check_precision(await log.fact(PRECISION), self._precision)
-            await log.set_fact(PRECISION, self._precision)
-
-    def _check_precision(self, before: str | None, now: str) -> None:
-        if before not in (None, now):
-            raise ConfigError(
-                f"deterministic = true, and the steps so far were computed in {before}; the base server at "
-                f"{self._link.address} computes in {now}: start it with --dtype {before}"
-            )
 
     @property
     def is_lost(self) -> bool:
@@ -218,11 +198,6 @@ def _context(policy: PolicyConfig, base: BaseDescription) -> int:
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context}, and the base server has room for {longest} tokens")
     return min(policy.max_context, longest)
-
-
-def _precision(base: BaseDescription) -> str:
-    """Return the precision of a server's products, as its option --dtype has it."""
-    return " and ".join(dict.fromkeys((base.dtype, base.trainer_dtype)))
 
 
 def _tokenizer(base: BaseDescription) -> Any:

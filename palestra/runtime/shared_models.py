@@ -104,6 +104,19 @@ class SharedModels:
         )
         self.adapters = AdapterCache(self.engine, options.loaded_adapters)
 
+    def numerics(self) -> dict[str, str]:
+        """Return what computes here, with threads and precisions; see `palestra.models.numerics`."""
+        import torch
+
+        from palestra.models.numerics import numerics
+
+        engine, trainer = self.options.engine, self.options.trainer
+        found = numerics(self._device.type == "cpu" and "bfloat16" in (engine.dtype, trainer.dtype))
+        for name, part in (("engine", engine), ("trainer", trainer)):
+            found[f"{name}_threads"] = str(part.threads or torch.get_num_threads())
+            found[f"{name}_dtype"] = part.dtype
+        return found
+
     def trainer_of(self, tenant: str, weight: float = 1.0) -> TenantTrainer:
         """Return a tenant's place in the queue; jobs and other clients of one tenant have one share together.
 

@@ -110,6 +110,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             run_dir=progress.run_dir,
             gpus=list(gpus.cards),
             gpu_problem=gpus.problem,
+            numerics=progress.numerics,
         )
 
     @app.get("/events", tags=["status"])

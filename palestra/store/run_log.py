@@ -17,6 +17,7 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.clock import Clock
 from palestra.types.records import BatchManifest, Event
 
+NUMERICS = "numerics"  # fact: what computes the run, JSON; see `palestra.models.numerics`
 UNFINISHED = "unfinished_metrics"  # fact that holds the row of a step that is trained but not evaluated
 
 

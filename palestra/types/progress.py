@@ -129,6 +129,7 @@ class JobProgress:
         rollouts: the episodes that the server itself plays.
         runners: how many processes of the job's own play its environment now.
         step_seconds: how long the last few steps took, evaluation included.
+        numerics: what computes it; see `palestra.models.numerics`.
     """
 
     job: str
@@ -151,6 +152,7 @@ class JobProgress:
     rollouts: RolloutProgress = field(default_factory=RolloutProgress)
     runners: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    numerics: dict[str, str] = field(default_factory=dict)
 
     def enter(self, phase: str, collecting: Phase | None = None) -> None:
         """Begin a phase.

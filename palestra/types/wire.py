@@ -364,6 +364,11 @@ class JobStatus(Body):
     seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
     run_dir: str
     gpus: list[GpuUse] = Field([], description="Graphics cards that this job may use; none of a job that uses none.")
+    numerics: dict[str, str] = Field(
+        {},
+        description="What computes the job: processor, libraries, threads, and `kernels`: which compiler has made the "
+        "functions between matrix products, or torch's own operators, with the reason in `kernels_problem`.",
+    )
     gpu_problem: str = Field("", description="Why there are no figures of them; empty: there are, or there is no card.")
 
 

@@ -127,8 +127,7 @@ def test_a_deterministic_job_does_not_go_on_at_a_base_of_another_precision(base,
         other = base.start(None, "--dtype", "float32")
         server = job.serve("--resume")
         assert server.wait() == 2
-        assert "computed in bfloat16" in server.output
-        assert "computes in float32: start it with --dtype bfloat16" in server.output
+        assert "engine_dtype bfloat16, here float32" in server.output
         other.kill()
         base.start()
         job.start("--resume")

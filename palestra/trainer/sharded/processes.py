@@ -14,6 +14,7 @@ from typing import Any
 from palestra.config import TrainerConfig
 from palestra.errors import ServerFailed, TrainerLost
 from palestra.models.device import available_cores
+from palestra.models.numerics import numerics
 from palestra.models.owned_folder import OwnedFolder
 from palestra.processes import ChildProcess, ProcessStarter, open_stream, start_process
 from palestra.threads import in_thread
@@ -99,6 +100,8 @@ class RankProcesses:
             self._ranks = [found[number] for number in sorted(found)]
         self._watch = asyncio.create_task(self._keep_watch())
         threads = self._config.threads or (None if over_nodes else max(available_cores() // count, 1))
+        kernels = self._config.dtype == "bfloat16" and self._config.device != "cuda"
+        computes = await in_thread(lambda: numerics(kernels)) if self._deterministic else {}
         orders = [
             RankOrder(
                 number=number,
@@ -107,6 +110,7 @@ class RankProcesses:
                 threads=threads,
                 deterministic=self._deterministic,
                 pictures=self._pictures,
+                numerics=computes,
             )
             for number in range(count)
         ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import device_of, reproducible_products, return_freed_memory
 from palestra.models.loading import LoadedModels
+from palestra.models.numerics import KERNELS, check_numerics, numerics
 from palestra.models.parted_loading import load_parted
 from palestra.models.shared_cores import set_threads
 from palestra.pictures.blobs import Blobs
@@ -51,6 +52,7 @@ class RankOrder:
         threads: for arithmetic; None: as many as the rank's bundle has cores.
         deterministic: whether the same requests have to give the same bits.
         pictures: folder in which the pictures of rows are found; None: there are none.
+        numerics: what computes in the job's process, and has to compute here; {}: anything may.
     """
 
     number: int
@@ -59,6 +61,7 @@ class RankOrder:
     threads: int | None
     deterministic: bool
     pictures: Path | None = None
+    numerics: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_offload(config: TrainerConfig, device: torch.device) -> None:
@@ -85,7 +88,7 @@ class Rank:
             order: of the trainer.
 
         Raises:
-            ConfigError: there is no device for this rank.
+            ConfigError: there is no device for this rank, or a deterministic job's numbers would be computed otherwise.
         """
         self._order, self._config = order, order.config
         self._policies: dict[str, RankPolicy] = {}
@@ -95,6 +98,9 @@ class Rank:
         if order.deterministic:
             reproducible_products()
             torch.use_deterministic_algorithms(True)
+        if order.numerics:
+            here = numerics(KERNELS in order.numerics)
+            check_numerics(order.numerics, here, "the job's other processes compute")
         self._device = device_of(self._config.device, "trainer.device")
         if self._device.type == "cuda":
             index = 0 if order.meeting is None else order.number  # in a bundle a rank sees only its own device

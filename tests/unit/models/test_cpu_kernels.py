@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
+from palestra.models import kernel_library
+from palestra.models.cpu_kernels import CpuKernels, compiled_kernels, cpu_kernels
 from palestra.models.torch_operators import TorchOperators
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
@@ -26,11 +27,16 @@ def kernels() -> CpuKernels:
     return found
 
 
+def run_version(compiler: str) -> str:
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    return said.partition("\n")[0]
+
+
 @pytest.fixture
 def not_compiled_yet():
-    cpu_kernels.cache_clear()
+    compiled_kernels.cache_clear()
     yield
-    cpu_kernels.cache_clear()
+    compiled_kernels.cache_clear()
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -305,3 +311,34 @@ def test_a_compiler_may_warn_in_any_encoding(not_compiled_yet, monkeypatch, tmp_
     compiler.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert cpu_kernels() is not None
+
+
+def test_a_compiler_that_fails_once_is_asked_once_more(not_compiled_yet, monkeypatch, tmp_path):
+    compiler, failed = tmp_path / "cc", tmp_path / "failed"
+    compiler.write_text(f'#!/bin/sh\ntest -e {failed} || {{ touch {failed}; exit 1; }}\nexec gcc "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert cpu_kernels() is not None
+    assert failed.exists()
+    assert compiled_kernels().compiler == run_version("gcc")
+
+
+def test_a_compiler_is_limited_by_its_own_processor_time_and_not_by_that_of_others(
+    not_compiled_yet, monkeypatch, caplog, tmp_path
+):
+    limits, run = [], subprocess.run
+
+    def noted(command, **settings):
+        limits.append((command[:4], settings["timeout"]))
+        return run(command, **settings)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    monkeypatch.setattr(kernel_library, "_LIMITED", (*kernel_library._LIMITED[:2], 'ulimit -t 1; exec "$@"', "sh"))
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\nwhile :; do :; done\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert cpu_kernels() is None
+    assert "died with" in compiled_kernels().problem
+    assert all(seconds >= 1800 for _, seconds in limits)
+    assert len(limits) == 2

@@ -69,9 +69,9 @@ def test_numbers_that_are_none_are_wrong(kernels, monkeypatch, value):
 
 def test_wrong_functions_are_not_used_and_a_warning_says_so(monkeypatch, caplog):
     monkeypatch.setattr(module, "wrong_functions", lambda kernels: ["gate", "trees"])
-    cpu_kernels.cache_clear()
+    module.compiled_kernels.cache_clear()
     try:
         assert cpu_kernels() is None
         assert "wrong results of gate, trees" in caplog.text
     finally:
-        cpu_kernels.cache_clear()
+        module.compiled_kernels.cache_clear()

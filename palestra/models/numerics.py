@@ -1,0 +1,79 @@
+"""What computes a job's numbers: everything that two starts of one run may choose differently on their machines.
+
+A deterministic run keeps it with its steps, and goes on only with the same (docs/architecture.md, "Determinism").
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from palestra.errors import ConfigError
+
+# Read by the libraries that multiply matrices; each may change the order of sums.
+VARIABLES = (
+    "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY", "OPENBLAS_CORETYPE",
+)  # fmt: skip
+KERNELS, PROBLEM = "kernels", "kernels_problem"
+_TORCH = "torch's operators"
+
+
+def numerics(kernels: bool) -> dict[str, str]:
+    """Return what computes in this process, by the name of the choice.
+
+    Args:
+        kernels: whether it computes in bfloat16 on a CPU, for which functions are compiled.
+    """
+    import torch
+
+    found = {name: version(name) for name in ("palestra", "torch", "transformers")}
+    found["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+    found["variables"] = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    if kernels:
+        from palestra.models.cpu_kernels import compiled_kernels
+
+        tried = compiled_kernels()
+        found[KERNELS] = _TORCH if tried.kernels is None else f"compiled by {tried.compiler}"
+        found[PROBLEM] = tried.problem
+    return found
+
+
+def check_numerics(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
+    """Refuse to compute a deterministic job's numbers in two ways.
+
+    Args:
+        before: what computed the steps so far, or computes in the job's own process.
+        now: what would compute.
+        whose: whose numbers `before` made, for the message.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if differing := differences(before, now):
+        raise ConfigError(
+            f"deterministic = true, and {whose} with {differing}; give this machine what there was, or begin a new run"
+        )
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return what differs between two results of `numerics`, in words; "": nothing does. Reasons are not compared."""
+    names = [name for name in {**before, **now} if name != PROBLEM and before.get(name) != now.get(name)]
+    said = [f"{name} {before.get(name) or 'none'}, here {now.get(name) or 'none'}" for name in names]
+    why = f" ({now[PROBLEM]})" if KERNELS in names and now.get(PROBLEM) else ""
+    return "; ".join(said) + why
+
+
+def _processor() -> str:
+    """Return the processor's model as the system names it."""
+    try:
+        said = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return os.uname().machine
+    names = re.findall(
+        r"^(?:model name|cpu family|model|stepping)\s*:\s*(.*)$", said.partition("\n\n")[0], re.MULTILINE
+    )
+    return " ".join(names) or os.uname().machine

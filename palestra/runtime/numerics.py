@@ -1,0 +1,64 @@
+"""What computes a job, noted with its run, and compared where a deterministic one goes on."""
+
+from __future__ import annotations
+
+import orjson
+
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.models.device import available_cores, device_of
+from palestra.models.numerics import KERNELS, PROBLEM, check_numerics, differences, numerics
+from palestra.runtime.parts import make_deterministic
+from palestra.store import RunLog
+from palestra.store.run_log import NUMERICS
+
+
+def numerics_of(config: JobConfig) -> dict[str, str]:
+    """Return what computes in a job's own process and in those that it starts, without their threads; {}: nothing does.
+
+    Args:
+        config: of a job that has no base server.
+    """
+    if isinstance(config.engine, FakeEngineConfig):
+        return {}
+    make_deterministic(config)  # it sets variables that are compared
+    parts = [(config.engine.device, config.engine.dtype)] if isinstance(config.engine, EmbeddedEngineConfig) else []
+    parts += [(config.trainer.device, config.trainer.dtype)] if config.kind == "training" else []
+    return numerics(any(dtype == "bfloat16" and device_of(device, "device").type == "cpu" for device, dtype in parts))
+
+
+def threads_of(config: JobConfig) -> dict[str, str]:
+    """Return how many threads multiply, which may change how they round: as set, or all cores of this process."""
+    import torch
+
+    every = f"{torch.get_num_threads()} of {available_cores()} cores"
+    found = {"trainer_threads": str(config.trainer.threads or every)} if config.kind == "training" else {}
+    if isinstance(config.engine, EmbeddedEngineConfig):
+        found["engine_threads"] = str(config.engine.threads or every)
+    return found
+
+
+async def note_numerics(log: RunLog, now: dict[str, str], deterministic: bool) -> dict[str, str]:
+    """Keep what computes with a run.
+
+    Args:
+        log: of the run.
+        now: what computes from now on.
+        deterministic: whether it may not differ from what computed so far.
+
+    Returns:
+        The event of it: `text` for people, and `problem`, why layers are computed without compiled functions.
+
+    Raises:
+        ConfigError: a deterministic run would be computed otherwise than before.
+    """
+    known = await log.fact(NUMERICS)
+    before: dict[str, str] = now if known is None else orjson.loads(known)
+    if deterministic:
+        check_numerics(before, now, "the steps so far were computed")
+    await log.set_fact(NUMERICS, orjson.dumps(now).decode())
+    shown = [now[name] for name in ("processor", KERNELS) if name in now]
+    data = {"text": f"computes on {', '.join(shown)}, torch {now['torch']}", "problem": now.get(PROBLEM, "")}
+    if changed := differences(before, now):
+        data["text"] += f"; before: {changed}"
+    await log.add_event("numerics", data)
+    return data
