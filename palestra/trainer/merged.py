@@ -39,13 +39,19 @@ def add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel) -> list[Ex
     try:
         _add_gradients(parts, mixed, failures)
     except Exception:  # noqa: BLE001 - raised again by the request whose fault it is, when that is computed alone
-        for part in parts:
-            part.start_again()
-        return [None] * len(parts)
+        return [_started_again(part) for part in parts]
     for part, failure in zip(parts, failures, strict=True):
         if failure is not None:
             part.take_back()
     return failures
+
+
+def _started_again(part: GradientPieces) -> Exception | None:
+    try:
+        part.start_again()
+    except Exception as error:  # noqa: BLE001 - fails this request alone
+        return error
+    return None
 
 
 def _add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel, failures: list[Exception | None]) -> None:

@@ -21,6 +21,7 @@ from palestra.trainer.moment_memory import zeros_apart
 
 Named = Sequence[tuple[str, nn.Parameter]]
 T = TypeVar("T")
+_Update = list[list[Tensor]]  # of each weight of a group: weight, gradient, two moments, step
 _WEIGHT, _GRADIENT = "weight", "gradient"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _APART_BYTES = 2**26  # of weights on a CPU, from which on their moments lie outside of the heap
@@ -74,6 +75,8 @@ class Optimizer:
             params: the numbers of this update.
         """
         (report,) = step_together([(self, params)])
+        if isinstance(report, Exception):
+            raise report
         return report
 
     def park(self, folder: Path, prefix: str) -> None:
@@ -200,7 +203,7 @@ class Optimizer:
         return self._apart.get(parameter)
 
 
-def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport]:
+def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport | Exception]:
     """Apply the gradients of several optimizers in one pass, each as if it were alone.
 
     Updates with the same numbers are one call over the weights of all their optimizers.
@@ -209,35 +212,50 @@ def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimR
         steps: optimizers, each once, with the numbers of their updates.
 
     Returns:
-        For each its report; one whose gradient is not finite is not applied, and its weights are as before.
+        For each its report, or what failed; one whose gradient is not finite is not applied, and its weights are as
+        before.
     """
-    reports, due = list[OptimReport](), defaultdict[OptimParams, list[Optimizer]](list)
-    for optimizer, params in steps:
-        norm = optimizer.clip(params.max_grad_norm)
-        finite = math.isfinite(norm)
-        if finite:
-            due[params].append(optimizer)
-        reports.append(
-            OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
-        )
-    for params, optimizers in due.items():
-        _apply(optimizers, params)
-    for optimizer, _ in steps:
-        optimizer.adamw.zero_grad(set_to_none=True)
-    return reports
+    found, due = list[OptimReport | Exception](), defaultdict[OptimParams, dict[int, list[_Update]]](dict)
+    for number, (optimizer, params) in enumerate(steps):
+        try:
+            norm = optimizer.clip(params.max_grad_norm)
+            finite = math.isfinite(norm)
+            if finite:
+                due[params][number] = _updates_of(optimizer)
+        except Exception as error:  # noqa: BLE001 - of this optimizer alone
+            found.append(error)
+            continue
+        found.append(OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite))
+    for params, updates in due.items():
+        try:
+            _apply(list(updates.values()), params)
+        except Exception as error:  # noqa: BLE001 - of the updates with these numbers alone
+            for number in updates:
+                found[number] = error
+    for (optimizer, _), report in zip(steps, found, strict=True):
+        if not isinstance(report, Exception):
+            optimizer.adamw.zero_grad(set_to_none=True)
+    return found
 
 
-@torch.no_grad()
-def _apply(optimizers: Sequence[Optimizer], params: OptimParams) -> None:
-    """Update the weights of optimizers that have gradients, and their moments."""
-    for number, decay in enumerate((params.weight_decay, 0.0)):  # norms and biases, in the second group, do not decay
-        states = [
-            [optimizer.part_of(each) for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])] + [state["step"]]
-            for optimizer in optimizers
-            for p in optimizer.adamw.param_groups[number]["params"]
+def _updates_of(optimizer: Optimizer) -> list[_Update]:
+    """Return weight, gradient, both moments and step of each weight that decays, and of each that does not."""
+    return [
+        [
+            [*(optimizer.part_of(each) for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])), state["step"]]
+            for p in group["params"]
             if p.grad is not None
             for state in (optimizer.state_of(p),)
         ]
+        for group in optimizer.adamw.param_groups
+    ]
+
+
+@torch.no_grad()
+def _apply(updates: Sequence[list[_Update]], params: OptimParams) -> None:
+    """Update weights with gradients, and their moments."""
+    for number, decay in enumerate((params.weight_decay, 0.0)):  # norms and biases, in the second group, do not decay
+        states = [each for own in updates for each in own[number]]
         if not states:
             continue
         weights, gradients, first, second, steps = map(list, zip(*states, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,23 +206,12 @@ class TorchTrainer:
 
         Returns:
             What has failed, by policy: then that policy is as before its request.
-
-        Raises:
-            NotFound: there is no policy of one of these names; nothing is computed.
         """
-        policies = {name: self._policy(name) for name in pieces}
-        return await self._serial.run(lambda: self._in_thread(lambda: self._compute(policies, pieces)))
+        return await self._serial.run(lambda: self._in_thread(lambda: self._compute(pieces)))
 
-    def _compute(self, policies: Mapping[str, TorchPolicy], pieces: Mapping[str, Pieces[Any]]) -> dict[str, Exception]:
+    def _compute(self, pieces: Mapping[str, Pieces[Any]]) -> dict[str, Exception]:
         """Compute one pass; see `compute`."""
-        failures, ready = dict[str, Exception](), dict[str, TorchPolicy]()
-        for name, policy in policies.items():
-            try:
-                self._slots.use({**ready, name: policy})
-            except Exception as error:  # noqa: BLE001 - of this policy alone
-                failures[name] = error
-            else:
-                ready[name] = policy
+        ready, failures = self._in_memory(pieces)
         if len(ready) == 1:
             (name,) = ready
             try:
@@ -235,6 +224,19 @@ class TorchTrainer:
             found = add_gradients(list(parts.values()), self._mixed_model(ready))
             failures |= {name: error for name, error in zip(parts, found, strict=True) if error is not None}
         return failures
+
+    def _in_memory(self, names: Iterable[str]) -> tuple[dict[str, TorchPolicy], dict[str, Exception]]:
+        """Bring policies into memory; returns those that are there, and what failed for the others."""
+        ready, failures = dict[str, TorchPolicy](), dict[str, Exception]()
+        for name in names:
+            try:
+                policy = self._policy(name)
+                self._slots.use({**ready, name: policy})
+            except Exception as error:  # noqa: BLE001 - of this policy alone
+                failures[name] = error
+            else:
+                ready[name] = policy
+        return ready, failures
 
     def _mixed_model(self, policies: Mapping[str, TorchPolicy]) -> MixedModel:
         """Return what computes common passes of policies on one base."""
@@ -252,12 +254,7 @@ class TorchTrainer:
 
         Returns:
             For each its report, or what failed.
-
-        Raises:
-            NotFound: there is no policy of one of these names; nothing is computed.
         """
-        for request in requests:
-            self._policy(request.policy)
 
         def compute(new: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
             found, most = list[OptimReport | Exception](), self._slots.count or len(new)
@@ -272,17 +269,16 @@ class TorchTrainer:
 
     def _updates(self, requests: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
         """Apply the gradients of as many policies as there are slots."""
-        policies = {request.policy: self._policy(request.policy) for request in requests}
-        try:
-            self._slots.use(policies)
-        except Exception as error:  # noqa: BLE001 - of these requests alone
-            return [error] * len(requests)
+        ready, failures = self._in_memory(request.policy for request in requests)
         fault_point("before_step")
-        reports = step_together([(policies[request.policy].optimizer, request.params) for request in requests])
-        for request, report in zip(requests, reports, strict=True):
-            policies[request.policy].count(report)
+        due = [request for request in requests if request.policy in ready]
+        reports = step_together([(ready[request.policy].optimizer, request.params) for request in due])
+        found = dict(zip([request.policy for request in due], reports, strict=True)) | failures
+        for name, report in found.items():
+            if not isinstance(report, Exception):
+                ready[name].count(report)
         fault_point("after_step")
-        return list(reports)
+        return [found[request.policy] for request in requests]
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
         """Find episodes of `batch` that `policy` can't be trained on; once for each `request_id`.

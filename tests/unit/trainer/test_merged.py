@@ -14,9 +14,10 @@ from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
-from palestra.errors import CheckpointError, InvalidAlgorithm
+from palestra.errors import CheckpointError, InvalidAlgorithm, NotFound
 from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MixedModel
+from palestra.trainer import optimizer
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.tenant_trainer import TenantTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
@@ -78,11 +79,11 @@ class Tenants:
     async def state(self, name: str) -> dict[str, torch.Tensor]:
         """Weights, gradient and moments of a policy, which is brought into memory."""
         await self.trainer.weights(f"{name}/p")
-        optimizer = self.policy(name).optimizer
-        found = {f"weight {n}": p.detach().clone() for n, p in optimizer.parameters}
-        found |= {f"gradient {n}": p.grad.clone() for n, p in optimizer.parameters if p.grad is not None}
-        moments = optimizer.adamw.state
-        return found | {f"{k} {n}": v.clone() for n, p in optimizer.parameters for k, v in moments.get(p, {}).items()}
+        own = self.policy(name).optimizer
+        found = {f"weight {n}": p.detach().clone() for n, p in own.parameters}
+        found |= {f"gradient {n}": p.grad.clone() for n, p in own.parameters if p.grad is not None}
+        moments = own.adamw.state
+        return found | {f"{k} {n}": v.clone() for n, p in own.parameters for k, v in moments.get(p, {}).items()}
 
 
 @asynccontextmanager
@@ -232,6 +233,36 @@ async def test_updates_together_leave_out_a_gradient_that_is_not_finite():
 
 
 @pytest.mark.slow
+def broken(*_, **__):
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("where", ["policy", "moments", "numbers"])
+async def test_an_update_that_fails_leaves_those_beside_it_as_they_are_alone(monkeypatch, where):
+    """Its policy is gone; its moments find no memory; its numbers can't be used."""
+    async with tenants_of("a", "b") as tenants:
+        await tenants.gradients("ab")
+        if where == "policy":
+            await tenants.trainer.remove("b/p")
+        elif where == "moments":
+            monkeypatch.setattr(tenants.policy("b").optimizer, "state_of", broken)
+        else:
+            real = optimizer.adamw
+            monkeypatch.setattr(
+                optimizer, "adamw", lambda *a, **k: (broken if k["lr"] == PARAMS["b"].learning_rate else real)(*a, **k)
+            )
+        before = {} if where == "policy" else await tenants.state("b")
+        mine, other = await tenants.updates("ab")
+        assert isinstance(other, NotFound if where == "policy" else RuntimeError)
+        async with tenants_of("a") as one:
+            await one.gradients("a")
+            assert await one.updates("a") == [mine]
+            assert same(await tenants.state("a"), await one.state("a"))
+        for key, tensor in before.items():
+            if key.startswith("weight"):
+                assert bool((tensor == (await tenants.state("b"))[key]).all())
+
+
 async def test_an_adapter_waits_on_disk_with_a_gradient_that_is_not_applied_yet_and_its_critic(tmp_path):
     async def steps(tenants, others=""):
         mine = tenants.of("c")
