@@ -17,10 +17,10 @@ from palestra.tinker.bases import Base
 from palestra.tinker.limits import Limits
 from palestra.tinker.protobuf import LENGTH, STOP, new
 from palestra.tinker.wire import Sample
-from palestra.types.calls import SampledTokens, SamplingParams, TokenSequence
+from palestra.types.calls import SAMPLING_RANGES, SampledTokens, SamplingParams, TokenSequence
 from palestra.waiting import together
 
-MOST_TOP = 100  # most probable tokens that are reported of a position
+MOST_TOP = int(SAMPLING_RANGES["top_logprobs"][1])  # most probable tokens that are reported of a position
 _TOKEN_BYTES = 8  # of a token in a result: its id and its logprob
 _UNREAD_TOKENS = 8  # tokens before a stop string's own that may change how its first characters are read
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from palestra.types.calls import SAMPLING_RANGES
+
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Number = Annotated[int, Field(ge=0, le=2**62)]
 Metadata = dict[Annotated[str, Field(max_length=256)], Any]
@@ -33,7 +35,11 @@ class Described(Body):
     @field_validator("user_metadata")
     @classmethod
     def _is_short(cls, given: Metadata | None) -> Metadata | None:
-        if given is not None and len(orjson.dumps(given)) > METADATA_BYTES:
+        try:
+            length = 0 if given is None else len(orjson.dumps(given))
+        except TypeError as error:  # a whole number of more than 64 bits
+            raise ValueError(str(error)) from error
+        if length > METADATA_BYTES:
             raise ValueError(f"it is longer than {METADATA_BYTES} bytes")
         return given
 
@@ -161,8 +167,8 @@ class SamplingParams(Body):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | list[str] | list[Token] | None = None
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = Field(-1, ge=-1, lt=2**31)
+    temperature: float = Field(1.0, ge=0, le=SAMPLING_RANGES["temperature"][1])
+    top_k: int = Field(-1, ge=-1, le=int(SAMPLING_RANGES["top_k"][1]))
     top_p: float = Field(1.0, gt=0, le=1)
 
 

@@ -75,6 +75,22 @@ class SamplingParams:
     top_logprobs: int = 0
 
 
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "max_tokens": (1, 2**31 - 1),
+    "seed": (-(2**64), 2**64),
+    "min_tokens": (0, 2**31 - 1),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "top_logprobs": (0, 100),
+}
+"""The least and the largest number of each field of `SamplingParams` that engines can use."""
+LARGEST_BIAS = 100.0
+MOST_LISTED = 1024  # tokens in `logit_bias`, and in `stop_ids`
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
     """A piece of a reply: consecutive tokens sampled from one version of the policy.

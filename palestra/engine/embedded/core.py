@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from palestra.config import EmbeddedEngineConfig
 from palestra.engine.base import EngineLoad
 from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
-from palestra.engine.embedded.request import DONE, Request
+from palestra.engine.embedded.request import DONE, Request, Unprepared
 from palestra.engine.embedded.sampling import SampledBatch
 from palestra.engine.embedded.scheduler import Decode, Prefill, Scheduler
 from palestra.engine.embedded.served_policy import ServedPolicy
@@ -96,7 +97,7 @@ class EngineCore:
             self.flush()
 
     def step(self) -> None:
-        """Run one turn. A failure ends the request that caused it, or, if that is not known, all of its policy."""
+        """Run one turn. A failure ends the request that causes it, or, if there is none, all of its policy."""
         try:
             for work in self.scheduler.schedule():
                 if not self._run(work):
@@ -153,73 +154,95 @@ class EngineCore:
 
     def _prefill(self, runner: ModelRunner, pieces: Sequence[tuple[Request, int]]) -> None:
         """Compute pieces of prompts, and sample the first token of each request whose prompt is then complete."""
-        self._compute(runner, [piece for piece in pieces if piece[1]])
-        computed = [(leader, leader.keys, leader.hidden) for leader, _ in pieces]
-        starting = [
-            (leader, keys, hidden, request)
-            for leader, keys, hidden in computed
-            if keys is not None and hidden is not None
-            for request in leader.group
-        ]
-        if not starting:
-            return
-        sampled = runner.sample([request for *_, request in starting], torch.stack([h for _, _, h, _ in starting]))
-        for number, (leader, keys, _, request) in enumerate(starting):
-            if request is leader:
-                self.scheduler.keep_prefix(leader, leader.prompt, keys)
-            request.row = runner.add_row(keys, leader.positions)
-            self.scheduler.start(request, leader)
-            self._append(request, sampled, number)
-        for leader, *_ in starting:
-            leader.keys = leader.hidden = leader.positions = None
+        new = dict(pieces)
+        self._one_by_one(
+            [leader for leader, count in pieces if count],
+            lambda some: runner.prefill([(leader, new[leader]) for leader in some]),
+        )
+        leaders = {one: leader for leader in new if leader.hidden is not None for one in leader.group}
 
-    def _compute(self, runner: ModelRunner, pieces: Sequence[tuple[Request, int]]) -> None:
-        """Compute pieces of prompts together; if that fails, one by one, to find whose fault it is."""
-        if not pieces:
-            return
-        try:
-            runner.prefill(pieces)
-        except Exception as error:
-            if _out_of_memory(error):
-                raise
-            if len(pieces) == 1:
-                self._fail(pieces[0][0], error)
-                return
-            for piece in pieces:
-                self._compute(runner, [piece])
+        def start(some: Sequence[Request]) -> None:
+            hidden = [leader.hidden for one in some if (leader := leaders[one]).hidden is not None]
+            sampled = runner.sample(some, torch.stack(hidden))
+            for number, request in enumerate(some):
+                self._start(runner, request, leaders[request], sampled, number)
+
+        self._one_by_one(list(leaders), start)
 
     def _decode(self, runner: ModelRunner, requests: Sequence[Request]) -> None:
         """Sample the next token of each running reply; replies whose grammar can't go on fail before that."""
         fault_point("during_generation")
         for name, policy in runner.policies.items():
             constrained = [one for one in requests if one.policy == name and one.matcher is not None]
-            if constrained:
-                for request, error in zip(constrained, policy.advance_grammars(constrained), strict=True):
-                    if error is not None:
-                        self._fail(request, error)
-        requests = [request for request in requests if request.row is not None]
-        if requests:
-            order, sampled = runner.decode(requests)
+            self._one_by_one(constrained, partial(self._advance, policy))
+
+        def decode(some: Sequence[Request]) -> None:
+            order, sampled = runner.decode(some)
             for number, request in enumerate(order):
                 self._append(request, sampled, number)
+
+        self._one_by_one([request for request in requests if request.row is not None], decode)
+
+    def _one_by_one(self, requests: Sequence[Request], work: Callable[[Sequence[Request]], None]) -> None:
+        """Do `work` for requests together. If that fails, do it for each alone, and fail those that fail again.
+
+        `work` changes nothing before its last error, so that it can be repeated.
+        """
+        if not requests:
+            return
+        try:
+            work(requests)
+        except Exception as error:
+            if _out_of_memory(error):
+                raise
+            if len(requests) == 1:
+                self._fail(requests[0], error)
+                return
+            for request in requests:
+                self._one_by_one([request], work)
+
+    def _advance(self, policy: ServedPolicy, requests: Sequence[Request]) -> None:
+        """Find the tokens that may come next in replies with a grammar."""
+        for request, error in zip(requests, policy.advance_grammars(requests), strict=True):
+            if error is not None:
+                self._fail(request, error)
+
+    def _start(
+        self, runner: ModelRunner, request: Request, leader: Request, sampled: SampledBatch, number: int
+    ) -> None:
+        """Begin the reply of a request whose prompt `leader` has computed, with its first token."""
+        assert leader.keys is not None
+        try:
+            if request is leader:
+                self.scheduler.keep_prefix(leader, leader.prompt, leader.keys)
+            request.row = runner.add_row(leader.keys, leader.positions)
+        except Exception as error:  # noqa: BLE001 - fails this request alone
+            self._fail(request, error)
+            return
+        self.scheduler.start(request, leader)
+        if request is leader:
+            leader.keys = leader.hidden = leader.positions = None
+        self._append(request, sampled, number)
 
     def _append(self, request: Request, sampled: SampledBatch, number: int) -> None:
         """Add the token of row `number` to a reply, and finish the reply where it ends."""
         token, policy = sampled.tokens[number], self.policies[request.policy]
-        if not math.isfinite(sampled.logprobs[number]):
-            self._fail(request, EngineFailure("the model's scores of the next token are no numbers"))
-            return
-        request.append(token)
-        piece = SampledTokens(
-            ids=(token,),
-            logprobs=(sampled.logprobs[number],),
-            version=policy.version,
-            top=(sampled.top[number],) if request.sampling.top_logprobs else (),
-        )
-        self._outbox.append((request, piece))
-        if request.stops_at(token, policy.stops):
-            self._outbox.append((request, DONE))
-            self.scheduler.finish(request)
+        try:
+            if not math.isfinite(sampled.logprobs[number]):
+                raise EngineFailure("the model's scores of the next token are no numbers")
+            request.append(token)
+            piece = SampledTokens(
+                ids=(token,),
+                logprobs=(sampled.logprobs[number],),
+                version=policy.version,
+                top=(sampled.top[number],) if request.sampling.top_logprobs else (),
+            )
+            self._outbox.append((request, piece))
+            if request.stops_at(token, policy.stops):
+                self._outbox.append((request, DONE))
+                self.scheduler.finish(request)
+        except Exception as error:  # noqa: BLE001 - fails this request alone: those behind it have sampled as well
+            self._fail(request, error)
 
     # Failures.
 
@@ -230,6 +253,9 @@ class EngineCore:
 
     def _survive(self, error: Exception, policies: Collection[str]) -> None:
         """Fail the newest request where memory ran out; after any other error all of the policies that have begun."""
+        if isinstance(error, Unprepared):
+            self._fail(error.request, error.cause)
+            return
         newest = (*self.scheduler.running, *self.scheduler.prefilling)[-1:]
         if _out_of_memory(error) and newest:
             self._fail(newest[0], error)

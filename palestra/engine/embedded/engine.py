@@ -15,6 +15,7 @@ import torch
 
 from palestra.config import EmbeddedEngineConfig
 from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.checks import check_prompt, check_sampling
 from palestra.engine.embedded.command_queue import Command, CommandQueue
 from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel, check_determinism
@@ -74,13 +75,14 @@ class EmbeddedEngine:
         """See `Engine`.
 
         Raises:
-            InvalidRequest: an id that the model does not have, a picture that it can't see, or a grammar that can't be
+            InvalidRequest: a prompt that the model can't read, a number out of its range, or a grammar that can't be
                 used.
             GrammarRefused: the grammar is over a bound, perhaps at a token of the reply.
             ModelError: the engine has no such policy.
         """
         policy = self._policy(request.policy)
-        _check(request, policy.model)
+        _check_prompt(request.prompt, policy.model)
+        check_sampling(request.sampling, policy.model.vocab_size)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         running = Request(request, lambda item: loop.call_soon_threadsafe(pieces.put_nowait, item))
@@ -114,8 +116,6 @@ class EmbeddedEngine:
         """
         model = self._policy(policy).model
         _check_prompt(prompt, model)
-        if len(prompt.ids) > model.max_positions:
-            raise InvalidRequest(f"a prompt has at most {model.max_positions} tokens", "prompt")
         runner, found = self._core.policies[policy].runner, list[float]()
         await self._on_thread(lambda: found.extend(runner.score(policy, prompt, self._config.prefill_chunk)))
         return found
@@ -316,29 +316,8 @@ class EmbeddedEngine:
                 load()
 
 
-def _check(request: EngineRequest, model: CausalLM) -> None:
-    """Refuse ids that do not exist, because one of them would fail all requests of its pass.
-
-    Raises:
-        InvalidRequest: such an id; or a picture, and the model reads text only.
-    """
-    _check_prompt(request.prompt, model)
-    sampling, vocab_size = request.sampling, model.vocab_size
-    for name, named in (
-        ("logit_bias", [token for token, _ in sampling.logit_bias]),
-        ("stop_token_ids", list(sampling.stop_ids)),
-    ):
-        if any(not 0 <= token < vocab_size for token in named):
-            raise InvalidRequest(f"{name} names tokens from 0 to {vocab_size - 1}", name)
-
-
 def _check_prompt(prompt: TokenSequence, model: CausalLM) -> None:
-    """Refuse a prompt that the model can't read; see `_check`."""
-    ids, vocab_size = prompt.ids, model.vocab_size
-    if prompt.media and model.vision is None:
-        raise InvalidRequest("this model reads text only, and the prompt has a picture", "prompt")
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise InvalidRequest(f"a prompt has at least one token, and all are from 0 to {vocab_size - 1}", "prompt")
+    check_prompt(prompt, model.vocab_size, model.max_positions, model.vision is not None)
 
 
 def kv_bytes(model: CausalLM, config: EmbeddedEngineConfig) -> int:

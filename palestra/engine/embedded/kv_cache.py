@@ -7,8 +7,9 @@ moves to the next one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,14 @@ class Row:
     position: int
     bucket: Bucket = field(init=False)
     index: int = field(init=False)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[DecodeAttention]:
+        """Yield the attention of a pass over this row without the others of its bucket."""
+        storage = self.bucket.storage[:, :, self.index : self.index + 1]
+        copy = storage.contiguous()  # as compiled functions read it
+        yield DecodeAttention([(copy, torch.tensor([self.length], device=copy.device))])
+        storage.copy_(copy)
 
 
 class Bucket:
@@ -154,14 +163,15 @@ class KVCache:
             bucket.captured.pop(policy, None)
 
     def make_room(self, row: Row) -> None:
-        """Move a full row to the next bucket."""
+        """Move a full row to the next bucket; the row stays where it is if there is no memory for that."""
         if row.length < row.bucket.capacity:
             return
-        content = row.bucket.storage[:, :, row.index].clone()
+        bucket, moved = self._bucket(self.capacity(row.length + 1)), Row(row.length, row.position)
+        bucket.add(moved)
+        bucket.storage[:, :, moved.index, :, : row.length] = row.bucket.storage[:, :, row.index]
         self.remove(row)
-        bucket = self._bucket(self.capacity(row.length + 1))
-        bucket.add(row)
-        bucket.storage[:, :, row.index, :, : row.length] = content
+        bucket.rows[moved.index] = row
+        row.bucket, row.index = bucket, moved.index
 
     def in_order(self) -> list[Bucket]:
         """Return the buckets with rows from the smallest; the flat batch of a decoding pass lies in this order."""

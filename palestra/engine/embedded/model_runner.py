@@ -142,17 +142,28 @@ class ModelRunner:
                 request.hidden = hidden[end - 1]
         self.prefilled_tokens += end
 
-    def decode(self, requests: Sequence[Request]) -> tuple[list[Request], SampledBatch]:
-        """Compute the newest token of each reply and sample the one after it; returns both in the same order."""
-        by_row = {request.row: request for request in requests}
+    def decode(self, requests: Sequence[Request]) -> tuple[Sequence[Request], SampledBatch]:
+        """Compute the newest token of each reply and sample the one after it; returns both in the same order.
+
+        If that fails, all replies are as before.
+
+        Args:
+            requests: all that have a row, or one of them alone.
+        """
+        by_row = {request.row: request for request in requests if request.row is not None}
         for row in by_row:
-            assert row is not None
             self._cache.make_room(row)
         buckets = self._cache.in_order()
         rows = [row for bucket in buckets for row in bucket.rows]
-        order = [by_row[row] for row in rows]
-        sampled = self._sampled(order, self._next_scores(buckets, order))
-        for row in rows:
+        if len(rows) == len(requests):
+            order: Sequence[Request] = [by_row[row] for row in rows]
+            scores = self._next_scores(buckets, order)
+        else:
+            (row,), order = by_row, requests
+            with row.alone() as attention:
+                scores = self._launched(order, attention)
+        sampled = self._sampled(order, scores)
+        for row in by_row:
             row.length += 1
             row.position += 1
         return order, sampled
@@ -165,7 +176,7 @@ class ModelRunner:
             order: the request of each row.
         """
         if self._graphs is None:
-            return self._launched(buckets, order)
+            return self._launched(order, DecodeAttention.of(buckets))
         pieces, start = list[Tensor](), 0
         for bucket in buckets:
             own = order[start : start + len(bucket.rows)]
@@ -175,14 +186,13 @@ class ModelRunner:
                 compute = partial(self._computed, own[0].policy)
                 found = self._graphs.scores(bucket, own[0].policy, [request.last for request in own], compute)
                 self.passes += found is not None
-            pieces.append(self._launched([bucket], own) if found is None else found)
+            pieces.append(self._launched(own, DecodeAttention.of([bucket])) if found is None else found)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _launched(self, buckets: Sequence[Bucket], order: Sequence[Request]) -> Tensor:
-        """Compute a pass step by step; see `_next_scores`."""
+    def _launched(self, order: Sequence[Request], attention: DecodeAttention) -> Tensor:
+        """Compute a pass step by step: the newest tokens of replies, whose rows `attention` has in the same order."""
         ids = torch.tensor([request.last for request in order])
-        positions = torch.tensor([row.position for bucket in buckets for row in bucket.rows])
-        attention = DecodeAttention.of(buckets)
+        positions = torch.tensor([request.row.position for request in order if request.row is not None])
         hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
         return self._scores(order, hidden[: len(order)])
 
@@ -203,8 +213,9 @@ class ModelRunner:
 
     def _sampled(self, requests: Sequence[Request], scores: Tensor) -> SampledBatch:
         """Sample a token of each of B requests from scores [B, V]."""
+        sampled = sample(scores, [self._row_sampling(request) for request in requests])
         self.sampled_tokens += len(requests)
-        return sample(scores, [self._row_sampling(request) for request in requests])
+        return sampled
 
     def score(self, policy: str, prompt: TokenSequence, piece: int | None) -> list[float]:
         """Return the log-probability of each token of a prompt but the first, at temperature 1, [P - 1].

@@ -113,9 +113,12 @@ def _split(node: _PrefixNode, common: int) -> _PrefixNode:
     parent, keys = node.parent, node.keys
     assert parent is not None
     assert keys is not None
-    upper = _PrefixNode(parent, node.tokens[:common], keys[:, :, :, :common].clone())
+    upper, rest = (
+        _PrefixNode(parent, node.tokens[:common], keys[:, :, :, :common].clone()),
+        keys[:, :, :, common:].clone(),
+    )
     upper.used = node.used
     parent.children[upper.tokens.first] = upper
-    node.parent, node.tokens, node.keys = upper, node.tokens[common:], keys[:, :, :, common:].clone()
+    node.parent, node.tokens, node.keys = upper, node.tokens[common:], rest
     upper.children[node.tokens.first] = node
     return upper

@@ -18,6 +18,14 @@ from palestra.types.calls import PolicyVersion, SamplingParams
 DONE = object()  # delivered after the last token
 
 
+class Unprepared(Exception):
+    """A request could not be prepared for its first pass."""
+
+    def __init__(self, request: Request, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.request, self.cause = request, cause
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """An `EngineRequest` and its state. It waits, its prompt is prefilled, then its reply is decoded."""

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.types.calls import SamplingParams
+from palestra.types.calls import SAMPLING_RANGES, SamplingParams
 
 _BLOCK = 256  # tokens: about as many as there are blocks in a usual vocabulary
 _CUT_ROWS = 16  # rows that are sorted at the same time
 _COLDEST = 1e-30  # temperature: less is not one in float32
-_TOP = 20  # so many tokens are found for each row that asks for any: the most that the API gives
+# So many tokens are found for each row that asks for any: which of equal ones come first must not depend on the rows
+# beside it.
+_TOP = int(SAMPLING_RANGES["top_logprobs"][1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +172,7 @@ def _keep_top(scores: Tensor, numbers: Sequence[int], sampling: Sequence[Samplin
     device, size = scores.device, scores.shape[1]
     at = torch.tensor(numbers, device=device)
     ordered, places = scores[at].sort(dim=-1, descending=True, stable=True)
-    most = torch.tensor([sampling[n].top_k or size for n in numbers], device=device).unsqueeze(1)
+    most = torch.tensor([min(sampling[n].top_k or size, size) for n in numbers], device=device).unsqueeze(1)
     keep = torch.arange(size, device=device) < most
     top_p = torch.tensor([sampling[n].top_p for n in numbers], dtype=torch.float64, device=device).unsqueeze(1)
     probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1, dtype=torch.float64)
@@ -195,9 +197,7 @@ def _top(
     if asked:
         at = torch.tensor(asked, device=scores.device)
         logprobs = scores[at] - largest[at] + rest[at]
-        # As many for each row as any may ask for: which of equal ones come first must not depend on the rows beside it.
-        most = max(_TOP, *(rows[number].sampling.top_logprobs for number in asked))
-        values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+        values, ids = logprobs.topk(min(_TOP, logprobs.shape[1]), dim=-1)
         for number, one, other in zip(asked, ids.tolist(), values.tolist(), strict=True):
             found[number] = tuple(zip(one, other, strict=True))[: rows[number].sampling.top_logprobs]
     return found

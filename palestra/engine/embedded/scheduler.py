@@ -16,7 +16,7 @@ from torch import Tensor
 from palestra.config import EmbeddedEngineConfig
 from palestra.engine.embedded.kv_budget import KVBudget
 from palestra.engine.embedded.model_runner import ModelRunner
-from palestra.engine.embedded.request import Request
+from palestra.engine.embedded.request import Request, Unprepared
 from palestra.engine.embedded.served_policy import ServedPolicy
 from palestra.tokens import TokenRun
 
@@ -117,11 +117,15 @@ class Scheduler:
         """Begin waiting requests, the oldest first, while their longest replies fit into memory."""
         leaders = {_key(r): r for r in self.prefilling} if self.waiting else {}
         for request in [r for r in self.waiting if r.policy not in self.draining]:
-            if self.begun >= self._config.max_batch or not self._reserve(request):
-                return
-            self.waiting.remove(request)
             request.version = self._policies[request.policy].version
-            leader = leaders.setdefault(_key(request), request)
+            try:
+                key = _key(request)
+                if self.begun >= self._config.max_batch or not self._reserve(request):
+                    return
+            except Exception as error:
+                raise Unprepared(request, error) from error
+            self.waiting.remove(request)
+            leader = leaders.setdefault(key, request)
             if leader is request:
                 self.prefilling.append(request)
             else:
@@ -158,7 +162,10 @@ class Scheduler:
             if most <= 0:
                 break
             if request.keys is None:
-                self._policies[request.policy].runner.allocate_prompt(request)
+                try:
+                    self._policies[request.policy].runner.allocate_prompt(request)
+                except Exception as error:
+                    raise Unprepared(request, error) from error
             new = request.remaining if self._deterministic else min(request.remaining, most)
             pieces.append((request, new))
             most -= new
@@ -218,7 +225,10 @@ class Scheduler:
         for one in request.group:
             self._release(one)
         if request.row is None:
-            self.prefilling.remove(request)
+            for queue in (self.waiting, self.prefilling, *(leader.followers for leader in self.prefilling)):
+                if request in queue:
+                    queue.remove(request)
+                    return
         else:
             self._policies[request.policy].runner.remove_row(request.row)
             request.row = None

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import cast
 
 from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.checks import check_prompt, check_sampling
 from palestra.engine.external.api import Chunk
 from palestra.engine.external.reply import Reply
 from palestra.engine.external.served_adapter import ServedAdapter
@@ -54,12 +55,13 @@ class ExternalEngine:
         """See `Engine`.
 
         Raises:
-            InvalidRequest: an id that the model does not have, pictures that it can't see, or a way of sampling that
+            InvalidRequest: a prompt that the model can't read, a number out of its range, or a way of sampling that
                 the server lacks.
             ModelError: the engine has no such policy.
         """
         policy = self._policy(request.policy)
         _check_prompt(request.prompt, policy)
+        check_sampling(request.sampling, policy.bounds.vocab_size)
         await self.check_servers()
         async with contextlib.AsyncExitStack() as stack:
             self._waiting += 1
@@ -306,17 +308,4 @@ class ExternalEngine:
 
 
 def _check_prompt(prompt: TokenSequence, policy: ServedPolicy) -> None:
-    """Refuse a prompt that the model can't read.
-
-    Raises:
-        InvalidRequest: an id that does not exist, too many of them, or pictures for a model that reads text only.
-    """
-    ids, bounds = prompt.ids, policy.bounds
-    if prompt.media and not policy.api.sees:
-        raise InvalidRequest(f"the model of {policy.name!r} reads text only", "prompt")
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= bounds.vocab_size:
-        raise InvalidRequest(
-            f"a prompt has at least one token, and all are from 0 to {bounds.vocab_size - 1}", "prompt"
-        )
-    if len(ids) >= bounds.max_context:
-        raise InvalidRequest(f"a prompt has less than {bounds.max_context} tokens", "prompt")
+    check_prompt(prompt, policy.bounds.vocab_size, policy.bounds.max_context - 1, policy.api.sees)

@@ -10,7 +10,6 @@ from palestra.errors import InvalidRequest
 from palestra.types.calls import SamplingParams
 
 LOWEST_TEMPERATURE = 0.01  # vLLM raises a lower one to this, other than 0
-LARGEST_BIAS = 100.0
 # Tokens of a reply that are sent together where nobody reads them one by one. An event of one token costs both sides
 # together about a millisecond of a core; with sixteen, a reply's progress is still seen every second or so.
 TOGETHER = 16
@@ -34,8 +33,6 @@ def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: b
     """
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise InvalidRequest(f"vLLM has temperature 0, or at least {LOWEST_TEMPERATURE}", "temperature")
-    if any(abs(bias) > LARGEST_BIAS for _, bias in sampling.logit_bias):
-        raise InvalidRequest(f"vLLM has biases from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}", "logit_bias")
     if sampling.top_logprobs > MOST_TOP_LOGPROBS:
         raise InvalidRequest(f"this engine reports at most {MOST_TOP_LOGPROBS} tokens a position", "top_logprobs")
     if sampling.grammar and sampling.min_tokens:

@@ -14,6 +14,7 @@ from palestra.server.dialects.answers import answer_id
 from palestra.server.dialects.anthropic_blocks import MessageParam, TextBlocks, blocks_of, messages_of
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import (
+    MOST_TOP_K,
     Count,
     Flag,
     Probability,
@@ -122,7 +123,7 @@ class MessagesRequest(CountRequest):
     top_p: Probability | None = Field(
         None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
-    top_k: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOP_K, strict=True)] | None = Field(
         None, description="Above 0: not possible in training episodes."
     )
     stop_sequences: StopStrings | None = Field(None, description="Texts that end the reply.")

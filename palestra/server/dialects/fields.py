@@ -15,6 +15,7 @@ from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.http.bodies import UNSUPPORTED
 from palestra.server.dialects.sent_pictures import chat_content
 from palestra.session.registry import KEYED
+from palestra.types.calls import LARGEST_BIAS, MOST_LISTED, SAMPLING_RANGES
 from palestra.types.messages import ChatMessage
 from palestra.types.records import SOLE_AGENT
 
@@ -25,7 +26,8 @@ MAX_STEP = 1_000_000
 MAX_CHOICES = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 SEED_BITS = 2**63 - 1
-Count = Annotated[int, Field(ge=1, strict=True)]
+MOST_TOP_K = int(SAMPLING_RANGES["top_k"][1])
+Count = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -137,7 +139,7 @@ class SamplingFields(BaseModel):
         None, description="Number of replies to sample; each is recorded as a call of its own."
     )
     max_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies as well.")
-    min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+    min_tokens: Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None = Field(
         None, description="Fewest tokens to sample; not possible in training episodes."
     )
     temperature: Temperature | None = Field(
@@ -149,15 +151,15 @@ class SamplingFields(BaseModel):
     top_p: Probability | None = Field(
         None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
-    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = Field(
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOP_K, strict=True)] | None = Field(
         None, description="Above 0: not possible in training episodes."
     )
     presence_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
     frequency_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
     logit_bias: (
         Annotated[
-            dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=1024),
+            dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]],
+            Field(max_length=MOST_LISTED),
         ]
         | None
     ) = Field(None, description="By token id; not possible in training episodes.")

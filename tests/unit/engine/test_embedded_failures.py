@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded import scheduler
 from palestra.engine.embedded.engine import EmbeddedEngine
-from palestra.engine.embedded.model_runner import PolicyModel
+from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
+from palestra.engine.embedded.request import Request
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, ModelError
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
@@ -38,7 +40,6 @@ async def test_an_error_in_the_model_fails_the_calls_in_flight_and_no_later_one(
 
     def hidden(*arguments):
         if broken.is_set():
-            broken.clear()
             raise RuntimeError("out of memory")
         return real(*arguments)
 
@@ -51,8 +52,94 @@ async def test_an_error_in_the_model_fails_the_calls_in_flight_and_no_later_one(
         for call in calls:
             with pytest.raises(EngineFailure, match="out of memory"):
                 await all_of(call)
+        broken.clear()
         ids, logprobs, _ = await reply(engine, prompt(4), DRAWN)
     assert np.allclose(logprobs, full_forward(reference, prompt(4), ids, 1.0), atol=1e-4)
+
+
+LONG = replace(DRAWN, min_tokens=12)
+MARKED = replace(LONG, logit_bias=((77, 100.0),))  # samples nothing but the token 77
+OTHERS = [replace(LONG, seed=seed, logit_bias=((77, -100.0),)) for seed in range(3)]
+
+
+async def beside_a_bad_one(engine, ids=None) -> None:
+    """Replies beside one that fails are those that they are alone; their rows move to a larger bucket on the way."""
+    alone = [await reply(engine, prompt(58, how.seed) % 70, how) for how in OTHERS]
+    await engine.pause()
+    calls = [asyncio.ensure_future(reply(engine, prompt(58, how.seed) % 70, how)) for how in OTHERS]
+    calls.insert(1, asyncio.ensure_future(reply(engine, prompt(4) % 70 if ids is None else ids, MARKED)))
+    await asyncio.sleep(0)
+    await engine.resume()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(found.pop(1), EngineFailure)
+    assert [one[0] for one in found] == [one[0] for one in alone]
+    for (_, now, _), (_, before, _) in zip(found, alone, strict=True):
+        assert np.allclose(now, before, atol=1e-4)
+    assert engine._core.scheduler.budget.reserved == 0
+    assert not engine._core.scheduler.has_begun()
+
+
+async def test_a_row_that_breaks_a_decoding_pass_fails_alone(tiny):
+    real = tiny.hidden
+
+    def hidden(ids, positions, attend, _pictures=None):
+        found = real(ids, positions, attend)
+        if ((ids == 77) & (positions > 6)).any():  # after the pass has written keys and values
+            raise RuntimeError("77 is no good")
+        return found
+
+    tiny.hidden = hidden
+    async with serving(tiny) as engine:
+        await beside_a_bad_one(engine)
+
+
+async def test_a_pass_that_fails_for_all_rows_together_is_computed_row_by_row(tiny):
+    async with serving(tiny) as engine:
+        alone = [await reply(engine, prompt(58, how.seed), how) for how in OTHERS]
+        real = tiny.hidden
+
+        def hidden(ids, *more):
+            if len(ids) > 1:
+                raise RuntimeError("too many")
+            return real(ids, *more)
+
+        calls = [engine.generate(engine_request(prompt(58, how.seed), how)) for how in OTHERS]
+        first = [await anext(call) for call in calls]
+        tiny.hidden = hidden
+        rest = [await all_of(call) for call in calls]
+    assert [
+        [token for piece in (one, *more) for token in piece.ids] for one, more in zip(first, rest, strict=True)
+    ] == [ids for ids, _, _ in alone]
+
+
+@pytest.mark.parametrize("first", [0, 5])
+async def test_a_row_that_can_not_be_sampled_fails_alone(tiny, monkeypatch, first):
+    """At the first token, and in the middle of the reply."""
+    real = ModelRunner._row_sampling
+
+    def row_sampling(runner, request):
+        if request.sampling == MARKED and len(request.reply) >= first:
+            raise OverflowError("too large")
+        return real(runner, request)
+
+    monkeypatch.setattr(ModelRunner, "_row_sampling", row_sampling)
+    async with serving(tiny) as engine:
+        await beside_a_bad_one(engine)
+
+
+@pytest.mark.parametrize("where", ["allocate_prompt", "add_row", "_key", "append"])
+async def test_what_breaks_before_or_after_the_passes_fails_its_request_alone(tiny, monkeypatch, where):
+    owner = {"_key": scheduler, "append": Request}.get(where, ModelRunner)
+    real = getattr(owner, where)
+
+    def broken(*arguments):
+        if any(getattr(one, "sampling", None) == MARKED or np.shape(one)[-2:-1] == (13,) for one in arguments):
+            raise MemoryError("none left") if where == "add_row" else RuntimeError("no")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, where, broken)
+    async with serving(tiny) as engine:
+        await beside_a_bad_one(engine, ids=prompt(13) % 70)
 
 
 async def test_an_error_while_a_prompt_is_computed_leaves_no_half_of_it(tiny, reference):

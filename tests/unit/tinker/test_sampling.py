@@ -198,6 +198,7 @@ def test_a_request_can_be_cancelled(ada):
         ({"num_samples": 0}, 422, "num_samples"),
         ({"sampling_params": {"temperature": -1}}, 422, "temperature"),
         ({"sampling_params": {"top_p": 0}}, 422, "top_p"),
+        ({"sampling_params": {"top_k": 2**63}}, 422, "top_k"),
         ({"sampling_params": {"stop": [""]}}, 422, "1 to 256 characters"),
         ({"sampling_params": {"max_tokens": 0}}, 422, "max_tokens"),
         ({"topk_prompt_logprobs": 3}, 422, "topk_prompt_logprobs is not supported"),
@@ -299,3 +300,8 @@ def test_a_tenant_may_have_so_many_sequences_to_be_sampled_and_others_are_not_ke
         for request_id in (first, fits):
             ada.good("cancel_future", {"request_id": request_id})
         assert ada.sample(long["sampling_session_id"], PROMPT, 1, samples=12, max_tokens=2)
+
+
+def test_what_is_said_of_a_session_has_numbers_that_can_be_kept(ada):
+    answer = ada.post("create_session", {"user_metadata": {"number": 10**30}})
+    assert (answer.status_code, "user_metadata" in answer.json()["error"]) == (422, True), answer.text

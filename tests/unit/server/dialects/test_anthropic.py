@@ -77,7 +77,13 @@ def test_how_to_sample_is_read():
 
 @pytest.mark.parametrize(
     ("fields", "place"),
-    [({"max_tokens": None}, "max_tokens"), ({"messages": []}, "messages"), ({"tools": [{}]}, "tools.0.name")],
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"messages": []}, "messages"),
+        ({"tools": [{}]}, "tools.0.name"),
+    ],
 )
 def test_a_wrong_value_is_named(fields, place):
     with pytest.raises(InvalidRequest) as caught:
