@@ -65,7 +65,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--insecure-no-auth",
         action="store_true",
-        help="ask for no keys: every caller is the operator; loopback addresses only",
+        help="ask for no keys: every program of this machine is the operator; loopback addresses only",
     )
 
 

@@ -18,7 +18,7 @@ from palestra.control.rights.permissions import Action
 from palestra.control.store.control_store import ControlStore
 from palestra.errors import NotFound
 from palestra.http.bodies import read_request
-from palestra.http.guard import bearer
+from palestra.http.guard import bearer, check_local
 from palestra.threads import WorkPool
 from palestra.types.jobs import JobRecord
 
@@ -55,11 +55,16 @@ class ControlPlane:
 
         Raises:
             Unauthorized, TooManyRequests: see `Identities.authenticate` and the key's limits.
+            Forbidden, InvalidRequest: see `check_local`, without keys.
         """
         known: Identity | None = request.scope.get(_IDENTITY)
         if known is not None:
             return known
-        identity = local_operator() if self.without_keys else await self.identities.authenticate(bearer(request))
+        if self.without_keys:
+            check_local(request)
+            identity = local_operator()
+        else:
+            identity = await self.identities.authenticate(bearer(request))
         if identity.key_id is not None:
             self.rates.count(identity.key_id, identity.limits)
         request.scope[_IDENTITY] = identity
