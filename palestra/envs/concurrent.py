@@ -18,6 +18,7 @@ from palestra.envs.rewards import checked_names
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, NotScored
 from palestra.pictures.parts import parts_of
 from palestra.threads import call
+from palestra.types.calls import Chat
 from palestra.types.clock import Clock, SystemClock
 from palestra.types.messages import ChatMessage, Observation, StepReward, text_message
 
@@ -47,6 +48,7 @@ class ConcurrentEnvironment(ABC):
         """
         self.clock = clock or SystemClock()
         self._begun = False
+        self.calls: list[Chat] = []  # model calls of the episode so far, of all agents, in order
         self._clear()
 
     # Methods that a subclass implements.
@@ -167,6 +169,7 @@ class ConcurrentEnvironment(ABC):
             raise Conflict(f"{type(self).__name__} is not reusable; make a new one for each episode")
         await self.abandon()
         self._clear()
+        self.calls = []
         self._begun = True
         await self.start(task)
 
@@ -289,10 +292,12 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def start(self, task: Mapping[str, Any]) -> None:
         """Reset the environment for this task and show its first observation."""
+        self._environment.calls = self.calls
         seen, info = checked_reset(await self._run(partial(self._environment.reset, task)))
         self.max_steps = self._environment.max_steps
         said = self._environment.system if self._system is None else self._system
-        system = () if said is None else (text_message("system", said),)
+        own = said is None or (seen and seen[0].role == "system")  # of a conversation that is the task's question
+        system = () if own else (text_message("system", str(said)),)
         self.emit(self._agent, (*system, *seen), tools=self._environment.tools, info=info)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:

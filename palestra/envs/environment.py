@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
+
+from pydantic import ValidationError
 
 from palestra.envs.rewards import reward_function
 from palestra.errors import InvalidEnvironment
-from palestra.types.messages import ChatMessage, StepReward
+from palestra.types.calls import Chat
+from palestra.types.messages import ChatMessage, StepReward, text_message
 
 Info = dict[str, Any]
 # A text; a picture: an image of Pillow, an array of uint8, bytes of a file; or a list of texts and pictures.
@@ -35,6 +38,7 @@ class Environment(ABC):
     reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
     system: str | None = None  # system message that the agent's conversation starts with, if any
     tools: tuple[dict[str, Any], ...] = ()  # tools that the agent may call, in OpenAI's shape
+    calls: Sequence[Chat] = ()  # model calls of the episode so far; those of the last action too, when `step` begins
 
     def setup(self) -> Awaitable[None] | None:  # noqa: B027 - optional to override
         """Prepare for the first episode: open connections, start processes. By default nothing is done. May block."""
@@ -93,21 +97,48 @@ class Environment(ABC):
         return self.step(action.text)
 
 
-def task_prompt(task: Mapping[str, Any]) -> str:
-    """Return the text under the task's key `prompt`, which is the default question of a task.
+Prompt = str | Sequence[Any]
+"""A question: a text, or a conversation: messages in OpenAI's shape, of which the last is not the model's."""
+
+
+def task_prompt(task: Mapping[str, Any]) -> Prompt:
+    """Return what is under the task's key `prompt`, which is the default question of a task.
 
     Raises:
-        InvalidEnvironment: the task has no such key, or its value is neither a text nor a number.
+        InvalidEnvironment: the task has no such key, or its value is neither a text, a number nor a conversation.
     """
     if "prompt" not in task:
         raise InvalidEnvironment(f"the task has no key `prompt`; it has {', '.join(map(repr, task))}")
     prompt = task["prompt"]
-    if not isinstance(prompt, str | int | float):
+    if isinstance(prompt, str | int | float):
+        return str(prompt)
+    return prompt_messages(prompt)
+
+
+def prompt_messages(prompt: Any) -> tuple[ChatMessage, ...]:
+    """Return a question as messages.
+
+    Raises:
+        InvalidEnvironment: it is neither a text nor a conversation that the model can continue.
+    """
+    if isinstance(prompt, str):
+        return (text_message("user", prompt),)
+    if not isinstance(prompt, Sequence) or not prompt:
         raise InvalidEnvironment(
-            f"the task's `prompt` has the type {type(prompt).__name__}, and is asked as one message of the user; give "
-            "a text (a system message goes into environment.system), or play a conversation with a rollout function"
+            f"the task's `prompt` has the type {type(prompt).__name__}; give a text, or a list of messages such as "
+            '[{"role": "user", "content": "…"}]'
         )
-    return str(prompt)
+    try:
+        messages = tuple(map(ChatMessage.model_validate, prompt))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InvalidEnvironment(f"the task's `prompt` has no messages: {place}: {first['msg']}"[:300]) from None
+    if messages[-1].role == "assistant":
+        raise InvalidEnvironment(
+            "the task's `prompt` ends with a message of the assistant; leave it out: the model says what comes next"
+        )
+    return messages
 
 
 class TaskEnvironment(Environment):
@@ -116,25 +147,28 @@ class TaskEnvironment(Environment):
     def __init__(
         self,
         reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
-        prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
+        prompt: Callable[[Mapping[str, Any]], Prompt] = task_prompt,
     ) -> None:
         """Create the environment.
 
         Args:
-            reward_fn: `(task, answer) -> reward`, or a function in TRL's form, sync or async; or several, by name.
-            prompt: makes the question of a task.
+            reward_fn: `(task, answer) -> reward`, or a function in TRL's form, sync or async; or several, by name. Each
+                may ask by name for facts of the reply, such as `finish_reason`; see `reward_facts`.
+            prompt: makes the question of a task: a text, or a conversation. A conversation's own system message takes
+                the place of the job's.
         """
         self._reward, self._prompt = reward_function(reward_fn), prompt
         self._task: Mapping[str, Any] = {}
 
-    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> Reset:
         """Return the task's question as the first observation."""
         self._task = task
-        return self._prompt(task), {}
+        asked = self._prompt(task)
+        return asked if isinstance(asked, str) else prompt_messages(asked), {}
 
     def step(self, action: str) -> Step | Awaitable[Step]:
         """Score the answer with the reward function and end the episode."""
-        reward = self._reward(self._task, action)
+        reward = self._reward(self._task, action, self.calls)
         return _last(reward) if isinstance(reward, float | Mapping) else _last_of(reward)
 
 

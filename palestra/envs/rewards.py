@@ -6,46 +6,58 @@ import asyncio
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from palestra.config import REWARD_NAME
+from palestra.envs.reward_facts import FACTS, asked_facts
 from palestra.errors import InvalidEnvironment, NotScored, PalestraError, RewardFailed, place_of
 from palestra.threads import call, is_async
+from palestra.types.calls import Chat
 from palestra.types.messages import MAX_NAMED, StepReward
 
-# Arguments that TRL's trainer passes besides texts and columns: an environment sees texts, and knows no trainer.
-_ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric")
-RewardFunction = Callable[[Mapping[str, Any], str], StepReward | Awaitable[StepReward]]
+# Arguments that TRL's trainer passes besides texts and columns, and an environment does not have.
+_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric")
+Calls = Sequence[Chat]  # of the agent that has answered, in order
+OneAnswer = Callable[[Mapping[str, Any], str, Calls], Any]
+
+
+class RewardFunction(Protocol):
+    """A user's reward function in one form; `calls` are the model calls of the agent that has answered."""
+
+    def __call__(self, task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward | Awaitable[StepReward]:
+        """Return the reward of an answer, or several by name."""
+        ...
 
 
 def reward_function(function: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> RewardFunction:
-    """Return a reward function of the form `(task, answer) -> reward` from one of that form, of TRL's, or several.
+    """Return one reward function of a user's, or several, in one form.
 
-    A function in TRL's form is recognized by its argument `completions`; it may also take `prompts` and the columns of
-    the data set. Each argument is a list with one entry per sample, and so is the result; here each list has one entry.
+    A function takes `(task, answer)`, and by name any of `FACTS`: see `reward_facts`. A function in TRL's form is
+    recognized by its argument `completions`; it may also take `prompts`, the columns of the data set and `FACTS`. Each
+    argument is a list with one entry per sample, and so is the result; here each list has one entry.
 
     Args:
         function: the user's function, sync or async. Its result is checked by `checked_reward`. Or several functions by
             name, which return a number each, or None for what they do not score.
 
     Raises:
-        InvalidEnvironment: a function needs an argument that TRL's trainer has and an environment does not, or a name
-            can't be that of a reward.
+        InvalidEnvironment: a function needs an argument that an environment does not have, or a name can't be that of a
+            reward.
     """
     if isinstance(function, Mapping):
         return _several(function)
     plain = _one_answer(function)
 
-    async def awaited(task: Mapping[str, Any], answer: str) -> StepReward:
+    async def awaited(task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward:
         with reward_failures():
-            return checked_reward(function, await plain(task, answer))
+            return checked_reward(function, await plain(task, answer, calls))
 
-    def direct(task: Mapping[str, Any], answer: str) -> StepReward:
+    def direct(task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward:
         with reward_failures():
-            return checked_reward(function, plain(task, answer))
+            return checked_reward(function, plain(task, answer, calls))
 
     return awaited if is_async(function) else direct
 
@@ -73,25 +85,35 @@ def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
     def number(name: str, found: Any) -> float | None:
         return None if found is None else _finite(f"{name!r} ({_name(functions[name])})", found)
 
-    async def awaited(task: Mapping[str, Any], answer: str) -> StepReward:
+    async def awaited(task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward:
         # Functions that may block run in threads beside those that do not.
         with reward_failures():
-            found = await asyncio.gather(*(call(_asked(f, task, answer), "palestra-reward") for f in plain.values()))
+            asked = (_asked(one, functions[name], task, answer, calls) for name, one in plain.items())
+            found = await asyncio.gather(*(call(one, "palestra-reward") for one in asked))
             return {name: number(name, value) for name, value in zip(plain, found, strict=True)}
 
-    def direct(task: Mapping[str, Any], answer: str) -> StepReward:
+    def direct(task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward:
         with reward_failures():
-            return {name: number(name, one(task, answer)) for name, one in plain.items()}
+            return {name: number(name, one(task, answer, calls)) for name, one in plain.items()}
 
     return awaited if any(map(is_async, functions.values())) else direct
 
 
-def _asked(function: Callable[..., Any], task: Mapping[str, Any], answer: str) -> Callable[[], Any]:
-    return partial(function, task, answer)
+def _asked(
+    plain: OneAnswer, function: Callable[..., Any], task: Mapping[str, Any], answer: str, calls: Calls
+) -> Callable[[], Any]:
+    """Return the call of a function; it is a coroutine function where the user's is one, which needs no thread."""
+    if not is_async(function):
+        return partial(plain, task, answer, calls)
+
+    async def awaited() -> Any:
+        return await plain(task, answer, calls)
+
+    return awaited
 
 
-def _one_answer(function: Callable[..., Any]) -> Callable[[Mapping[str, Any], str], Any]:
-    """Return a function `(task, answer)` whose result is that of a user's function for this answer, unchecked.
+def _one_answer(function: Callable[..., Any]) -> OneAnswer:
+    """Return a function `(task, answer, calls)` whose result is that of a user's function for this answer, unchecked.
 
     Raises:
         InvalidEnvironment: see `reward_function`.
@@ -99,48 +121,69 @@ def _one_answer(function: Callable[..., Any]) -> Callable[[Mapping[str, Any], st
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "completions" not in parameters:
-        _check_two(function)
-        return function
-    missing = [
-        name for name in _ONLY_IN_TRL if name in parameters and parameters[name].default is inspect.Parameter.empty
-    ]
-    if missing:
+        return _of_task_and_answer(function)
+    needed = [name for name, one in parameters.items() if one.default is inspect.Parameter.empty]
+    if missing := [name for name in _ONLY_IN_TRL if name in needed]:
         raise InvalidEnvironment(
-            f"{_name(function)} needs {' and '.join(missing)}, which only TRL's trainer has; give it a default, or "
-            "play the episodes with a rollout function, whose calls may ask for token ids (return_token_ids)"
+            f"{_name(function)} needs {' and '.join(missing)}, which only TRL's trainer has; give it a default"
         )
 
-    def found(task: Mapping[str, Any], answer: str) -> Any:
-        columns = {name: [value] for name, value in task.items() if takes_all or name in parameters}
+    def found(task: Mapping[str, Any], answer: str, calls: Calls) -> Any:
+        own = {name: value for name, value in task.items() if takes_all or name in parameters}
+        wanted = [name for name in FACTS if (takes_all or name in parameters) and name not in own]
+        facts = asked_facts(_name(function), [name for name in wanted if name in needed], wanted, calls)
+        if absent := [name for name in needed_columns(function) if name not in own]:
+            raise InvalidEnvironment(f"{_name(function)} needs {' and '.join(absent)}, which the task does not have")
+        prompt = task.get("prompt", "")
+        columns = {name: [value] for name, value in {**facts, **own}.items()}
         if "prompts" in parameters or takes_all:
-            columns["prompts"] = [task.get("prompt", "")]
-        return function(**(columns | {"completions": [answer]}))
+            columns["prompts"] = [prompt]
+        said = answer if isinstance(prompt, str | int | float) else [{"role": "assistant", "content": answer}]
+        return function(**(columns | {"completions": [said]}))
 
     def sole(found: Any) -> Any:
         if not hasattr(found, "__len__") or isinstance(found, Mapping) or len(found) != 1:
             raise InvalidEnvironment(f"{_name(function)} got one completion and returned {found!r}, not one reward")
         return found[0]
 
-    async def awaited(task: Mapping[str, Any], answer: str) -> Any:
-        return sole(await found(task, answer))
+    async def awaited(task: Mapping[str, Any], answer: str, calls: Calls) -> Any:
+        return sole(await found(task, answer, calls))
 
-    return awaited if is_async(function) else lambda task, answer: sole(found(task, answer))
+    return awaited if is_async(function) else lambda task, answer, calls: sole(found(task, answer, calls))
 
 
-def _check_two(function: Callable[..., Any]) -> None:
-    """Refuse a function that can't be called with a task and an answer.
+def needed_columns(function: Callable[..., Any]) -> list[str]:
+    """Return the keys that a task must have for a reward function in TRL's form; none for one of another form."""
+    parameters = inspect.signature(function).parameters
+    known = {"completions", "prompts", *FACTS, *_ONLY_IN_TRL}
+    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = [p.name for p in named if p.default is p.empty and p.name not in known]
+    return needed if "completions" in parameters else []
+
+
+def _of_task_and_answer(function: Callable[..., Any]) -> OneAnswer:
+    """Return a function of the form `(task, answer)`, which may ask for facts by name, in the common form.
 
     Raises:
-        InvalidEnvironment: it takes fewer arguments, or needs more.
+        InvalidEnvironment: it can't be called with a task and an answer, or needs what is no fact.
     """
     name, signature = _name(function), inspect.signature(function)
+    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    named += [p for p in positional[2:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    wanted = list(FACTS) if takes_all else [p.name for p in named if p.name in FACTS]
+    needed = [p.name for p in named if p.name in FACTS and p.default is p.empty]
     try:
-        signature.bind(None, None)
+        signature.bind(None, None, **dict.fromkeys(needed))
     except TypeError as error:
         raise InvalidEnvironment(
-            f"{name}{signature} can't be called as {name}(task, answer): {error}; take these two, or `completions` and "
-            "columns as a function for TRL does"
+            f"{name}{signature} can't be called as {name}(task, answer): {error}; take these two, and by name any of "
+            f"{', '.join(FACTS)}; or `completions` and columns as a function for TRL does"
         ) from None
+    if not wanted:
+        return lambda task, answer, calls: function(task, answer)
+    return lambda task, answer, calls: function(task, answer, **asked_facts(name, needed, wanted, calls))
 
 
 def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.envs.environment import task_prompt
+from palestra.envs.environment import Prompt, prompt_messages, task_prompt
 from palestra.envs.rewards import checked_reward, reward_function
 from palestra.envs.tool_environment import final_answer
 from palestra.threads import call
@@ -144,7 +144,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         *,
         tools: Iterable[Tool] = (),
         subagent_reward_fn: SubagentReward | None = None,
-        prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
+        prompt: Callable[[Mapping[str, Any]], Prompt] = task_prompt,
         system: str | None = None,
         results: Literal["together", "each"] = "together",
         max_steps: int = 8,
@@ -230,21 +230,23 @@ class SubagentEnvironment(ConcurrentEnvironment):
             if part.observation is not None and part.observation.id == observation_id and not part.over:
                 self._leave(part, "(no answer: cancelled)")
 
-    def _begin(self, kind: Subagent, prompt: str, parent: _AgentState | None) -> _AgentState:
+    def _begin(self, kind: Subagent, prompt: Prompt, parent: _AgentState | None) -> _AgentState:
         """Create an agent and show it its first observation."""
         name = kind.name
         if parent is not None:
             parent.started[kind.name] += 1
             name = f"{parent.name}/{kind.name}-{parent.started[kind.name]}"
+        asked = prompt_messages(prompt)
         part = _AgentState(
-            name=name, kind=kind, depth=0 if parent is None else parent.depth + 1, prompt=prompt, parent=parent
+            name=name, kind=kind, depth=0 if parent is None else parent.depth + 1, prompt=asked[-1].text, parent=parent
         )
         delegate = Delegate(self._kinds, lambda kind, prompt: self._delegated(part, kind, prompt))
         part.manager = ToolManager([*kind.tools, Finish(), delegate], timeout_seconds=self._timeout_seconds)
         self._parts[name] = part
-        system = () if kind.system is None else (text_message("system", kind.system),)
+        own = kind.system is None or asked[0].role == "system"
+        system = () if own else (text_message("system", str(kind.system)),)
         causes = () if parent is None or parent.observation is None else (parent.observation.id,)
-        self._show(part, (*system, text_message("user", prompt)), causes)
+        self._show(part, (*system, *asked), causes)
         return part
 
     def _show(self, part: _AgentState, content: tuple[ChatMessage, ...], causes: tuple[str, ...]) -> None:
@@ -304,7 +306,8 @@ class SubagentEnvironment(ConcurrentEnvironment):
 
     async def _scored(self, part: _AgentState, answer: str) -> StepReward | None:
         if part.parent is None:
-            reward: StepReward = await call(partial(self._reward, self._task, answer), "palestra-reward")
+            own = [one for one in self.calls if one.agent == part.name]
+            reward: StepReward = await call(partial(self._reward, self._task, answer, own), "palestra-reward")
             return reward
         if self._subagent_reward is None:
             return None

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.envs.environment import task_prompt
+from palestra.envs.environment import Prompt, prompt_messages, task_prompt
 from palestra.envs.rewards import reward_failures, reward_function
 from palestra.threads import call
 from palestra.tools import FINISH, Finish, Tool, ToolManager, ToolResult, ToolSource
@@ -47,7 +47,7 @@ class ToolEnvironment(ConcurrentEnvironment):
         tools: Iterable[Tool | ToolSource],
         reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
         *,
-        prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
+        prompt: Callable[[Mapping[str, Any]], Prompt] = task_prompt,
         system: str | None = None,
         max_steps: int = 8,
         timeout_seconds: float = 30.0,
@@ -96,7 +96,9 @@ class ToolEnvironment(ConcurrentEnvironment):
         """Show the agent the task's question and its tools."""
         self._task, self.results = task, []
         system = () if self._system is None else (text_message("system", self._system),)
-        self.emit(self._agent, (*system, text_message("user", self._prompt(task))), tools=self.manager.schemas)
+        asked = prompt_messages(self._prompt(task))
+        own = asked[0].role == "system"
+        self.emit(self._agent, asked if own else (*system, *asked), tools=self.manager.schemas)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Run the action's calls and show their results, or score the answer and end the episode."""
@@ -123,4 +125,4 @@ class ToolEnvironment(ConcurrentEnvironment):
             answer: the argument of `finish`, or the agent's last text. `self.results` has the results of all calls
                 before it.
         """
-        return self._reward(task, answer)
+        return self._reward(task, answer, self.calls)

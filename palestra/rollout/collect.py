@@ -298,6 +298,7 @@ class TrajectoryCollectEngine:
         self._acted = True
         self._answering.pop(name, None)
         self._histories[name] = _conversation((*self._histories[name], *observation.content), chats, action)
+        self._environment.calls.extend(chats)
         with classify_errors(Termination.ENVIRONMENT_FAILED):
             self._environment.act(observation.id, action)
 

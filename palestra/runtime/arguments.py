@@ -13,7 +13,8 @@ from palestra.client.task_files import task_rows
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
 from palestra.envs.environment import task_prompt
-from palestra.envs.rewards import reward_function
+from palestra.envs.reward_facts import FACTS
+from palestra.envs.rewards import needed_columns, reward_function
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.rollout import RolloutSpec
 from palestra.runtime.starting_points import with_checkpoints, with_models
@@ -152,22 +153,30 @@ def _check_two(rollout: Callable[..., Any]) -> None:
         ) from None
 
 
-def check_prompts(name: str, tasks: Iterable[Any]) -> None:
-    """Refuse tasks whose `prompt` can not be asked, before an episode is played; for jobs that are given a reward.
+def check_prompts(name: str, tasks: Iterable[Any], reward: RewardFunction) -> None:
+    """Refuse tasks that can not be asked or scored, before an episode is played; for jobs that are given a reward.
 
     Args:
         name: name of the argument, for messages.
         tasks: what `resolve_tasks` returned.
+        reward: what scores them.
 
     Raises:
-        ConfigError: a task has no `prompt`, or one that is no text.
+        ConfigError: a task has no `prompt`, or one that can't be asked, or lacks a column that a function needs.
     """
+    functions = reward.values() if isinstance(reward, Mapping) else (reward,)
+    needed = {column for function in functions for column in needed_columns(function)}
     for number, task in enumerate(tasks):
         if isinstance(task, Mapping):
             try:
                 task_prompt(task)
             except InvalidEnvironment as error:
                 raise ConfigError(f"`{name}`, task {number}: {error}") from None
+            if absent := sorted(needed - task.keys()):
+                raise ConfigError(
+                    f"`{name}`, task {number}, has no {' and no '.join(map(repr, absent))}, which the reward function "
+                    f"needs; a function may take columns, completions, prompts and {', '.join(FACTS)}"
+                )
 
 
 def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict[str, Any]]:

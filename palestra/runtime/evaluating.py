@@ -72,8 +72,9 @@ def evaluate(
             the checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
-        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's
-            form, which gets texts.
+        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.
+            Either may ask by name for `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens` and
+            `completion_ids`.
         random: names of agents that draw one of their legal moves (`Observation.choices`) in place of their policy,
             whose rewards are not counted; only in an environment.
         trajectories: whether each outcome has its trajectory: messages, tokens, logprobs, steps.
@@ -146,7 +147,7 @@ def evaluate_until_stopped(
         played = _with_random(played, random)
     given = _tasks(tasks, config)
     if reward is not None:
-        check_prompts("tasks", given)
+        check_prompts("tasks", given, reward)
     scored = [task_of(task) for task in given]
     if not scored:
         raise ConfigError(

@@ -70,8 +70,9 @@ def train(
             checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
-        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's
-            form, which gets texts. None is not scored, and left out. Several rewards by name, which the job weighs and
+        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.
+            Either may ask by name for `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens` and
+            `completion_ids`. None is not scored, and left out. Several rewards by name, which the job weighs and
             adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict of numbers;
             None in place of one leaves that one out.
         validation_tasks: held-out tasks, in the same forms, in place of those of an environment; scored greedily every
@@ -135,10 +136,10 @@ def train_until_stopped(
         "train": resolve_tasks("tasks", tasks, most),
     }
     if reward is not None:
-        check_prompts("validation_tasks", splits["validation"])
-        check_prompts("tasks", splits["train"])
+        check_prompts("validation_tasks", splits["validation"], reward)
+        check_prompts("tasks", splits["train"], reward)
         for path, read in read_files(config).values():
-            check_prompts(str(path), [task.data for task in read])
+            check_prompts(str(path), [task.data for task in read], reward)
     # An error in a task is raised before the model is loaded.
     for _ in push_calls(splits):
         pass

@@ -101,9 +101,9 @@ def test_a_reward_function_that_needs_what_only_trl_has_is_refused_before_an_epi
     def short(completions, completion_ids, trainer_state, **kwargs):
         return [0.0]
 
-    with pytest.raises(InvalidEnvironment, match="short needs completion_ids and trainer_state, which only TRL"):
+    with pytest.raises(InvalidEnvironment, match="short needs trainer_state, which only TRL"):
         reward_function(short)
-    with pytest.raises(ConfigError, match="`reward`: short needs completion_ids"):
+    with pytest.raises(ConfigError, match="`reward`: short needs trainer_state"):
         resolve_rollout(JobConfig(), None, None, short)
     assert reward_function(lambda completions, completion_ids=None: [1.0])({}, "") == 1.0
     assert reward_function(lambda task, completion_ids: 1.0)({}, "") == 1.0  # an argument's name in Palestra's form

@@ -45,9 +45,9 @@ def by_length(task, answer):
             {
                 "rollout": None,
                 "reward": by_length,
-                "tasks": [{"prompt": "?"}, {"prompt": [{"role": "user", "content": "?"}]}],
+                "tasks": [{"prompt": "?"}, {"prompt": {"role": "user", "content": "?"}}],
             },
-            "`tasks`, task 1: the task's `prompt` has the type list, and is asked as one message of the user",
+            "`tasks`, task 1: the task's `prompt` has the type dict; give a text, or a list of messages",
         ),
         (
             {"rollout": None, "reward": by_length, "tasks": [{"prompt": "?"}], "validation_tasks": [{}]},
