@@ -178,4 +178,5 @@ def _show_mean(found: Evaluation, whose: str) -> None:
         return
     between = "" if found.interval is None else " (95 % interval {:.3f} to {:.3f})".format(*found.interval)
     rest = "" if scored == total else f"; {total - scored} of {total} were not scored"
+    rest += f"; {found.replayed}" if found.replays else ""
     say(f"{whose}mean reward {found.mean:.3f}{between} on {scored} tasks{rest}")

@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Play all games, print the matrix, and return the exit code that the help names."""
     from palestra.runtime.matrix.picture import draw_matrix
     from palestra.runtime.matrix.play import legal_choices, play_matrix, versions_of
+    from palestra.runtime.scores import replayed_words
 
     players = {} if arguments.run_dir is None else versions_of(arguments.run_dir, arguments.policy)
     for given in arguments.add:
@@ -87,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         say(found.text())
         failed = f"; {found.failed} were not finished" if found.failed else ""
+        failed += f"; {replayed_words(found.replays)}" if found.replays else ""
         say(f"\nmean reward of the row's player against the column's, in {len(found.games)} games{failed}")
     if arguments.picture is not None:
         title = "against one another" if arguments.run_dir is None else f"versions of {arguments.run_dir.name}"

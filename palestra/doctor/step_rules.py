@@ -14,6 +14,7 @@ ENTROPY_FALL = 0.1
 # so only a limit at which no reply is finished counts as a sign.
 TRUNCATED_SHARE = 1.0
 CONTEXT_FULL_SHARE = 0.1
+FORFEIT_SHARE = 0.1
 EQUAL = 1e-9  # standard deviation of rewards below which they are equal, but for rounding
 # Nats. bfloat16 rounds logprobs by about 0.01 on average; float32 by less than a millionth.
 GAP = 0.05
@@ -107,6 +108,14 @@ def _context_full(history: History) -> str | None:
         return None
     share = mean(recent, "rollout/context_full_share") or 0.0
     return f"{steps_of(recent)} a context was full before the end of the episode, in {share:.0%} of the episodes"
+
+
+def _forfeits(history: History) -> str | None:
+    recent = history.recent
+    if not in_each(recent, lambda row: row.get("rollout/forfeit_share", 0.0) >= FORFEIT_SHARE):
+        return None
+    share = mean(recent, "rollout/forfeit_share") or 0.0
+    return f"{steps_of(recent)} {share:.0%} of the episodes were forfeits: an action broke the environment"
 
 
 def _dropped(history: History) -> str | None:
@@ -236,6 +245,15 @@ STEP_RULES = (
         remedy="raise policies.*.max_context, show the agent less in each turn, or limit the episode's steps; the "
         "episode's metadata (`context_full`) names the agent",
         shows=episodes.longest,
+    ),
+    Rule(
+        code="forfeits",
+        formula=f"`rollout/forfeit_share` ≥ {FORFEIT_SHARE:g} in each of {RECENT} steps",
+        seen=_forfeits,
+        means="the environment raises, hangs or ends within actions, which counts as the agent's loss",
+        remedy="the episode's facts (`info`) have what was raised; an environment raises `EnvironmentFailed` where no "
+        "action is to blame, and says in text what is wrong with an action",
+        shows=episodes.worst,
     ),
     Rule(
         code="groups_dropped",

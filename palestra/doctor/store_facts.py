@@ -8,13 +8,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from palestra.doctor.opponent_facts import opponent_facts
-from palestra.doctor.store_rules import CLAIMS, FAILURES, FREE, NEEDED, REASON
-from palestra.store.tables import episodes, groups
+from palestra.doctor.store_rules import (
+    CLAIMS,
+    COMPLETED,
+    COMPLETED_CALLS,
+    FAILURES,
+    FREE,
+    LATE,
+    LATE_CALLS,
+    NEEDED,
+    REASON,
+)
+from palestra.store.tables import chats, episodes, groups
 from palestra.types.records import ON_PURPOSE
 
+_OF_CALLS = (COMPLETED, COMPLETED_CALLS, LATE, LATE_CALLS)
 LONGEST_REASON = 80  # characters: of the same failure, what differs from one to the next stands behind
 
 
@@ -34,8 +45,28 @@ def store_facts(connection: Connection, after: int = 0) -> dict[int, dict[str, f
     for row in connection.execute(wanted):
         if isinstance(row.step, int):  # otherwise its group's record is damaged
             by_step[row.step].append(row)
-    rewards = opponent_facts(connection, by_step.keys())
-    return {step: _attempts(rows) | rewards[step] for step, rows in by_step.items()}
+    rewards, calls = opponent_facts(connection, by_step.keys()), _calls(connection, after)
+    return {step: _attempts(rows) | calls[step] | rewards[step] for step, rows in by_step.items()}
+
+
+def _calls(connection: Connection, after: int) -> dict[int, dict[str, float]]:
+    """Return by step how far episodes got that were completed, and attempts that failed after a call of the model."""
+    of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
+    columns = (groups.c.step, episodes.c.state, episodes.c.reason, episodes.c.fence == chats.c.fence, func.count())
+    wanted = (
+        select(*columns)
+        .select_from(episodes.join(groups, of_group).join(chats, chats.c.episode_id == episodes.c.episode_id))
+        .where(episodes.c.kind == "train", groups.c.step > after, episodes.c.state.in_(("completed", "discarded")))
+        .group_by(chats.c.episode_id, chats.c.fence)
+    )
+    found: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_OF_CALLS, 0.0))
+    for step, state, reason, last, calls in connection.execute(wanted):
+        if last and isinstance(reason, str) and reason.startswith(ON_PURPOSE):
+            continue
+        over, sampled = _OF_CALLS[:2] if last and state == "completed" else _OF_CALLS[2:]
+        found[step][over] += 1
+        found[step][sampled] += calls
+    return found
 
 
 def _attempts(rows: Iterable[Any]) -> dict[str, float]:

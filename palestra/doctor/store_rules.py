@@ -10,7 +10,12 @@ CLAIMS, FAILURES = "store/claims", "store/failures"
 REASON = "store/reason/"  # and the reason: how many attempts of the step ended with it
 FREE, NEEDED = "disk/free_bytes", "disk/needed_bytes"
 
+# Episodes that were completed, and attempts that failed after the model had been called; and the calls of both.
+COMPLETED, COMPLETED_CALLS = "store/completed", "store/completed_calls"
+LATE, LATE_CALLS = "store/late_failures", "store/late_failure_calls"
+
 FAILED_SHARE, LEAST_FAILED = 0.2, 3
+LATE_SHARE, LATE_LENGTH = 0.1, 0.75
 RESERVE = 256 * 2**20  # bytes: the databases and the system need room beside the run
 
 
@@ -27,6 +32,21 @@ def _workers_fail(history: History) -> str | None:
     most = max(counts, key=lambda name: counts[name], default="")
     why = f", most often with: {most}" if most else ""
     return f"in the last {len(recent)} steps {failures:.0f} of {claims:.0f} attempts to play an episode failed{why}"
+
+
+def _replayed_late(history: History) -> str | None:
+    recent = [row for row in history.recent if LATE in row]
+    claims, late, late_calls, completed, calls = (
+        sum(row[name] for row in recent) for name in (CLAIMS, LATE, LATE_CALLS, COMPLETED, COMPLETED_CALLS)
+    )
+    if late < max(LEAST_FAILED, LATE_SHARE * claims) or not completed:
+        return None
+    if late_calls / late < LATE_LENGTH * calls / completed:
+        return None
+    return (
+        f"in the last {len(recent)} steps {late:.0f} of {claims:.0f} attempts were played again after "
+        f"{late_calls / late:.1f} calls of the model on average, and completed episodes had {calls / completed:.1f}"
+    )
 
 
 def _disk_fills(history: History) -> str | None:
@@ -47,6 +67,18 @@ STORE_RULES = (
         seen=_workers_fail,
         means="workers crash, lose their lease, or their environment raises; what they played is thrown away",
         remedy="read the reasons in `palestra episodes`; raise rollout.lease_seconds if leases expire",
+        shows=episodes.failed,
+        of_job=True,
+    ),
+    Rule(
+        code="replays_late",
+        formula=f"in {RECENT} steps together: attempts that failed after a call of the model ≥ {LATE_SHARE:g} × "
+        f"attempts, and ≥ {LEAST_FAILED}, and their calls on average ≥ {LATE_LENGTH:g} × those of completed episodes",
+        seen=_replayed_late,
+        means="attempts fail where episodes end, and not anywhere: a model that can make its environment fail when it "
+        "is about to lose gets another attempt, and rewards are too high",
+        remedy="read what the model did last in such attempts; an environment raises `EnvironmentFailed` only where no "
+        "action can be to blame",
         shows=episodes.failed,
         of_job=True,
     ),

@@ -339,6 +339,7 @@ def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str,
     return {
         "train/calls_frozen": float(len(frozen)),
         "train/tokens_frozen": float(sum(len(chat.completion_ids) for chat in frozen)),
+        "rollout/attempts_replayed": float(sum(t.episode.replays for t in trajectories)),
         "rollout/prompt_tokens": float(sum(c.prompt_tokens for c in calls)),
         "rollout/reused_tokens": float(sum(c.shared for c in calls)),
         "rollout/completion_tokens": float(sum(len(c.completion_ids) for c in calls)),
@@ -373,5 +374,6 @@ def rollout_metrics(
         **{f"train/rewards/{name}": mean for name, mean in reward_means(named).items()},
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
         "rollout/context_full_share": sum(full) / max(len(full), 1),
+        "rollout/forfeit_share": sum(t.episode.forfeited for t in shares) / max(len(shares), 1),
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
     } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

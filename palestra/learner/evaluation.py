@@ -42,6 +42,7 @@ async def evaluate(
     row = {
         "validation/scored": float(sum(e.rewards is not None for e in episodes)),
         "validation/total": float(len(episodes)),
+        "validation/attempts_replayed": float(sum(e.replays for e in episodes)),
         "time/validation_seconds": time.monotonic() - started,
     }
     return row | (_means_of_rivals(episodes, roles) if roles.rivals else _means(episodes, roles, algorithm))

@@ -208,6 +208,7 @@ def _outcome(row: EpisodeSummary, roles: Roles, random: Collection[str], traject
         trajectory=trajectory,
         by_policy=sums if roles.rivals else {},
         by_agent=dict(row.rewards or {}),
+        replays=max(row.attempts - 1, 0),
     )
 
 

@@ -27,6 +27,7 @@ class TaskOutcome:
     trajectory: Trajectory | None = None  # messages, tokens, logprobs and steps; None unless they were asked for
     by_policy: Mapping[str, float] = field(default_factory=dict)  # where several policies are scored: of each its sum
     by_agent: Mapping[str, float] = field(default_factory=dict)  # the reward of each agent, whichever policy plays it
+    replays: int = 0  # attempts that failed and were played again, so that the reward is that of a later one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,8 @@ class Evaluation:
         means = [f"{name}={_number(self.of(name).mean)}" for name in self.policies] or [self._said()]
         scored = f"{self.scored} of {len(self.outcomes)} tasks scored"
         note = "" if self.note is None else f", note={self.note!r}"
-        return f"Evaluation({', '.join(means)}, {scored}, complete={self.complete}{note})"
+        replayed = f", {self.replayed}" if self.replays else ""
+        return f"Evaluation({', '.join(means)}, {scored}{replayed}, complete={self.complete}{note})"
 
     def _said(self) -> str:
         between = "" if self.interval is None else ", interval=({:.4g}, {:.4g})".format(*self.interval)
@@ -53,6 +55,16 @@ class Evaluation:
     def scored(self) -> int:
         """Return the number of tasks that have rewards."""
         return sum(outcome.reward is not None or bool(outcome.by_policy) for outcome in self.outcomes)
+
+    @property
+    def replays(self) -> int:
+        """Return how many attempts have failed and were played again."""
+        return sum(outcome.replays for outcome in self.outcomes)
+
+    @property
+    def replayed(self) -> str:
+        """Return in words how many attempts were played again."""
+        return replayed_words(self.replays)
 
     def of(self, policy: str) -> Evaluation:
         """Return the evaluation of one of several policies that were scored together, with its own rewards.
@@ -127,6 +139,11 @@ class Evaluation:
         variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)
         half = NORMAL_95 * math.sqrt(variance / count)
         return mean - half, mean + half
+
+
+def replayed_words(replays: int) -> str:
+    """Return in words how many attempts were played again."""
+    return f"{replays} attempt{' was' if replays == 1 else 's were'} played again"
 
 
 def _number(mean: float | None) -> str:

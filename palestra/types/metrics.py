@@ -138,6 +138,16 @@ METRICS = (
         "by it are in `train/episodes_discarded`, and in `/status` as `agent_failed`.",
     ),
     Metric(
+        "rollout/forfeit_share",
+        "ratio",
+        "Share of the policy's episodes that an agent's action has broken, which is its loss.",
+    ),
+    Metric(
+        "rollout/attempts_replayed",
+        "attempts",
+        "Attempts at the batch's episodes that failed and were played again, so that rewards are those of a later one.",
+    ),
+    Metric(
         "rollout/tokens_per_second",
         "tokens/s",
         "Prompt and completion tokens / the seconds in which the step's episodes were played: time/rollout_seconds or, "
@@ -183,6 +193,11 @@ METRICS = (
     ),
     Metric("validation/scored", "episodes", "Validation episodes that got a reward."),
     Metric("validation/total", "episodes", "Validation episodes in all; the mean is over `scored` of them."),
+    Metric(
+        "validation/attempts_replayed",
+        "attempts",
+        "Attempts at the validation episodes that failed and were played again, so that the mean is of later ones.",
+    ),
     Metric("time/validation_seconds", "s", "The whole evaluation."),
     Metric("wall_seconds", "s", "Seconds since the job was first started, without the time it was stopped."),
 )
@@ -210,6 +225,8 @@ OF_THE_JOB = frozenset(
         "time/validation_seconds",
         "validation/scored",
         "validation/total",
+        "validation/attempts_replayed",
+        "rollout/attempts_replayed",
         "wall_seconds",
     }
 )

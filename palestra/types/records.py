@@ -101,6 +101,16 @@ class EpisodeRecord:
         return self.facts.get("termination") == MAX_STEPS
 
     @property
+    def forfeited(self) -> bool:
+        """Return whether an agent's action broke the environment, which is its loss."""
+        return self.facts.get("termination") == FORFEIT
+
+    @property
+    def replays(self) -> int:
+        """Return how many attempts have failed and were followed by another one."""
+        return max(self.attempts - 1, 0)
+
+    @property
     def full_contexts(self) -> tuple[str, ...]:
         """Return the agents whose context had no room for a reply, so that their part ended there."""
         found = self.facts.get(CONTEXT_FULL)

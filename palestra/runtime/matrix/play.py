@@ -305,14 +305,14 @@ async def _all_games(
         async with free:
             # Every pair and seating plays the same tasks, each in the same order.
             task = Task(task_id=str(number), data=dict(plan.tasks[number % plan.games % len(plan.tasks)]))
-            rewards = await _game(runner, store, task, number, plan.attempts)
+            rewards, replays = await _game(runner, store, task, number, plan.attempts)
             done = next(over)
             if plan.report is not None:
                 plan.report(done, len(seats))
             first, second = (seats[number][role] for role in roles)
             whole = rewards is not None and all(role in rewards for role in roles)
             earned = (rewards[roles[0]], rewards[roles[1]]) if rewards is not None and whole else None
-            return Game(first, second, earned)
+            return Game(first, second, earned, replays)
 
     found = await asyncio.gather(*(play(number) for number in range(len(seats))))
     if all(game.rewards is None for game in found):
@@ -320,8 +320,10 @@ async def _all_games(
     return list(found)
 
 
-async def _game(runner: Runner, store: RunStore, task: Task, number: int, attempts: int) -> dict[str, float] | None:
-    """Play one game, and return its rewards by role; None: every attempt failed.
+async def _game(
+    runner: Runner, store: RunStore, task: Task, number: int, attempts: int
+) -> tuple[dict[str, float] | None, int]:
+    """Play one game, and return its rewards by role, or None if every attempt failed, and how often it was replayed.
 
     Args:
         runner: plays.
@@ -331,12 +333,12 @@ async def _game(runner: Runner, store: RunStore, task: Task, number: int, attemp
         attempts: at most so many are made.
     """
     name = await store.episodes.register_adhoc(task, f"game-{number}")
-    for _ in range(attempts):
+    for replays in range(attempts):
         episode = await store.episodes.claim(runner.worker_id, uuid.uuid4().hex, None, name)
         if episode is None:
-            return None
+            return None, max(replays - 1, 0)
         try:
-            return dict((await runner.play_claim(episode)).rewards)
+            return dict((await runner.play_claim(episode)).rewards), replays
         except RolloutFailed:
             continue
-    return None
+    return None, attempts - 1

@@ -24,11 +24,13 @@ class Game:
         first: name of the player of the first role.
         second: name of the player of the second role.
         rewards: of both, in this order; None: every attempt failed, and neither has won.
+        replays: attempts that failed and were played again.
     """
 
     first: str
     second: str
     rewards: tuple[float, float] | None
+    replays: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,18 @@ class Matrix:
 
     def __repr__(self) -> str:
         """Return the number of games, and not the games."""
-        return f"Matrix(players={self.players!r}, games={len(self.games)}, failed={self.failed})"
+        counts = f"games={len(self.games)}, failed={self.failed}, replays={self.replays}"
+        return f"Matrix(players={self.players!r}, {counts})"
 
     @property
     def failed(self) -> int:
         """Return how many games have no result, because every attempt failed."""
         return sum(game.rewards is None for game in self.games)
+
+    @property
+    def replays(self) -> int:
+        """Return how many attempts at games have failed and were played again."""
+        return sum(game.replays for game in self.games)
 
     def cell(self, row: str, column: str) -> Cell | None:
         """Return what the player `row` has earned against `column`; None: they have no finished game."""
@@ -136,6 +144,7 @@ class Matrix:
             "players": list(self.players),
             "roles": list(self.roles),
             "failed": self.failed,
+            "replays": self.replays,
             "ratings": {name: one and {"elo": one.elo, "half": one.half} for name, one in self.ratings.items()},
             "cells": {name: {"mean": one.mean, "half": one.half, "games": one.games} for name, one in cells.items()},
             "games": [[game.first, game.second, game.rewards and list(game.rewards)] for game in self.games],

@@ -121,6 +121,32 @@ async def test_attempts_that_fail_are_counted_with_their_reasons(tmp_path):
     assert examine(tmp_path).findings == ()  # 2 of 11 attempts, and the rule wants 3
 
 
+@pytest.mark.parametrize(("calls", "found"), [(3, True), (1, False), (0, False)])
+async def test_attempts_that_fail_where_episodes_end_are_found(tmp_path, calls, found):
+    """A model that voids what it loses does so at the end; a machine fails at any call, or before the first."""
+    settings = {"name": "r", "steps": 3, "engine": {"kind": "fake"}, "rollout": {"groups_per_step": 16}}
+    (tmp_path / "config.toml").write_text(dump_config(parse_config(settings)))
+    with open_store(tmp_path, FakeClock()) as store:
+        for row in run_of(3):
+            step = int(row["step"])
+            await store.groups.register("train", step, step, Task(task_id=f"t{step}", data={}), 4)
+            for sample in range(4):
+                for voided in (True, False) if sample % 2 else (False,):
+                    claimed = await store.episodes.claim("w", f"r{step}-{sample}-{voided}", None)
+                    name, fence = claimed.episode_id, claimed.fence
+                    for index in range(calls if voided else 3):
+                        await store.calls.append(make_chat(name, index=index, fence=fence))
+                    if voided:
+                        await store.episodes.abort(name, fence, "environment_failed: the screen has ended", False)
+                    else:
+                        await store.episodes.end(name, fence, {"agent": 1.0}, None, {})
+            await store.log.commit_manifest(manifest_of(step))
+            await store.log.put_metrics(step, {k: v for k, v in row.items() if k[:4] not in ("stor", "disk")})
+    codes = {finding.code for finding in examine(tmp_path).findings}
+    assert ("replays_late" in codes) == found
+    assert "workers_fail" in codes
+
+
 async def test_control_characters_of_a_reason_do_not_reach_the_terminal(tmp_path, capsys):
     await record(tmp_path)
     with open_store(tmp_path, FakeClock()) as store:

@@ -72,6 +72,7 @@ PLANTED = {
     "entropy_collapse": (lambda step: {"train__entropy": 0.01} if step == 5 else {}, 5),
     "truncated": (after(40, rollout__truncated_share=1.0), 42),
     "context_full": (after(40, rollout__context_full_share=0.2), 42),
+    "forfeits": (after(40, rollout__forfeit_share=0.2), 42),
     "groups_dropped": (after(40, train__groups_dropped=16.0), 40),
     "episodes_discarded": (after(40, train__episodes_discarded=128.0), 40),
     "logprob_drift": (after(40, train__logprob_gap_mean=0.2), 40),
@@ -88,6 +89,16 @@ PLANTED = {
     "workers_fail": (
         after(40, **{"store__claims": 200.0, "store__failures": 72.0, "store__reason/timed_out": 72.0}),
         41,
+    ),
+    "replays_late": (
+        after(
+            40,
+            store__late_failures=20.0,
+            store__late_failure_calls=60.0,
+            store__completed=128.0,
+            store__completed_calls=384.0,
+        ),
+        40,
     ),
     "opponents_rise": (opponents, 7),
     "disk_fills": (after(40, disk__free_bytes=1e9), 40),
