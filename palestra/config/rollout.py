@@ -137,7 +137,8 @@ class RolloutConfig(Section):
     dropped_reasoning: Literal["fork", "keep"] = Field(
         "fork",
         description="How to treat an assistant message that the agent returns without its reasoning. `fork`: the model "
-        "does not see the reasoning again, so the tokens fork; `keep`: the exact tokens stay, reasoning included.",
+        "does not see the reasoning again, so the tokens fork; `keep`: the exact tokens stay, reasoning included. "
+        "Other reasoning than the reply had is an edit, and forks.",
     )
     stripped_whitespace: Literal["fork", "keep"] = Field(
         "fork",

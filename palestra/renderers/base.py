@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.renderers.picture_layout import PictureLayout
+from palestra.renderers.probes import Unseen
 from palestra.renderers.reply_grammar import CallFormat, json_rule, text_rule, with_ordinary_tokens
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
@@ -106,6 +107,8 @@ class Renderer(ABC):
         incremental: whether a `stream` gives parts of a reply before its end, and notices the end of a tool call.
         independent_turns: whether a turn has the same tokens in every conversation, so that `extend` with the tokens of
             a written reply returns what `render` would of the whole conversation.
+        unseen: roles and keys of messages that the format never shows, such as the `name` of an assistant; see
+            `probes.unseen_of`.
         takes_images: whether messages may have images. If not, a call with one is refused before `render` is called.
         picture_layout: what stands in a prompt for an image; None: it takes none, or another library knows.
     """
@@ -115,6 +118,7 @@ class Renderer(ABC):
     reasons: bool
     incremental: bool
     independent_turns: bool
+    unseen: Unseen = frozenset()
     takes_images: bool = False
     picture_layout: PictureLayout | None = None
 

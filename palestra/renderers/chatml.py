@@ -14,6 +14,7 @@ from palestra.renderers.chatml_reply import ChatMLStream, read_reply, write_thou
 from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.probes import NAMES
 from palestra.renderers.prompt_writer import Pieces, PromptWriter, content_of, joined, refuse_pictures
 from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.tool_calls import RESULT, call_format, offer, write_call
@@ -36,6 +37,7 @@ class ChatMLRenderer(Renderer):
 
     incremental = True
     independent_turns = True
+    unseen = NAMES
 
     def __init__(
         self, tokenizer: Any, config: ChatMLConfig | None = None, pictures: PictureTokens | None = None

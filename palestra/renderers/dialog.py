@@ -21,6 +21,7 @@ from palestra.renderers.base import (
 from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.probes import NAMES
 from palestra.renderers.prompt_writer import Pieces, PromptWriter, content_of, joined, refuse_pictures
 from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.vocabulary import Vocabulary
@@ -52,6 +53,7 @@ class DialogRenderer(Renderer):
 
     incremental = False
     independent_turns = False  # a reply that does not begin with a space is written with one
+    unseen = NAMES
     reasons = False
     takes_images = True
 

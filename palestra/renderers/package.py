@@ -24,7 +24,7 @@ from palestra.renderers.base import (
 from palestra.renderers.call_format import PROBE_TOOLS, find_call_format, probe_reply
 from palestra.renderers.control_text import ControlText, control_tokens
 from palestra.renderers.long_text import PIECE, TooManyTokens
-from palestra.renderers.probes import PLAIN, Probe, shows_reasoning
+from palestra.renderers.probes import PLAIN, Probe, Unseen, shows_reasoning, unseen_of
 from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.tool_calls import object_text, read_object
 from palestra.renderers.vocabulary import Vocabulary
@@ -58,6 +58,19 @@ class PackageRenderer(Renderer):
         self.vocabulary = Vocabulary(tokenizer)
         self.stop_ids = tuple(inner.get_stop_token_ids())
         self.reasons = self._opens_reasoning() or shows_reasoning(self._shown)
+
+    @cached_property
+    def unseen(self) -> Unseen:  # type: ignore[override]  # asked of the template when it is first needed
+        """Return the roles and keys of messages that the template does not show."""
+        return unseen_of(self._rendered)
+
+    def _rendered(self, messages: Sequence[ChatMessage]) -> list[int] | None:
+        """Return the ids of messages as `render` gives them, or None if the renderer refuses them."""
+        try:
+            ids: list[int] = self.render(messages).ids.tolist()
+        except (TemplateError, KeyError, TypeError, ValueError):
+            return None
+        return ids
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
         """Return the prompt of a conversation, int32 [P].

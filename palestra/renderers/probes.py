@@ -9,6 +9,9 @@ from typing import Any
 
 from palestra.types.messages import ChatMessage
 
+ROLES = ("system", "user", "assistant", "tool")
+Unseen = frozenset[tuple[str, str]]  # roles, and keys of their messages
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -125,6 +128,43 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         content = [part | {"digest": NO_PICTURE} if part["type"] == "image" else part for part in content]
     return {**message, "content": content, "tool_calls": calls}
+
+
+NAMES: Unseen = frozenset({*((role, "name") for role in ROLES), ("tool", "tool_call_id")})
+
+
+def unseen_of(show: Callable[[Sequence[ChatMessage]], object]) -> Unseen:
+    """Return which roles and keys of `NAMES` make no difference to what the model reads.
+
+    Args:
+        show: returns the ids of a conversation; None: it is refused.
+    """
+    call, other = _call("weather", where="x"), _call("add", a=1) | {"id": "call_1"}
+    spoken: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    answered: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "", "tool_calls": [call, other]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "d"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "e"},
+    ]
+
+    def makes_no_difference(role: str, key: str) -> bool:
+        for messages in (spoken, answered):
+            places = [n for n, message in enumerate(messages) if message["role"] == role]
+            shown = [
+                show(messages_of(Probe([m | changes if n in places else m for n, m in enumerate(messages)])))
+                for changes in ({}, {key: "call_1"}, {key: "Ann"})
+            ]
+            if places and (None in shown or any(one != shown[0] for one in shown)):
+                return False
+        return True
+
+    return frozenset((role, key) for role, key in NAMES if makes_no_difference(role, key))
 
 
 def shows_reasoning(show: Callable[[Probe], object]) -> bool:

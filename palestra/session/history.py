@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 
 import orjson
 
+from palestra.renderers.probes import Unseen
 from palestra.types.calls import Chat
 from palestra.types.forks import ForkReason
-from palestra.types.messages import ChatMessage, TextPart, ToolCall
+from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall
 
 _EXACT = range(-(2**63), 2**64)  # integers that orjson reads exactly; it turns all others into floats
 _LONGEST = 20  # number of digits of the longest of them
@@ -149,17 +150,24 @@ class _HistoryNode:
         message: None: the start of a conversation.
         depth: number of messages up to this one.
         children: the messages that followed it, by their keys.
+        without_reasoning: of these, the ones that may come back without their reasoning, by their keys without it.
         calls: the calls whose reply this message is.
     """
 
-    __slots__ = ("calls", "children", "depth", "message", "parent")
+    __slots__ = ("calls", "children", "depth", "message", "parent", "without_reasoning")
 
     def __init__(self, parent: _HistoryNode | None, message: ChatMessage | None) -> None:
         self.parent = parent
         self.message = message
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[Hashable, _HistoryNode] = {}
+        self.without_reasoning: dict[Hashable, list[_HistoryNode]] = {}
         self.calls: list[Chat] = []
+
+    def followed_by(self, key: Hashable) -> list[_HistoryNode]:
+        """Return the messages after this one for which a message with this key may stand."""
+        exact = self.children.get(key)
+        return [*(() if exact is None else (exact,)), *self.without_reasoning.get(key, ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +192,14 @@ class Match:
 class History:
     """The conversations of an episode as a tree, merged on equal messages."""
 
-    def __init__(self, sameness: Sameness = EXACT) -> None:
+    def __init__(self, sameness: Sameness = EXACT, unseen: Callable[[str], Unseen] = lambda _: frozenset()) -> None:
         """Start without calls.
 
         Args:
             sameness: which changes of a reply keep it the same message.
+            unseen: returns what a policy's model is never shown of messages.
         """
-        self._sameness = sameness
+        self._sameness, self._unseen = sameness, unseen
         self._starts: dict[str, _HistoryNode] = {}
         self._ends: dict[int, _HistoryNode] = {}  # the node of a call's reply, by the call's index
         self._replies: dict[tuple[str, Hashable], list[Chat]] = {}  # by policy and key
@@ -215,17 +224,20 @@ class History:
             messages = chat.messages
         known = keys or {}
         for message in (*messages, chat.reply):
-            key = known[id(message)] if id(message) in known else self._key(message)
+            key = known[id(message)] if id(message) in known else self._key(chat.policy, message)
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _HistoryNode(node, message)
+                if (bare := self._bare_key(chat.policy, message)) not in (None, key):
+                    node.without_reasoning.setdefault(bare, []).append(child)
             node = child
         node.calls.append(chat)
         self._ends[chat.index] = node
         before, said = self._newest.get(chat.policy, (None, ()))
         earlier = said[: chat.shared_messages] if chat.parent is before else chat.messages[: chat.shared_messages]
         self._newest[chat.policy] = chat, (*earlier, *chat.new_messages, chat.reply)
-        self._replies.setdefault((chat.policy, self._key(chat.reply)), []).append(chat)
+        for key in {self._key(chat.policy, chat.reply), self._bare_key(chat.policy, chat.reply)} - {None}:
+            self._replies.setdefault((chat.policy, key), []).append(chat)
 
     def clear(self) -> None:
         """Forget all calls, and cut the references between nodes, which would wait for the garbage collector."""
@@ -234,6 +246,7 @@ class History:
             node = stack.pop()
             stack.extend(node.children.values())
             node.children.clear()
+            node.without_reasoning.clear()
         self._starts.clear()
         self._ends.clear()
         self._replies.clear()
@@ -250,14 +263,14 @@ class History:
         goes_on = newest is not None and len(messages) > len(said) and all(map(is_, said, messages))
         return len(said) if goes_on else 0
 
-    def keys(self, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
-        """Return the keys of messages by their `id`, which is valid as long as the messages are kept.
+    def keys(self, policy: str, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
+        """Return a policy's keys of messages by their `id`, which is valid as long as the messages are kept.
 
         Safe in any thread.
         """
         found = {}
         for message in messages:
-            key = found[id(message)] = self._key(message)
+            key = found[id(message)] = self._key(policy, message)
             hash(key)  # strings keep their hash, so that it is not computed where the key is used
         return found
 
@@ -269,30 +282,38 @@ class History:
             messages: the conversation.
             keys: of those messages that `same` does not cover; None: they are computed here.
         """
-        node = self._start(policy)
-        replied, ends, known = None, 0, 0
+        # A message without reasoning may stand for several replies, so there may be several places in the tree.
+        nodes, replied, ends, known = [self._start(policy)], list[Chat](), 0, 0
         if same := self.same(policy, messages):
-            node = replied = self._ends[self._newest[policy][0].index]
-            ends = known = same
-        found = self.keys(messages[known:]) if keys is None else keys
+            nodes = [self._ends[self._newest[policy][0].index]]
+            replied, ends, known = nodes[0].calls, same, same
+        found = self.keys(policy, messages[known:]) if keys is None else keys
         for message in messages[known:]:
-            child = node.children.get(found[id(message)] if id(message) in found else self._key(message))
-            if child is None:
+            key = found[id(message)] if id(message) in found else self._key(policy, message)
+            following = [child for node in nodes for child in node.followed_by(key)]
+            if not following:
                 break
-            node, known = child, known + 1
-            if node.calls and known < len(messages):
-                replied, ends = node, known
+            nodes, known = following, known + 1
+            calls = [call for node in nodes for call in node.calls]
+            if calls and known < len(messages):
+                replied, ends = calls, known
         # Several calls may have the same text in other ids. Arrival order is not deterministic, so the seed decides.
-        call = None if replied is None else min(replied.calls, key=lambda chat: chat.sampling.seed)
-        rest = messages[known:]
-        if not rest or not node.children or (known and known == ends and not self._has_reply(policy, rest)):
+        call = min(replied, key=lambda chat: chat.sampling.seed, default=None)
+        rest, others = messages[known:], [child for node in nodes for child in node.children.values()]
+        if not rest or not others or (known and known == ends and not self._has_reply(policy, rest)):
             return Match(call, ends, known)
-        left, reason = self._left(policy, node, rest)
+        left, reason = self._left(policy, others, rest)
         return Match(call, ends, known, left, reason)
 
-    def _key(self, message: ChatMessage) -> Hashable:
-        """Return the key by which messages are compared in this episode."""
-        return message_key(message, self._sameness)
+    def _key(self, policy: str, message: ChatMessage) -> Hashable:
+        """Return the key by which a policy's messages are compared in this episode."""
+        return message_key(message, Sameness(whitespace=self._sameness.whitespace), self._unseen(policy))
+
+    def _bare_key(self, policy: str, message: ChatMessage) -> Hashable:
+        """Return the key that a message has without its reasoning; None: it may not come back so."""
+        if not self._sameness.reasoning or message.role != "assistant":
+            return None
+        return message_key(message, self._sameness, self._unseen(policy))
 
     def _start(self, policy: str) -> _HistoryNode:
         """Return the root of a policy's conversations."""
@@ -302,60 +323,77 @@ class History:
         """Return whether one of the messages is a reply of an earlier call of the policy."""
         # What another policy said is text to this one: a judge that is shown it has lost none of its own tokens.
         replies = self._replies
-        return any(message.role == "assistant" and (policy, self._key(message)) in replies for message in messages)
+        return any(
+            message.role == "assistant" and (policy, self._key(policy, message)) in replies for message in messages
+        )
 
-    def _left(self, policy: str, node: _HistoryNode, rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
-        """Return the call from which a conversation deviates at `node`, and why.
+    def _left(
+        self, policy: str, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]
+    ) -> tuple[Chat | None, ForkReason]:
+        """Return the call from which a conversation deviates, and why.
 
         Args:
             policy: name of the policy that is called.
-            node: the last message that it has in common with earlier ones.
-            rest: its messages after that.
+            others: the messages in place of its first one, of at least one call.
+            rest: its messages after those that it has in common with earlier calls.
         """
-        others = list(node.children.values())
         if rest[0].role == "assistant":
             for other in others:
-                if other.message is not None and (reason := self._rewritten(rest[0], other.message)):
+                if other.message is not None and (reason := self._rewritten(policy, rest[0], other.message)):
                     return _latest(other), reason
         if self._has_reply(policy, rest):
-            shown = any(other.message and _same_but_pictures(rest[0], other.message) for other in others)
+            shown = any(other.message and self._same_but_pictures(policy, rest[0], other.message) for other in others)
             reason = ForkReason.PICTURE_CHANGED if shown else ForkReason.EDITED_MESSAGE
-            return self._keeper(policy, node, rest) or _latest(others[-1]), reason
+            return self._keeper(policy, others, rest) or _latest(others[-1]), reason
         if rest[0].role == "assistant" and any(o.message and o.message.role == "assistant" for o in others):
             return _latest(others[-1]), ForkReason.EDITED_MESSAGE
-        return (_latest(others[-1]) if node.depth else None), ForkReason.NEW_CONVERSATION
+        return (_latest(others[-1]) if others[-1].depth > 1 else None), ForkReason.NEW_CONVERSATION
 
-    def _rewritten(self, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
+    def _rewritten(self, policy: str, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
         """Return why an assistant's message differs from an earlier one.
 
         None: agents do not usually change messages this way.
         """
         if before.role != "assistant":
             return None
-        allowed = self._sameness
-        for sameness, reason in (
-            (Sameness(reasoning=allowed.reasoning, whitespace=True), ForkReason.WHITESPACE_STRIPPED),
-            (Sameness(reasoning=True, whitespace=True), ForkReason.REASONING_STRIPPED),
+        unseen, bare = self._unseen(policy), Sameness(reasoning=True, whitespace=True)
+        key = message_key(now, Sameness(whitespace=True), unseen)
+        without = message_key(before, bare, unseen)
+        if key == message_key(before, Sameness(whitespace=True), unseen) or (
+            self._sameness.reasoning and key == without
         ):
-            if message_key(now, sameness) == message_key(before, sameness):
-                return reason
-        names = [[call.function.name for call in message.tool_calls] for message in (now, before)]
-        if now.text == before.text and names[0] and names[0] == names[1]:
+            return ForkReason.WHITESPACE_STRIPPED
+        if key == without:
+            return ForkReason.REASONING_STRIPPED
+        if now.tool_calls and self._key(policy, _without_arguments(now)) in (
+            self._key(policy, _without_arguments(before)),
+            self._bare_key(policy, _without_arguments(before)),
+        ):
             return ForkReason.TOOL_ARGUMENTS
         return None
 
-    def _keeper(self, policy: str, node: _HistoryNode, rest: Sequence[ChatMessage]) -> Chat | None:
-        """Return the last call that continued from `node` and whose reply is the last one kept in `rest`.
+    def _same_but_pictures(self, policy: str, one: ChatMessage, other: ChatMessage) -> bool:
+        """Return whether two messages that the model does not read alike differ in their pictures alone."""
+
+        def texts(message: ChatMessage) -> Hashable:
+            content = tuple(part for part in message.content if isinstance(part, TextPart))
+            return self._key(policy, message.model_copy(update={"content": content}))
+
+        has_pictures = any(not isinstance(part, TextPart) for part in (*one.content, *other.content))
+        return has_pictures and texts(one) == texts(other)
+
+    def _keeper(self, policy: str, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]) -> Chat | None:
+        """Return the last call that went on with one of `others` and whose reply is the last one kept in `rest`.
 
         None: the policy has no such call.
         """
         for message in reversed(rest):
             if message.role == "assistant":
-                for chat in reversed(self._replies.get((policy, self._key(message)), ())):
+                for chat in reversed(self._replies.get((policy, self._key(policy, message)), ())):
                     end: _HistoryNode | None = self._ends[chat.index]
-                    while end is not None and end.depth > node.depth + 1:
+                    while end is not None and end.depth > others[0].depth:
                         end = end.parent
-                    if end is not None and end.parent is node:
+                    if end in others:
                         return chat
         return None
 
@@ -367,21 +405,24 @@ def _latest(node: _HistoryNode) -> Chat:
     return node.calls[-1]
 
 
-def message_key(message: ChatMessage, sameness: Sameness = EXACT) -> Hashable:
+def message_key(message: ChatMessage, sameness: Sameness = EXACT, unseen: Unseen = frozenset()) -> Hashable:
     """Return a key that is equal for messages that the model reads alike.
 
-    Ids of tool calls do not count, nor does the way in which arguments are written (`arguments_key`). In an assistant's
-    message, the changes that `sameness` allows do not count either.
+    Ids of tool calls do not count, nor does the way in which arguments are written (`arguments_key`), nor what the
+    model is not shown (`unseen`). In an assistant's message, the changes that `sameness` allows do not count either.
     """
+    role = message.role
+    name = None if (role, "name") in unseen else message.name
+    answered = None if (role, "tool_call_id") in unseen else message.tool_call_id
     content = message.content
     text = content[0].text if len(content) == 1 and isinstance(content[0], TextPart) else _parts(message)
     thought = message.reasoning_content or None
-    if message.role == "assistant" and sameness is not EXACT:
+    if role == "assistant" and sameness != EXACT:
         text, thought = _without(text, thought, sameness)
-    if thought is None and not message.tool_calls and message.name is None:
-        return (message.role, text, message.tool_call_id)
+    if thought is None and not message.tool_calls and name is None:
+        return (role, text, answered)
     calls = tuple(map(_call_key, message.tool_calls))
-    return (message.role, text, message.tool_call_id, message.name, thought, calls)
+    return (role, text, answered, name, thought, calls)
 
 
 def _without(text: Hashable, thought: str | None, sameness: Sameness) -> tuple[Hashable, str | None]:
@@ -402,15 +443,13 @@ def _parts(message: ChatMessage) -> Hashable:
     return tuple(part.text if isinstance(part, TextPart) else (part.type, part.digest) for part in message.content)
 
 
-def _same_but_pictures(one: ChatMessage, other: ChatMessage) -> bool:
-    """Return whether two messages that the model does not read alike differ in their pictures alone."""
-
-    def texts(message: ChatMessage) -> Hashable:
-        content = tuple(part for part in message.content if isinstance(part, TextPart))
-        return message_key(message.model_copy(update={"content": content}))
-
-    has_pictures = any(not isinstance(part, TextPart) for part in (*one.content, *other.content))
-    return has_pictures and texts(one) == texts(other)
+def _without_arguments(message: ChatMessage) -> ChatMessage:
+    """Return a message whose tool calls have no arguments."""
+    calls = [
+        call.model_copy(update={"function": FunctionCall(name=call.function.name, arguments="{}")})
+        for call in message.tool_calls
+    ]
+    return message.model_copy(update={"tool_calls": tuple(calls)})
 
 
 def _call_key(call: ToolCall) -> Hashable:

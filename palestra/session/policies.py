@@ -12,6 +12,7 @@ from palestra.engine.base import Engine, EngineLoad
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
 from palestra.renderers import Renderer
+from palestra.renderers.probes import Unseen
 from palestra.types.calls import PolicyVersion
 
 NO_PLAYERS: Mapping[str, str] = MappingProxyType({})
@@ -115,6 +116,11 @@ class PolicySet:
         if runtime is None:
             raise NotFound(f"there is no model {name!r} here; this job has {', '.join(map(repr, self.names))}")
         return runtime
+
+    def unseen(self, name: str) -> Unseen:
+        """Return what a policy's model is never shown of messages; a policy that is gone may be shown all."""
+        runtime = self.runtimes.get(name) or self.past.get(name)
+        return frozenset() if runtime is None else runtime.renderer.unseen
 
     def asked(self, model: str, agent: str, players: Mapping[str, str] = NO_PLAYERS) -> PolicyRuntime:
         """Return the policy that a request is answered by.

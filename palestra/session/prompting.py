@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest, UnsupportedField
 from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
+from palestra.renderers.probes import Unseen
 from palestra.session.history import History, Match, Sameness
 from palestra.threads import WorkPool
 from palestra.tokens import TokenTrie, common_tokens
@@ -86,6 +87,7 @@ class PromptBuilder:
         sameness: Sameness,
         strict: bool,
         seat_of: Callable[[str], str] = lambda _: "",
+        unseen: Callable[[str], Unseen] = lambda _: frozenset(),
     ) -> None:
         """Start without calls.
 
@@ -94,11 +96,12 @@ class PromptBuilder:
             picture_pool: threads for prompts with pictures, which may have to be decoded before their size is known.
             sameness: which changes of a reply keep it the same message; see `History`.
             strict: refuse a call that would lose exact tokens of an earlier one.
+            unseen: returns what a policy's model is never shown of messages; see `Renderer.unseen`.
             seat_of: returns an agent's seat, or an empty text. Calls of one seat have nothing in common with those of
                 another, so that none can find out by its prompts what another has said or seen.
         """
         self.calls = 0
-        self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness))  # by seat
+        self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness, unseen))  # by seat
         self._aside, self._with_pictures = _Aside(pool), _Aside(picture_pool)
         self._strict, self._seat_of = strict, seat_of
 
@@ -175,7 +178,7 @@ class PromptBuilder:
         """Build a prompt from messages; see `build`."""
         history = self._past(call.agent).history
         new = call.messages[history.same(call.policy, call.messages) :]
-        keys = await self._aside.run(new, (), history.keys, new)
+        keys = await self._aside.run(new, (), history.keys, call.policy, new)
         match = history.match(call.policy, call.messages, keys)
         prompt = await self._extended(call, renderer, match, keys, room)
         if prompt is None:
@@ -287,8 +290,11 @@ class PromptBuilder:
         known = (match.call, match.call.tokens) if match.call and exact else None
         parent, shared = known or self.trie(call.policy, call.agent).longest(*whole)
         fork = None
-        if match.reason is not None:
-            fork = _fork(match.reason, match.left, match.known, whole)
+        left = match.left
+        # What differs may be nothing that this template shows.
+        same_text = left is not None and common_tokens(whole, left.sequence) == left.tokens
+        if match.reason is not None and not same_text:
+            fork = _fork(match.reason, left, match.known, whole)
         elif match.call is not None and not exact:
             decode = renderer.vocabulary.decode
             fork = await self._aside.run_if(len(whole.ids) > MANY_TOKENS, _drift, match.call, whole, tools, decode)
@@ -309,11 +315,11 @@ class PromptBuilder:
 class _Past:
     """Calls that later ones may continue: those of one seat, or of all agents without a seat."""
 
-    def __init__(self, sameness: Sameness) -> None:
+    def __init__(self, sameness: Sameness, unseen: Callable[[str], Unseen]) -> None:
         # Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
         self._tries: defaultdict[str, TokenTrie] = defaultdict(TokenTrie)
         self.unmerged: list[Chat] = []  # not yet in a trie, which most episodes never need
-        self.history = History(sameness)
+        self.history = History(sameness, unseen)
 
     def trie(self, policy: str) -> TokenTrie:
         """Return all calls of a policy merged on their tokens, after adding those that were not merged yet."""

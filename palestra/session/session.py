@@ -119,7 +119,12 @@ class Session:
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context = context
         self._prompts = PromptBuilder(
-            context.pool, context.picture_pool, context.sameness, context.strict_history, context.seat_of
+            context.pool,
+            context.picture_pool,
+            context.sameness,
+            context.strict_history,
+            context.seat_of,
+            context.policies.unseen,
         )
         self._registry = CallRegistry(context.seed, episode_id, recorded)
         self._recorder = Recorder(store, context, self._registry, self._prompts)

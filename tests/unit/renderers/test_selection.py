@@ -6,6 +6,7 @@ from conformance.fixtures import QWEN25
 from rendering import render_ids
 
 from palestra.renderers import ChatMLRenderer, PackageRenderer, select_renderer
+from palestra.renderers.probes import NAMES, ROLES, unseen_of
 from palestra.types.messages import text_message
 from unit.building import ids
 
@@ -159,3 +160,24 @@ def test_a_template_that_is_not_exactly_ours_is_left_to_itself(template):
         messages, add_generation_prompt=True, return_dict=False
     )
     assert renderer.extend(lambda: ids(1, 2), ids(3), (text_message("user", "more"),)) is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "seen"),
+    [
+        ("", set()),
+        # A result without a name gets that of its call, which is found by the id.
+        ("{{ m.name or '' }}", {*((role, "name") for role in ROLES), ("tool", "tool_call_id")}),
+        ("{{ m.name if m.name and m.role == 'assistant' else '' }}", {("assistant", "name")}),
+        ("{{ m.tool_call_id or '' }}", {("tool", "tool_call_id")}),
+    ],
+)
+def test_a_renderer_knows_which_names_its_template_shows(shown, seen):
+    turns = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}" + shown + "{{ '\n' }}{% endfor %}assistant: "
+    renderer = select_renderer(tiny(turns))
+    assert not isinstance(renderer, ChatMLRenderer)
+    assert renderer.unseen == NAMES - seen
+
+
+def test_our_format_shows_no_names(tiny_renderer):
+    assert tiny_renderer.unseen == unseen_of(lambda messages: tiny_renderer.render(messages).ids.tolist()) == NAMES

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from palestra.renderers.probes import NAMES
 from palestra.session.history import History, Sameness, message_key
 from palestra.types.calls import SamplingParams
 from palestra.types.forks import ForkReason
@@ -125,7 +128,6 @@ def thinking(text: str, thought: str | None) -> ChatMessage:
     ("before", "now"),
     [
         (thinking("x", "hm"), thinking("x", None)),
-        (thinking("x", "hm"), thinking("x", "something else")),
         (text_message("assistant", "<think>hm</think>\n\nx"), text_message("assistant", "x")),
         (text_message("assistant", "<think>hm</think>x"), text_message("assistant", " x ")),
     ],
@@ -134,6 +136,45 @@ def test_a_reply_without_its_reasoning(before, now):
     messages = (*turns("a"), now, *turns("b"))
     match = replying(before).match("policy", messages)
     assert (match.call, match.known, match.reason) == (None, 1, ForkReason.REASONING_STRIPPED)
+
+
+OTHER_REASONING = [
+    (thinking("x", "hm"), thinking("x", "something else")),
+    (thinking("x", None), thinking("x", "SECRET")),
+    (thinking("x", None), text_message("assistant", "<think>HIDDEN</think>x")),
+    (thinking("x", "hm"), text_message("assistant", "<think>hm</think>x")),
+    (text_message("assistant", "<think>hm</think>x"), thinking("x", "hm")),
+    (text_message("assistant", "<think>hm</think>x"), text_message("assistant", "<think>oh</think>x")),
+    (text_message("assistant", "<think>a</think>x<think>b</think>y"), text_message("assistant", "x<think>b</think>y")),
+]
+
+
+@pytest.mark.parametrize("sameness", [Sameness(), Sameness(reasoning=True), Sameness(reasoning=True, whitespace=True)])
+@pytest.mark.parametrize(("before", "now"), OTHER_REASONING)
+def test_reasoning_that_was_changed_added_or_moved_is_an_edit(before, now, sameness):
+    match = replying(before, sameness=sameness).match("policy", (*turns("a"), now, *turns("b")))
+    assert (match.call, match.known, match.reason) == (None, 1, ForkReason.EDITED_MESSAGE)
+
+
+def test_a_reply_without_its_reasoning_stands_for_each_that_has_its_text():
+    """Each call goes on with the reasoning that its own history has."""
+    chats = []
+    for index, (thought, seed) in enumerate((("one", 5), ("two", 3))):
+        chat = make_chat(
+            index=index,
+            messages=turns("a"),
+            reply="",
+            sampling=SamplingParams(temperature=1.0, max_tokens=9, seed=seed),
+        )
+        chats.append(replace(chat, reply=thinking("x", thought)))
+    later = make_chat(index=2, parent=chats[0], messages=turns("b"), reply="y", shared_messages=2)
+    for order in (chats, chats[::-1]):
+        history = history_of(*order, later, sameness=Sameness(reasoning=True))
+        assert matched(history, "a", "x", "b", "y", "c") == (2, 4, 4, None, None)
+        assert matched(history, "a", "x", "c")[:3] == (1, 2, 2)  # the lowest seed, whichever came first
+        for chat in chats:
+            match = history.match("policy", (*turns("a"), chat.reply, *turns("c")))
+            assert (match.call, match.reason) == (chat, None)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +245,11 @@ def calling(*calls: tuple[str, str], text: str = "", ids: str = "1") -> ChatMess
         (calling(("f", '{"i": 1, "j": [1]}')), ForkReason.EDITED_MESSAGE),
         (calling(("g", "{}"), ("f", '{"i": 1, "j": [1]}')), ForkReason.EDITED_MESSAGE),
         (calling(("f", '{"i": 1, "j": [1]}'), ("g", "{}"), text="so"), ForkReason.EDITED_MESSAGE),
+        (calling(("f", '{"i": 1, "j": [1]}'), ("g", "{}")).model_copy(update={"name": "n"}), ForkReason.EDITED_MESSAGE),
+        (
+            calling(("f", '{"i": 1, "j": [1]}'), ("g", "{}")).model_copy(update={"reasoning_content": "r"}),
+            ForkReason.EDITED_MESSAGE,
+        ),
     ],
 )
 def test_a_reply_with_tool_calls(now, reason):
@@ -211,6 +257,15 @@ def test_a_reply_with_tool_calls(now, reason):
     match = history.match("policy", (*turns("a"), now, *turns("b")))
     assert match.reason is reason
     assert (match.call is None) == (reason is not None)
+
+
+@pytest.mark.parametrize(("unseen", "reason"), [(NAMES, None), (frozenset(), ForkReason.EDITED_MESSAGE)])
+def test_what_the_template_does_not_show_makes_no_other_message(unseen, reason):
+    call = calling(("f", "{}"))
+    history = replying(call, unseen=lambda policy: unseen if policy == "policy" else frozenset())
+    named = call.model_copy(update={"name": "UnnamedAgent"})
+    match = history.match("policy", (*turns("a"), named, *turns("b")))
+    assert (match.reason, match.messages) == (reason, 0 if reason else 2)
 
 
 # Messages

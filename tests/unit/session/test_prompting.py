@@ -8,10 +8,10 @@ import pytest
 
 from palestra.errors import EngineFailure, HistoryDrift
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.session import EpisodeSession
+from palestra.session import EpisodeSession, Sameness
 from palestra.types.forks import MEANINGS, ForkReason
 from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
+from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
 from unit.building import one_policy
 from unit.session.conftest import STOP, Bench, call
 
@@ -90,6 +90,46 @@ async def test_the_longest_of_several_calls_that_a_conversation_begins_with_is_g
     found = await session.generate_one(call("a", "r", "b", "r", "c"))
     assert (found.extends, found.shared, found.shared_messages, found.fork) == (long, long.tokens, 4, None)
     assert found.new_messages == (user("c"),)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("renderer", [None, WithoutBridge()], ids=["bridge", "template"])
+async def test_a_name_that_the_template_does_not_show_keeps_the_exact_tokens(bench, renderer, strict):
+    bench.script = says('<tool_call>\n{"name": "weather", "arguments": {"x": 1}}\n</tool_call>')
+    session = await with_renderer(bench, renderer, strict)
+    first = await session.generate_one(asks(user("a"), tools=WEATHER))
+    assert first.reply.tool_calls
+    named = first.reply.model_copy(update={"name": "UnnamedAgent"})
+    result = text_message("tool", "sunny").model_copy(update={"tool_call_id": "renamed"})
+    second = await session.generate_one(asks(user("a"), named, result, tools=WEATHER))
+    assert (second.extends, second.shared, second.fork) == (first, first.tokens, None)
+    result = result.model_copy(update={"tool_call_id": "renamed again", "name": "weather"})
+    third = await session.generate_one(asks(user("a"), first.reply, result, second.reply, user("b"), tools=WEATHER))
+    assert (third.extends, third.shared, third.fork) == (second, second.tokens, None)
+
+
+async def test_reasoning_that_was_added_and_that_the_template_does_not_show_loses_nothing(bench):
+    bench.script = says("r")
+    session = await with_renderer(
+        bench, WithoutBridge(lambda m: m.model_copy(update={"reasoning_content": None})), True
+    )
+    first = await session.generate_one(call("a"))
+    thought = first.reply.model_copy(update={"reasoning_content": "SECRET"})
+    second = await session.generate_one(asks(user("a"), thought, user("b")))
+    assert (second.extends, second.shared, second.fork) == (first, first.tokens, None)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("added", [{"reasoning_content": "SECRET"}, {"content": (TextPart(text="<think>X</think>r"),)}])
+async def test_reasoning_that_an_agent_adds_is_read_by_the_model_and_forks(bench, added, keep):
+    bench.script = says("r")
+    bench.context = replace(bench.context, sameness=Sameness(reasoning=keep))
+    session = await with_renderer(bench)
+    first = await session.generate_one(call("a"))
+    second = await session.generate_one(asks(user("a"), first.reply.model_copy(update=added), user("b")))
+    assert about(second) == (ForkReason.EDITED_MESSAGE, first.index, 1)
+    read = ByteTokenizer().decode(second.ids[: len(second.prompt_ids)].tolist())
+    assert "SECRET" in read or "<think>X</think>" in read
 
 
 async def test_any_earlier_call_can_be_gone_on_from_again_and_nothing_is_lost(bench):
