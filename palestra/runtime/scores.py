@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from palestra.errors import ConfigError
+from palestra.runtime.statistics import estimate
 from palestra.types.metrics import of_policy
 from palestra.types.records import Trajectory
 
@@ -120,8 +121,8 @@ class Evaluation:
         """Return the 95 % confidence interval of the mean over tasks; None: nothing is known of how rewards differ.
 
         Where all rewards, also those of opponents, are 0 or 1, this is Wilson's score interval (1927), which is known
-        for equal rewards, too. Otherwise it is the mean plus and minus 1.96 standard errors, and None where the rewards
-        are equal, such as those of a game that was won each time. With fewer than two rewards it is None.
+        for equal rewards, too. Otherwise it is that of Student's t, and None where the rewards are equal, such as those
+        of a game that was won each time. With fewer than two rewards it is None.
         """
         rewards, mean = self.rewards, self.mean
         count = len(rewards)
@@ -136,9 +137,8 @@ class Evaluation:
             return max(0.0, middle - half), min(1.0, middle + half)
         if min(rewards) == max(rewards):
             return None
-        variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)
-        half = NORMAL_95 * math.sqrt(variance / count)
-        return mean - half, mean + half
+        error = estimate(rewards).half
+        return None if error is None else (mean - error, mean + error)
 
 
 def replayed_words(replays: int) -> str:

@@ -16,7 +16,7 @@ from palestra.disk import write_whole
 from palestra.runtime.comparison.picture import Curve, curve_of, draw_curves
 from palestra.runtime.comparison.plan import PlannedRun
 from palestra.runtime.comparison.results import Result, Results, machine
-from palestra.runtime.comparison.statistics import MOST_EXACT, Difference, Estimate, estimate, holm, paired_difference
+from palestra.runtime.statistics import MOST_EXACT, Difference, Estimate, estimate, holm, paired_difference
 from palestra.terminal import one_line
 
 MADE = "<!-- made by `palestra compare`; do not edit: texts for this page stand in compare.toml -->"

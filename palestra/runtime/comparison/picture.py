@@ -10,7 +10,7 @@ from pathlib import Path
 from palestra.config.comparison import ScenarioEntry
 from palestra.disk import write_whole
 from palestra.runtime.comparison.results import Result
-from palestra.runtime.comparison.statistics import Estimate, estimate
+from palestra.runtime.statistics import Estimate, estimate
 
 # Colours and dashes that stay apart in print and for most people with a colour vision deficiency (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from palestra.disk import write_whole
-from palestra.runtime.matrix.ratings import NORMAL_95, Rating, comparable, ratings_of
+from palestra.runtime.matrix.ratings import Rating, comparable, ratings_of
+from palestra.runtime.statistics import estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Cell:
 
     Attributes:
         mean: mean reward.
-        half: half the width of its 95 % confidence interval, 1.96 standard errors; None: one game only.
+        half: half the width of its 95 % confidence interval, by Student's t; None: there is one game only, or all
+            rewards are equal, so that nothing is known of how they differ.
         games: how many games it is of.
     """
 
@@ -85,11 +87,8 @@ class Matrix:
         earned = [own for own, _ in self._rewards(row, column)]
         if not earned:
             return None
-        mean = math.fsum(earned) / len(earned)
-        if len(earned) == 1:
-            return Cell(mean, None, 1)
-        variance = math.fsum((reward - mean) ** 2 for reward in earned) / (len(earned) - 1)
-        return Cell(mean, NORMAL_95 * math.sqrt(variance / len(earned)), len(earned))
+        found = estimate(earned)
+        return Cell(found.mean, None if min(earned) == max(earned) else found.half, found.count)
 
     def points(self, row: str, column: str) -> float:
         """Return the points of `row` against `column`: 1 where its reward is higher, 0.5 where it is equal."""

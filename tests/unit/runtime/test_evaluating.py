@@ -38,9 +38,9 @@ def test_of_zeros_and_ones_it_is_wilsons_interval(good, of_all, low, high):
     assert found == pytest.approx((low, high), abs=5e-5)
 
 
-def test_of_other_rewards_it_is_1_96_standard_errors():
-    low, high = of(1.0, 2.0, 4.0, 5.0).interval  # mean 3, variance 10 / 3
-    assert (low, high) == pytest.approx((3 - 1.959964 * math.sqrt(10 / 12), 3 + 1.959964 * math.sqrt(10 / 12)))
+def test_of_other_rewards_it_is_that_of_students_t():
+    low, high = of(1.0, 2.0, 4.0, 5.0).interval  # mean 3, variance 10 / 3; the quantile of 3 degrees is 3.182446
+    assert (low, high) == pytest.approx((3 - 3.1824463 * math.sqrt(10 / 12), 3 + 3.1824463 * math.sqrt(10 / 12)))
 
 
 def games(*rewards: float, zero_sum: bool = True) -> Evaluation:
@@ -58,7 +58,7 @@ def test_games_that_were_all_won_have_no_interval_unless_a_loss_is_0():
     assert of(*[-1.0] * 20).interval is None
     assert of(*[0.5] * 20).interval is None
     low, high = games(*[1.0] * 10, *[-1.0] * 10).interval
-    assert (low, high) == pytest.approx((-1.959964 * math.sqrt(20 / 19 / 20), 1.959964 * math.sqrt(20 / 19 / 20)))
+    assert (low, high) == pytest.approx((-2.0930241 * math.sqrt(1 / 19), 2.0930241 * math.sqrt(1 / 19)))
     assert games(*[1.0] * 20, zero_sum=False).interval == pytest.approx((0.8389, 1.0), abs=5e-5)
 
 

@@ -1,4 +1,4 @@
-"""Means over seeds with their intervals, and whether two algorithms differ: paired tests, corrected for their number.
+"""Means with their intervals, and whether two algorithms differ: paired tests, corrected for their number.
 
 Everything here is a closed form over a handful of numbers, so that no library of statistics has to be installed.
 """
@@ -9,18 +9,19 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 MOST_EXACT = 16  # pairs up to which all assignments of signs are enumerated: 65,536
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over seeds.
+    """A mean of independent values, such as one a seed, a task or a game.
 
     Attributes:
         mean: the mean.
-        half: half the width of the 95 % confidence interval of the mean, by Student's t; None: there is one seed only.
-        count: number of seeds.
+        half: half the width of the 95 % confidence interval of the mean, by Student's t; None: there is one value only.
+        count: number of values.
     """
 
     mean: float
@@ -69,6 +70,7 @@ def student_t(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * total) if degrees % 2 else sine * total
 
 
+@cache
 def t_quantile(probability: float, degrees: int) -> float:
     """Return the bound t within which Student's t lies with this probability, found by bisection.
 
@@ -86,7 +88,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of one value a seed, with its 95 % interval.
+    """Return the mean of independent values, with its 95 % interval.
 
     Args:
         values: at least one.
