@@ -8,7 +8,7 @@ replies near the limit of length lose reward (3.4).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from palestra.algorithms.base import About, Group
@@ -28,7 +28,8 @@ class DAPO(ScaledGroupBaseline):
     about = About(
         summary="GRPO that clips higher, weighs tokens equally, replaces groups without variance, and penalises length",
         formula="A as in grpo, of R - overlong_penalty x min(1, max(0, (tokens - (max_tokens - buffer)) / buffer)), "
-        "buffer = overlong_share x max_tokens; loss as in grpo with clip_high 0.28, mean over all tokens of the batch",
+        "buffer = overlong_share x max_tokens, where the R that are compared differ; loss as in grpo with "
+        "clip_high 0.28, mean over all tokens of the batch",
         paper="Yu et al. 2025, DAPO, arXiv:2503.14476",
         needs=("groups of at least two episodes",),
     )
@@ -41,14 +42,18 @@ class DAPO(ScaledGroupBaseline):
         ),
     )
 
-    def returns(self, trajectories: Sequence[Trajectory]) -> list[Returns]:
+    def shaped(self, trajectories: Sequence[Trajectory], returns: list[Returns]) -> list[Returns]:
         """Return the returns of the episodes, each lowered by the longest reply that it credits.
+
+        Equal outcomes stay equal: else their lengths alone would be learned, scaled to a whole advantage.
 
         Args:
             trajectories: the completed episodes of a group.
+            returns: of the episodes.
         """
-        plain = super().returns(trajectories)
-        return [self._lowered(trajectory, of) for trajectory, of in zip(trajectories, plain, strict=True)]
+        (found,) = self.estimate([returns])
+        differ = {key.baseline_group for advantages in found.by_key for key, value in advantages.items() if value}
+        return [self._lowered(trajectory, of, differ) for trajectory, of in zip(trajectories, returns, strict=True)]
 
     def batch_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the share of calls whose reply loses reward."""
@@ -59,15 +64,18 @@ class DAPO(ScaledGroupBaseline):
         """Return the clipped surrogate loss of PPO, with the configured bounds."""
         return clipped_loss(self.config)
 
-    def _lowered(self, trajectory: Trajectory, returns: Returns) -> Returns:
-        """Return the returns of an episode minus the penalties of the replies that they credit."""
+    def _lowered(self, trajectory: Trajectory, returns: Returns, differ: Container[str]) -> Returns:
+        """Return the returns of an episode, minus the penalties of replies where outcomes differ."""
         most: defaultdict[object, float] = defaultdict(float)
         for chat in trajectory.chats:
             key = returns.key_of[chat.index]
             most[key] = max(most[key], self._excess(chat))
         return replace(
             returns,
-            values={key: value - self.config.overlong_penalty * most[key] for key, value in returns.values.items()},
+            values={
+                key: value - self.config.overlong_penalty * most[key] * (key.baseline_group in differ)
+                for key, value in returns.values.items()
+            },
         )
 
     def _excess(self, chat: Chat) -> float:

@@ -77,7 +77,9 @@ class PolicyGradient(Algorithm):
         if self.across_groups:
             groups = with_batch_means(groups, self.config)
         advantages: list[Floats] = []
-        estimated = self.estimate([self.returns(group.trajectories) for group in groups])
+        estimated = self.estimate(
+            [self.shaped(group.trajectories, self.returns(group.trajectories)) for group in groups]
+        )
         for group, found in zip(groups, estimated, strict=True):
             metrics["calls_without_peers"] += found.calls_without_peers
             names = (trajectory.episode.episode_id for trajectory in group.trajectories)
@@ -114,6 +116,17 @@ class PolicyGradient(Algorithm):
             replace(returns, values=dict.fromkeys(returns.values, reward))
             for returns, reward in zip(found, rewards, strict=True)
         ]
+
+    def shaped(self, trajectories: Sequence[Trajectory], returns: list[Returns]) -> list[Returns]:
+        """Return the returns of which advantages are made; by default as they are.
+
+        Whether a group has anything to teach is decided before, by returns that are not shaped.
+
+        Args:
+            trajectories: the completed episodes of the group.
+            returns: of the episodes.
+        """
+        return returns
 
     def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
         """Return the return of each episode of a group, if it is made of rewards by name; None: it is the credit's.

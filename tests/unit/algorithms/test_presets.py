@@ -155,16 +155,36 @@ def test_rae_has_a_baseline_for_each_role():
     assert algorithm.state() == {"baselines": {"black": 0.5, "white": -0.5}}
 
 
+def replies_of(lengths: list[int], rewards: list[float]):
+    """Episodes of one reply of at most 10 tokens."""
+    return tuple(
+        make_trajectory(0, place, reward, [make_chat(f"train-000000-{place:02d}", completion=[7] * n, max_tokens=10)])
+        for place, (n, reward) in enumerate(zip(lengths, rewards, strict=True))
+    )
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_dapo_learns_nothing_of_equal_outcomes_whatever_their_lengths(reward, scale):
+    """Also where their rows are trained, by an entropy bonus or a penalty of divergence, no length has an advantage."""
+    episodes = replies_of([8, 9, 10, 4], [reward] * 4)
+    algorithm = made("dapo", advantage_scale=scale)
+    assert not algorithm.learns_from(episodes)
+    rows = tuple(make_sample([1, 2, 3, 4, 5], [3, 4], name=one.episode.episode_id) for one in episodes)
+    group = Group(trajectories=episodes, rows=rows)
+    assert advantages(algorithm, [group]) == [[0.0] * 4]
+    longer = replies_of([8, 9, 10, 4], [reward] * 3 + [0.5])
+    assert algorithm.learns_from(longer)
+    (found,) = advantages(algorithm, [replace(group, trajectories=longer)])
+    assert found[0] > found[1] > found[2]
+
+
 def test_dapo_lowers_the_return_of_a_long_reply_in_a_line():
     lengths = [8, 9, 10, 4]  # of at most 10 tokens, of which the last fifth costs
-    episodes = tuple(
-        make_trajectory(0, place, 1.0, [make_chat(completion=[7] * length, max_tokens=10)])
-        for place, length in enumerate(lengths)
-    )
-    values = [list(each.values.values()) for each in made("dapo", overlong_penalty=0.5).returns(episodes)]
-    assert values == [[1.0], [pytest.approx(0.75)], [0.5], [1.0]]
-    assert made("dapo", overlong_share=0).learns_from(episodes) is False
-    assert made("dapo").learns_from(episodes) is True
+    episodes = replies_of(lengths, [1.0, 1.0, 1.0, 0.0])
+    dapo = made("dapo", overlong_penalty=0.5)
+    values = [list(each.values.values()) for each in dapo.shaped(episodes, dapo.returns(episodes))]
+    assert values == [[1.0], [pytest.approx(0.75)], [0.5], [0.0]]
     assert made("dapo").batch_metrics([Group(trajectories=episodes)]) == {"overlong_replies": 0.5}
 
 

@@ -69,5 +69,6 @@ def test_the_soft_penalty_of_length_is_that_of_trl():
     algorithm = DAPO(DAPOConfig(overlong_share=recorded["cache"] / recorded["max"]))
     for length, reward in zip(recorded["lengths"], recorded["rewards"], strict=True):
         chat = make_chat(completion=[7] * length, max_tokens=recorded["max"])
-        (returns,) = algorithm.returns([make_trajectory(0, 0, 3.0, [chat])])
+        group = [make_trajectory(0, 0, 3.0, [chat]), make_trajectory(0, 1, 0.0, [])]
+        returns, _ = algorithm.shaped(group, algorithm.returns(group))
         assert list(returns.values.values()) == [pytest.approx(3.0 + reward)]
