@@ -10,6 +10,8 @@ POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0  # proxies close connections that are silent for a minute
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not buffer a stream
+# In JSON these stand in texts only. Clients that split as Python's `str.splitlines` would end the event at one.
+_LINE_ENDS = {c.encode(): rf"\u{ord(c):04x}".encode() for c in "\x85\u2028\u2029"}
 _KEEPALIVE = b": still here\n\n"  # a comment of the format, which clients skip
 
 
@@ -24,6 +26,8 @@ def encode_event(data: bytes, event: str | None = None, event_id: str | None = N
     head = b"" if event_id is None else b"id: " + event_id.encode() + b"\n"
     if event is not None:
         head += b"event: " + event.encode() + b"\n"
+    for character, escaped in _LINE_ENDS.items():
+        data = data.replace(character, escaped)
     return head + b"data: " + data + b"\n\n"
 
 

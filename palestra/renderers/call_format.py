@@ -70,16 +70,11 @@ def find_call_format(
         return None  # named twice
     between = None if two is None else _between(_signed(two, signs, decode), before, call, after)
 
-    def parts(written: str) -> list[str | int]:
-        found = re.split(f"([{chr(_SIGNS)}-{chr(_SIGNS + len(tokens))}])", written)
-        return [tokens[ord(p) - _SIGNS] if len(p) == 1 and ord(p) >= _SIGNS and ord(p) < _SIGNS + len(tokens) else p
-                for p in found if p]  # fmt: skip
-
     return CallFormat(
-        before_name=parts(before),
-        before_arguments=parts(text[name_end : arguments.start()]),
-        between=None if between is None else parts(between),
-        closing=parts(after),
+        before_name=_parts(before, tokens),
+        before_arguments=_parts(text[name_end : arguments.start()], tokens),
+        between=None if between is None else _parts(between, tokens),
+        closing=_parts(after, tokens),
         quoted=before.endswith('"') and text[name_end : name_end + 1] == '"',
     )
 
@@ -95,6 +90,12 @@ def _signed(ids: Sequence[int], signs: Mapping[int, str], decode: Callable[[Sequ
         else:
             run.append(token)
     return "".join([*out, decode(run)])
+
+
+def _parts(text: str, tokens: Sequence[int]) -> list[str | int]:
+    """Return a text with private characters as texts and the tokens that these stand for."""
+    found = re.split(f"([{chr(_SIGNS)}-{chr(_SIGNS + len(tokens))}])", text)
+    return [part if k % 2 == 0 else tokens[ord(part) - _SIGNS] for k, part in enumerate(found) if part]
 
 
 def _between(text: str, before: str, call: str, after: str) -> str | None:

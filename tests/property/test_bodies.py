@@ -132,7 +132,8 @@ Headers = list[tuple[bytes, bytes]]
 class Served:
     """The application, without a port, on an event loop of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: FakeEngine | None = None) -> None:
+        self.engine = engine or FakeEngine(digits_script(5, 258))
         self.loop = asyncio.new_event_loop()
         config = parse_config({"run_dir": str(folder), "engine": {"kind": "fake"}})
         self.store = open_run_store(folder / "run.db", config.rollout, config.store)
@@ -143,7 +144,7 @@ class Served:
             name="policy",
             config=config.policies["policy"],
             renderer=renderer,
-            engine=FakeEngine(digits_script(5, 258)),
+            engine=self.engine,
             grammars=self.grammars,
         )
         context = SessionContext(store=self.store, policies=PolicySet.of(config, {"policy": runtime}), seed=0)

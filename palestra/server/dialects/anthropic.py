@@ -249,9 +249,12 @@ def _frame(name: str, model: str) -> dict[str, Any]:
 
 
 def _end(chat: Chat) -> dict[str, Any]:
-    string = chat.stop if chat.stop != CALL_END else None
-    reason = "max_tokens" if chat.finish_reason == "length" else "end_turn" if string is None else "stop_sequence"
-    return {"stop_reason": "tool_use" if chat.reply.tool_calls else reason, "stop_sequence": string}
+    # A caller's own stop string of this text would have cut the call before it was one.
+    string = None if chat.stop == CALL_END and chat.reply.tool_calls else chat.stop
+    reason = "end_turn" if string is None else "stop_sequence"
+    if chat.reply.tool_calls:
+        reason = "tool_use"
+    return {"stop_reason": "max_tokens" if chat.finish_reason == "length" else reason, "stop_sequence": string}
 
 
 def _usage(prompt: int, shared: int, sampled: int) -> dict[str, Any]:

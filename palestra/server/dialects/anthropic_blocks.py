@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+from orjson import Fragment
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
@@ -169,6 +170,6 @@ def blocks_of(reply: ChatMessage) -> list[dict[str, Any]]:
     if reply.text:
         blocks.append({"type": "text", "text": reply.text})
     for call in reply.tool_calls:
-        given = json.loads(call.function.arguments)
+        given = Fragment(call.function.arguments)  # as written: JSON has numbers and texts that orjson can't write
         blocks.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": given})
     return blocks

@@ -220,7 +220,7 @@ def _message(reply: ChatMessage) -> dict[str, Any]:
 
 
 def _finish_reason(chat: Chat) -> str:
-    return "tool_calls" if chat.reply.tool_calls else chat.finish_reason
+    return "tool_calls" if chat.reply.tool_calls and chat.finish_reason == "stop" else chat.finish_reason
 
 
 class _ChatChunks(EventWriter):
