@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 
 # How long a task waits before it reads the database again without a notification. A change that was committed without a
 # notification, because the operation failed after its commit, is noticed at most so much later.
@@ -22,7 +22,7 @@ class Notifier:
 
     def __init__(self) -> None:
         self.count = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()  # first come, first served
 
     async def wait(self, timeout_seconds: float, since: int) -> None:
         """Return at the next notification, or when the time is over.
@@ -35,7 +35,7 @@ class Notifier:
         if self.count != since:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        self._waiting[future] = None
         try:
             async with asyncio.timeout(timeout_seconds):
                 await future
@@ -46,14 +46,14 @@ class Notifier:
                 self.notify(1)  # pass the wake-up on: a task that is cancelled does not act on it
             raise
         finally:
-            future.cancel()
+            self._waiting.pop(future, None)
 
     def notify(self, times: int | None = None) -> None:
         """Wake the `times` tasks that have waited longest; None: all tasks."""
         left = len(self._waiting) if times is None else times
         self.count += 1
         while left > 0 and self._waiting:
-            future = self._waiting.popleft()
+            future, _ = self._waiting.popitem(last=False)
             if not future.done():
                 future.set_result(None)
                 left -= 1

@@ -253,13 +253,19 @@ class SessionTable:
         self._waiting.append(place)
         self._grant()
         self._make_room()
-        await asyncio.wait((place,), timeout=seconds)
+        try:
+            await asyncio.wait((place,), timeout=seconds)
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # leave the place to the next
+                self._taken -= 1
+                self._grant()
+            raise
+        finally:
+            if not place.done():
+                self._waiting.remove(place)
         if place.cancelled():
             self._check_open()
-        if not place.done():
-            self._waiting.remove(place)
-            return False
-        return True
+        return place.done()
 
     def _grant(self) -> None:
         """Give free places to those that wait longest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import count
@@ -40,6 +40,16 @@ class _Compilation:
         self.waiting = 0
         self.process: GrammarProcess | None = None
         self.given_up = threading.Event()
+        self._wrapped: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
+
+    def done_here(self) -> asyncio.Future[None]:
+        """Return `done` for the running event loop: one future for all callers, who shield it."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._wrapped:
+            self._wrapped[loop] = wrapped = asyncio.wrap_future(self.done)
+            # Marks an error as seen, or asyncio would log it where all callers were cancelled.
+            wrapped.add_done_callback(lambda d: d.cancelled() or d.exception())
+        return self._wrapped[loop]
 
 
 class Grammars:
@@ -62,7 +72,7 @@ class Grammars:
         self._alive: OrderedDict[bytes, GrammarProcess] = OrderedDict()
         self._trees, self._verdicts = GrammarTrees(), Verdicts()
         self._compiling: dict[bytes, _Compilation] = {}
-        self._queue: deque[Future[None]] = deque()  # callers that wait until a process is released
+        self._queue: OrderedDict[Future[None], None] = OrderedDict()  # callers that wait until a process is released
         self._numbers = count()
 
     async def check(self, grammar: str, field: str) -> None:
@@ -100,7 +110,7 @@ class Grammars:
                 if found is None:
                     await self._compiled(key, grammar)
                 else:
-                    await asyncio.wrap_future(found)
+                    await self._released(found)
         except GrammarRefused:
             raise
         except InvalidRequest as error:
@@ -122,10 +132,27 @@ class Grammars:
             # In this order, `closed` before `walked`: see `_open`.
             if matcher.walked:
                 matcher.process.drop(matcher.number)
-            while self._queue:
-                if not (waiting := self._queue.popleft()).done():
-                    waiting.set_result(None)
-                    break
+            self._wake_next()
+
+    async def _released(self, waiting: Future[None]) -> None:
+        """Wait until a process is released for this caller; one that is cancelled leaves its turn to the next."""
+        try:
+            await asyncio.wrap_future(waiting)
+        except asyncio.CancelledError:
+            with self._lock:
+                if waiting in self._queue:
+                    del self._queue[waiting]
+                else:
+                    self._wake_next()
+            raise
+
+    def _wake_next(self) -> None:
+        """Wake the caller that has waited longest for a process; the caller of this method holds the lock."""
+        while self._queue:
+            waiting, _ = self._queue.popitem(last=False)
+            if waiting.set_running_or_notify_cancel():
+                waiting.set_result(None)
+                return
 
     def advance(self, matchers: Sequence[Matcher]) -> list[PalestraError | None]:
         """Accept the pending tokens of matchers and renew their masks.
@@ -239,12 +266,10 @@ class Grammars:
             self._closed = True
             processes = [*self._alive.values(), *(c.process for c in self._compiling.values() if c.process is not None)]
             self._alive.clear()
-            waiting = [*self._queue]
+            while self._queue:
+                self._wake_next()
         for process in processes:
             process.kill()
-        for one in waiting:
-            if not one.done():
-                one.set_result(None)
         with self._starting:
             if self._server is not None:
                 self._server.close()
@@ -299,7 +324,7 @@ class Grammars:
             if sum(p.users > 0 for p in self._alive.values()) < MOST_PROCESSES:
                 return None
             waiting: Future[None] = Future()
-            self._queue.append(waiting)
+            self._queue[waiting] = None
             return waiting
 
     def _blocking_matcher(self, grammar: str) -> ProcessMatcher | TreeMatcher:
@@ -316,12 +341,9 @@ class Grammars:
             InvalidRequest, GrammarRefused, EngineFailure: the grammar could not be compiled.
         """
         compilation = self._join(key, grammar)
-        done = asyncio.wrap_future(compilation.done)
         try:
-            await asyncio.shield(done)
+            await asyncio.shield(compilation.done_here())
         finally:
-            # Marks the error as seen, or asyncio would log it: it was raised above, or the caller was cancelled.
-            done.add_done_callback(lambda d: d.cancelled() or d.exception())
             self._leave(key, compilation)
 
     def _join(self, key: bytes, grammar: str) -> _Compilation:

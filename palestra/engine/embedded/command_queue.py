@@ -20,7 +20,7 @@ class CommandQueue:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unsettled: set[Future[None]] = set()
-        self._awaiting_failure: list[Future[str]] = []
+        self._awaiting_failure: set[Future[str]] = set()
         self._closed: str | None = None  # why no command is taken any more
         self._failure: str | None = None  # the same reason, where the thread did not end in good order
 
@@ -57,7 +57,8 @@ class CommandQueue:
             if self._failure is not None:
                 future.set_result(self._failure)
             elif self._closed is None:
-                self._awaiting_failure.append(future)
+                self._awaiting_failure.add(future)
+                future.add_done_callback(self._awaiting_failure.discard)  # where its caller is cancelled
         return future
 
     def run(self, wait: bool, rest: Callable[[], object] = lambda: None) -> None:
@@ -90,7 +91,7 @@ class CommandQueue:
         """
         with self._lock:
             self._closed, self._failure = why, why if failed else None
-            awaiting, self._awaiting_failure = self._awaiting_failure, []
+            awaiting = list(self._awaiting_failure)
         for future in list(self._unsettled):
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineFailure(why))

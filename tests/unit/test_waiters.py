@@ -1,0 +1,266 @@
+"""A wait that times out or is cancelled leaves nothing behind: not in a list of waiters, nor a callback on a future."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from palestra.backend.link import Link
+from palestra.backend.worker_engine import WorkerEngine
+from palestra.dashboard.reader import _Kept
+from palestra.database import Notifier
+from palestra.engine.embedded.command_queue import CommandQueue
+from palestra.engine.pool.state import PoolState
+from palestra.engine.pool.worker import InferenceWorker
+from palestra.env_server import SessionLimits, SessionTable
+from palestra.envs import Gomoku
+from palestra.grammars import pool
+from palestra.grammars.pool import Grammars
+from palestra.rollout.sync_lock import RolloutSyncLock
+from palestra.session.registry import CallRegistry
+from palestra.tinker.futures import Futures
+from palestra.tinker.tables import PENDING
+from palestra.tools.mcp.connection import McpConnection
+from palestra.types.env_wire import PROTOCOLS, CreateSession
+
+WAITS = 1000
+Case = tuple[Callable[[], Awaitable[Any]], Callable[[], int]]  # begins a wait; the size of what it may be left in
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(make: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[make.__name__] = make
+    return make
+
+
+def callbacks(future: asyncio.Future[Any]) -> int:
+    return len(future._callbacks or ())
+
+
+async def never(*_: Any, **__: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@case
+def notifier() -> Case:
+    made = Notifier()
+    return lambda: made.wait(60, made.count), lambda: len(made._waiting)
+
+
+@case
+def notifier_by_its_own_limit() -> Case:
+    made = Notifier()
+    return lambda: made.wait(0.01, made.count), lambda: len(made._waiting)
+
+
+@case
+def failures_of_the_embedded_engine() -> Case:
+    made = CommandQueue()
+    return lambda: asyncio.wrap_future(made.failure()), lambda: len(made._awaiting_failure)
+
+
+@case
+def commands_of_the_embedded_engine() -> Case:
+    made = CommandQueue()
+    return lambda: asyncio.wrap_future(made.future()), lambda: len(made._unsettled)
+
+
+@case
+def processes_of_grammars() -> Case:
+    made = Grammars()
+    made._alive.update({bytes([n]): SimpleNamespace(usable=True, users=1) for n in range(pool.MOST_PROCESSES)})
+    return lambda: made.matcher('start: "a"'), lambda: len(made._queue)
+
+
+@case
+def one_compilation() -> Case:
+    made, key = Grammars(), b"key"
+    compilation = made._compiling[key] = pool._Compilation()
+    compilation.waiting = 1  # somebody who stays
+
+    def size() -> int:
+        return callbacks(compilation.done_here()) + len(compilation.done._done_callbacks) + compilation.waiting
+
+    return lambda: made._compiled(key, ""), size
+
+
+@case
+def results_for_tinker() -> Case:
+    async def pending(*_: str) -> Any:
+        return SimpleNamespace(state=PENDING)
+
+    made = Futures(SimpleNamespace(request=pending))  # type: ignore[arg-type]
+    return lambda: made.result("tenant", "request", 60), lambda: len(made._waiting)
+
+
+@case
+def places_of_an_environment_server() -> Case:
+    made = SessionTable(Gomoku, SessionLimits(sessions=1))
+    made._taken = 1
+    return lambda: made._take_place(60), lambda: len(made._waiting) + made._taken
+
+
+@case
+def sessions_of_an_environment_server() -> Case:
+    made = SessionTable(Gomoku, SessionLimits(sessions=1))
+    made._taken, numbers = 1, iter(range(10**6))
+
+    def wait() -> Awaitable[Any]:
+        name = f"request-{next(numbers)}"
+        return made.create(CreateSession(request_id=name, protocols=PROTOCOLS, wait_seconds=0.05))
+
+    return wait, lambda: len(made._waiting) + len(made._by_request) + made._taken
+
+
+@case
+def calls_of_a_base_server() -> Case:
+    made = Link("ws://127.0.0.1:1", "key", "job")
+    return lambda: made.call("forward", {}), lambda: len(made._calls) + made._outbox.qsize()
+
+
+@case
+def failures_of_a_base_server() -> Case:
+    made = Link("ws://127.0.0.1:1", "key", "job")
+    return made.failure, lambda: callbacks(made._failure)
+
+
+@case
+def calls_of_an_engine_worker() -> Case:
+    made = WorkerEngine(SimpleNamespace(send=lambda _: None, frames=_no_frames, close=lambda: None), never)  # type: ignore[arg-type]
+    return made.pause, lambda: len(made._calls) + callbacks(made._lost)
+
+
+@case
+def failures_of_an_engine_worker() -> Case:
+    made = WorkerEngine(SimpleNamespace(send=lambda _: None, frames=_no_frames, close=lambda: None), never)  # type: ignore[arg-type]
+    return made.failure, lambda: callbacks(made._lost)
+
+
+@case
+def losses_of_an_inference_worker() -> Case:
+    made = InferenceWorker(0, 1, 1.0)
+    return made.lost, lambda: callbacks(made._lost)
+
+
+@case
+def changes_of_a_pool() -> Case:
+    made = PoolState()
+    return lambda: made.until(lambda: False), lambda: len(made.changed._waiters)
+
+
+@case
+def rollouts_during_an_update() -> Case:
+    made = RolloutSyncLock()
+    made._syncing = True
+
+    async def rollout() -> None:
+        async with made.acquire_rollout():
+            pass
+
+    return rollout, lambda: len(made._waiters)
+
+
+@case
+def updates_during_a_rollout() -> Case:
+    made = RolloutSyncLock()
+    made._rollouts = 1
+
+    async def update() -> None:
+        async with made.acquire_weight_sync():
+            pass
+
+    return update, lambda: len(made._waiters) + made._syncs_waiting
+
+
+@case
+def answers_about_a_run() -> Case:
+    made: _Kept[Any] = _Kept()
+    first = asyncio.create_task(made.get("run", never))  # somebody who stays
+
+    def size() -> int:
+        assert not first.done()
+        return len(made._asking) + sum(callbacks(task) for task in made._asking.values())
+
+    return lambda: made.get("run", never), size
+
+
+@case
+def replies_that_are_being_written() -> Case:
+    made = CallRegistry(0, "episode", ())
+    written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    made._recordings["digest"] = written
+    request = SimpleNamespace(choices=1, choice_digest=lambda _: "digest")
+    return lambda: made.undelivered(request), lambda: len(made._recordings) + callbacks(written)  # type: ignore[arg-type]
+
+
+@case
+def requests_of_an_mcp_client() -> Case:
+    async def sent(_: Any) -> None:
+        return None
+
+    made = McpConnection(SimpleNamespace(send=sent, where="a server"))  # type: ignore[arg-type]
+    return lambda: made.request("tools/call", {}), lambda: len(made._waiting) + len(made._sending)
+
+
+async def _no_frames() -> Any:
+    await never()
+    yield None
+
+
+async def settled() -> None:
+    """Let callbacks of callbacks run, also those that another thread has to call."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_thousand_waits_that_time_out_leave_nothing(name):
+    wait, size = CASES[name]()
+    await settled()
+    before = size()
+
+    async def one() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await wait()
+
+    await asyncio.gather(*(one() for _ in range(WAITS)))
+    await settled()
+    assert size() == before
+
+
+async def test_a_turn_that_a_cancelled_caller_got_goes_to_the_next():
+    grammars = Grammars()
+    processes = {bytes([n]): SimpleNamespace(usable=True, users=1) for n in range(pool.MOST_PROCESSES)}
+    grammars._alive.update(processes)  # type: ignore[arg-type]
+    first, second = (asyncio.create_task(grammars.matcher(f'start: "{n}"')) for n in "ab")
+    await settled()
+    looked = threading.Event()
+    grammars._compiled = lambda *_: looked.set() or never()  # type: ignore[assignment]
+    with grammars._lock:
+        processes[b"\0"].users = 0
+        grammars._wake_next()
+    first.cancel()
+    await asyncio.wait((first,))
+    await settled()
+    assert looked.is_set()
+    second.cancel()
+    await asyncio.wait((second,))
+
+
+async def test_a_place_that_a_cancelled_client_got_goes_to_the_next():
+    table = SessionTable(Gomoku, SessionLimits(sessions=1))
+    table._taken = 1
+    first, second = (asyncio.create_task(table._take_place(60)) for _ in range(2))
+    await settled()
+    table._taken = 0
+    table._grant()
+    first.cancel()
+    assert await second
+    assert table._taken == 1
