@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from importlib.metadata import version
 from itertools import count
@@ -15,6 +16,7 @@ from palestra.waiting import cancelled
 
 PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")  # the newest that begins with `initialize` first
 _METHOD_NOT_FOUND = -32601
+_MOST_UNASKED, _UNASKED_SECONDS = 10_000, 10.0  # messages of a server that answer no request, in so many seconds
 _MOST_ANSWERS = 100  # to requests of the server that wait to be sent; a server that asks for more reads none of them
 
 
@@ -43,6 +45,7 @@ class McpConnection:
         self._transport = transport
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._unasked, self._counted_since = 0, time.monotonic()  # messages of the server that answer no request
         self._sending: set[asyncio.Task[None]] = set()  # messages that are sent without a caller that waits
 
     @property
@@ -145,18 +148,37 @@ class McpConnection:
             await self._transport.close()
 
     def _receive(self, message: Message) -> None:
+        """Take a message of the server.
+
+        Raises:
+            EnvironmentFailed: the session is lost, so that no message is taken any more.
+        """
         number = message.get("id")
+        waiting = self._waiting.get(number) if "method" not in message and isinstance(number, int) else None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+            return
+        self._count_unasked()
+        if self.lost is not None:
+            raise EnvironmentFailed(self.lost)
         if "method" not in message:
-            waiting = self._waiting.get(number) if isinstance(number, int) else None
-            if waiting is not None and not waiting.done():
-                waiting.set_result(message)
-        elif number is not None:
+            return
+        if number is not None:
             if len(self._sending) >= _MOST_ANSWERS:
                 self._lose(f"{self.where} takes no answers to its own requests")
-            if self.lost is None:
+            else:
                 self._beside(self._transport.send(_answer_to(message)))
         elif message["method"] == "notifications/tools/list_changed":
             self.changes += 1
+
+    def _count_unasked(self) -> None:
+        """Give the session up where the server sends very many messages that answer no request."""
+        now = time.monotonic()
+        if now - self._counted_since > _UNASKED_SECONDS:
+            self._counted_since, self._unasked = now, 0
+        self._unasked += 1
+        if self._unasked > _MOST_UNASKED:
+            self._lose(f"{self.where} has sent {_MOST_UNASKED:,} messages that answer no request")
 
     @property
     def ended_by_itself(self) -> bool:

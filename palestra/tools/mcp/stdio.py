@@ -22,6 +22,7 @@ INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER
 EXIT_SECONDS = 1.0  # for the server to end by itself when its input is closed
 _KILLED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM))
 KEPT_BYTES = 2_000  # of what the server wrote to standard error, for the message that it has ended
+STDERR_SECONDS = 0.01  # after each look at standard error: a server that writes without a pause takes no core of ours
 
 
 class StdioTransport(Transport):
@@ -102,8 +103,10 @@ class StdioTransport(Transport):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * keeper.GRACE_SECONDS):
                     await process.wait()
-                    await asyncio.wait(self._reading)  # until the pipes end, which closes them
+                    await asyncio.wait(self._reading)  # until the pipes end
             await cancelled(*self._reading)
+            # Closes the pipes that a process has kept which left the group. asyncio has no public way.
+            process._transport.close()  # type: ignore[attr-defined]
 
     def _hang_up(self) -> None:
         """Let go of the pipe on whose end the keeper waits."""
@@ -120,16 +123,17 @@ class StdioTransport(Transport):
         assert process.stdout is not None
         try:
             while line := await process.stdout.readline():
-                if isinstance(message := orjson.loads(line) if line.strip() else None, dict):
+                if isinstance(message := orjson.loads(line) if line.strip() else {}, dict):
                     receive(message)
+        except EnvironmentFailed:  # the session is lost
+            pass
         except orjson.JSONDecodeError:
             lost(f"{self.where} writes to standard output what is no message of MCP: {line[:80]!r}")
         except ValueError:  # what `readline` raises over its limit
             lost(f"{self.where} has sent a message of more than {self._max_bytes:,} bytes")
         else:
             lost(await self._how_ended(process))
-        while await process.stdout.read(65_536):  # so that the server can go on to its end
-            pass
+        self._hang_up()  # nothing that it writes is read any more
 
     async def _how_ended(self, process: asyncio.subprocess.Process) -> str:
         """Return in words how a server has ended whose pipe is closed, with the end of what it has said."""
@@ -144,8 +148,9 @@ class StdioTransport(Transport):
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Read standard error, so that the server never waits for it, and keep the end."""
         assert process.stderr is not None
-        while chunk := await process.stderr.read(4096):
+        while chunk := await process.stderr.read(65_536):
             self._said = (self._said + chunk)[-KEPT_BYTES:]
+            await asyncio.sleep(STDERR_SECONDS)
 
     def _last_words(self) -> str:
         lines = self._said.decode(errors="replace").strip().splitlines()

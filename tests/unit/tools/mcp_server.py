@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
+from typing import NoReturn
 
 TOOLS = [
     {
@@ -20,7 +23,7 @@ TOOLS = [
     },
     *(
         {"name": name, "inputSchema": {"type": "object"}}
-        for name in ("parts", "show", "spoil", "fail", "hang", "die", "grow", "large")
+        for name in ("parts", "show", "spoil", "fail", "hang", "die", "grow", "large", "flood")
     ),
 ]
 PARTS = [
@@ -109,6 +112,8 @@ def called(name: str, given: dict, number: int, seen: list[str]) -> list[dict]:
         case "die":
             print("out of memory", file=sys.stderr, flush=True)
             os._exit(3)
+        case "flood":
+            flood(given["with"])
         case "grow":
             TOOLS.append({"name": "new", "inputSchema": {"type": "object"}})
             return [{"method": "notifications/tools/list_changed"}, *said("grown")]
@@ -120,6 +125,21 @@ def called(name: str, given: dict, number: int, seen: list[str]) -> list[dict]:
             return said(json.dumps({name: os.environ.get(name) for name in VARIABLES}))
         case _:
             return [{"id": number, "error": {"code": -32602, "message": f"Invalid params: no {name}"}}]
+
+
+def flood(kind: str) -> NoReturn:
+    """Write without a pause, and end by no signal that can be ignored."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if kind == "of a fork" and os.fork() == 0:
+        os.setsid()
+        end = time.monotonic() + 20  # so that no test leaves it behind
+    else:
+        end = math.inf
+    lines = {"messages": b'{"jsonrpc":"2.0","method":"notifications/message"}\n' * 1000, "empty lines": b"\n" * 50_000}
+    line = lines.get(kind, b"x" * 60_000)
+    while time.monotonic() < end:
+        os.write(2 if kind == "errors" else 1, line)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -260,3 +260,30 @@ def test_who_can_not_keep_a_server_open_refuses_one():
         ToolAgent([server()])
     with pytest.raises(ValueError, match="not to subagents"):
         SubagentEnvironment([], lambda task, answer: 0.0, tools=[server()])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "messages",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("empty lines", "one line", "errors", "of a fork")),
+    ],
+)
+async def test_a_server_that_writes_without_a_pause_holds_up_nobody(kind):
+    manager = ToolManager([server()], timeout_seconds=2.0)
+    await manager.open()
+    began = time.monotonic()
+    if kind == "errors":
+        (result,) = await manager.execute_calls([call("flood", json.dumps({"with": kind}))])
+        assert result.failure is ToolFailure.TIMED_OUT
+    else:
+        with pytest.raises(EpisodeForfeited):
+            await manager.execute_calls([call("flood", json.dumps({"with": kind}))])
+    assert time.monotonic() - began < 5
+    used, began = time.process_time(), time.monotonic()
+    await asyncio.sleep(0.5)
+    assert time.monotonic() - began < 2
+    assert time.process_time() - used < 0.3
+    await manager.close()
+    assert time.monotonic() - began < 9
+    assert await gone(SERVER) or kind == "of a fork"
