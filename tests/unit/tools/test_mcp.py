@@ -57,7 +57,19 @@ async def test_tools_of_all_pages_are_offered_called_and_listed_anew_when_they_c
     await manager.open()
     try:
         names = [schema["function"]["name"] for schema in manager.schemas]
-        assert names == ["add", "parts", "show", "spoil", "fail", "hang", "die", "grow", "large", "environment"]
+        assert names == [
+            "add",
+            "parts",
+            "show",
+            "spoil",
+            "fail",
+            "hang",
+            "die",
+            "grow",
+            "large",
+            "flood",
+            "environment",
+        ]
         assert manager.schemas[0]["function"]["parameters"]["required"] == ["a"]
         assert await answers(manager, "add", a=2, b=3) == "5"
         assert await answers(manager, "add") == "Error: bad arguments for add: the argument 'a' is missing."
@@ -262,13 +274,10 @@ def test_who_can_not_keep_a_server_open_refuses_one():
         SubagentEnvironment([], lambda task, answer: 0.0, tools=[server()])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "messages",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("empty lines", "one line", "errors", "of a fork")),
-    ],
-)
+STUBBORN = ("empty lines", "one line", "errors", "of a fork")
+
+
+@pytest.mark.parametrize("kind", ["messages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in STUBBORN)])
 async def test_a_server_that_writes_without_a_pause_holds_up_nobody(kind):
     manager = ToolManager([server()], timeout_seconds=2.0)
     await manager.open()
