@@ -39,6 +39,7 @@
     ├── EpisodeForfeited         500  an environment has ended by an agent's action, which is the agent's loss
     ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
+    ├── EpisodesLost                 500  a step has no rewards to train on: its episodes failed, or were not scored
     ├── JobStuck                     500  nothing happens in a job any more
     ├── WorkerCrashLoop                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
@@ -431,6 +432,10 @@ class RolloutFailed(PalestraError):
     def __init__(self, termination: str, message: str) -> None:
         super().__init__(message)
         self.termination = termination
+
+
+class EpisodesLost(PalestraError):
+    """A step can't be trained: group after group lost its episodes, as without rewards or by failures."""
 
 
 class JobStuck(PalestraError):

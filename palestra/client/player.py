@@ -18,6 +18,8 @@ Rollout = Callable[[dict[str, Any], ModelEndpoint], Outcome | Awaitable[Outcome]
 class EpisodePlayer(ABC):
     """Plays claimed episodes, any number at the same time; what it holds is released at the end of its block."""
 
+    name: str = "the player"  # for messages about what it returned
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -46,6 +48,7 @@ class FunctionPlayer(EpisodePlayer):
             rollout: `(task, endpoint) -> reward`.
             concurrency: episodes that are played at the same time.
         """
+        self.name = getattr(rollout, "__name__", type(rollout).__name__)
         self._rollout = rollout
         self._threads = None if is_async(rollout) else ThreadPoolExecutor(concurrency, "palestra-rollout")
 

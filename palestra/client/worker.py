@@ -12,7 +12,7 @@ from palestra.client.async_client import AsyncClient
 from palestra.client.episode import Episode, RolloutResult, renewed
 from palestra.client.player import EpisodePlayer, FunctionPlayer, Rollout
 from palestra.client.protocol import is_scored
-from palestra.errors import Conflict, InvalidRequest, RolloutFailed, place_of
+from palestra.errors import Conflict, InvalidRequest, NotScored, RolloutFailed, place_of
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.worker")
@@ -90,9 +90,7 @@ class Worker:
                 result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
                 named = result.named_rewards
                 if not (is_scored(result.reward) if named is None else set(named.values()) - {None}):
-                    await self._client.abort_episode(episode, "not_scored: the rollout returned None", discard=True)
-                    self.counts["not_scored"] += 1
-                    return
+                    raise NotScored(f"{self._player.name} returned None")
                 await self._client.end_episode(
                     episode,
                     result.reward,
@@ -102,6 +100,9 @@ class Worker:
                     steps=result.steps,
                     truncated=result.truncated,
                 )
+        except NotScored as error:
+            self.counts["not_scored"] += 1
+            await self._give_back(episode, error)
         except Conflict as error:  # the lease was lost; another worker plays the episode now
             self.counts["lost"] += 1
             log.warning("%s", error)
@@ -124,10 +125,12 @@ class Worker:
     async def _give_back(self, episode: Episode, error: Exception) -> None:
         if isinstance(error, RolloutFailed):
             reason = f"{error.termination}: {error}"
+        elif isinstance(error, NotScored):
+            reason = f"not_scored: {error}"
         else:
             reason = "".join(traceback.format_exception_only(error)).strip() + place_of(error)
         try:
-            await self._client.abort_episode(episode, reason)
+            await self._client.abort_episode(episode, reason, discard=isinstance(error, NotScored))
         except Conflict:  # the lease was lost; the episode needs no giving back
             self.counts["lost"] += 1
 

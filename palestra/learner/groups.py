@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from palestra.config import RolloutConfig
 from palestra.database import WAKE_SECONDS
-from palestra.errors import EngineFailure
+from palestra.errors import EngineFailure, EpisodesLost, PalestraError
+from palestra.rollout.result import Termination
 from palestra.store import RunStore
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeRecord, Task
@@ -103,7 +104,7 @@ async def gather_groups(
         dynamic: replaces groups that have nothing to teach; None: such groups are part of the step.
 
     Raises:
-        EngineFailure: group after group was lost; training on the rest would hide the failure.
+        EpisodesLost, EngineFailure: group after group was lost; training on the rest would hide the failure.
     """
     oldest = {policy: n - config.max_staleness for policy, n in versions.items()}
     while True:
@@ -114,12 +115,8 @@ async def gather_groups(
         buckets = await _buckets(store, step)
         dropped = sum(bucket.record.state is GroupState.DROPPED for bucket in buckets)
         if dropped > 2 * config.groups_per_step:
-            lost = config.group_size - config.min_group_size
-            why = _most_common(await store.groups.discard_reasons("train", step))
-            raise EngineFailure(
-                f"{dropped} groups of step {step} lost more than {lost} of their episodes{why}; "
-                "`palestra episodes RUN --state discarded` has the reasons"
-            )
+            played = sum(len(bucket.completed) + bucket.discarded for bucket in buckets)
+            raise _lost(step, played, await store.groups.discard_reasons("train", step))
         ready = [bucket for bucket in buckets if bucket.record.state is GroupState.READY]
         if len(ready) == config.groups_per_step:
             completed = [name for bucket in ready for name in bucket.completed]
@@ -220,15 +217,24 @@ async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: Mapping[st
     return {name for name, by_policy in found.items() if any(n < oldest[policy] for policy, n in by_policy.items())}
 
 
-def _most_common(reasons: Sequence[str]) -> str:
-    """Return why most of the discarded episodes ended, as a part of a sentence; empty without such episodes.
+def _lost(step: int, played: int, reasons: Sequence[str]) -> PalestraError:
+    """Return the error that says why most of the lost episodes of a step were discarded.
 
-    A reason begins with its kind, such as `not_scored: ...` or the name of an exception.
+    Args:
+        step: the step.
+        played: number of its episodes that are settled.
+        reasons: why each lost episode was discarded. A reason begins with its kind, such as `not_scored: ...` or the
+            name of an exception.
     """
-    if not reasons:
-        return ""
     kinds = Counter(reason.partition(":")[0] for reason in reasons)
     kind, number = kinds.most_common(1)[0]
     example = " ".join(next(reason for reason in reasons if reason.partition(":")[0] == kind).split())
-    how = f"were not scored: {example.partition(': ')[2]}" if kind == "not_scored" else f"failed: {example}"
-    return f"; {number} of {len(reasons)} discarded episodes {how:.200}"
+    # A kind of ours says less than what follows it; the name of an exception belongs to its text.
+    said = example.partition(": ")[2] if kind in [*Termination] and ": " in example else example
+    which = f"all {number}" if number == played else f"{number} of {played}"
+    how = "have no reward" if kind == Termination.NOT_SCORED else "failed"
+    text = (
+        f"{which} episodes of step {step} {how}: {said:.300}; "
+        "`palestra episodes RUN --state discarded` has the reason of each"
+    )
+    return EngineFailure(text) if kind == Termination.ENGINE_FAILED else EpisodesLost(text)

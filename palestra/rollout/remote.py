@@ -14,7 +14,7 @@ from palestra.client.model_call import ModelCall, ModelReply
 from palestra.client.player import EpisodePlayer
 from palestra.config import Roles
 from palestra.config.algorithm_base import weighted_sum
-from palestra.errors import NotScored, RolloutFailed
+from palestra.errors import RolloutFailed
 from palestra.pictures.limits import too_many_bytes
 from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
@@ -65,6 +65,7 @@ class EnvironmentPlayer(EpisodePlayer):
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed, or the time was over; there is no reward.
+            NotScored: the environment has left the episode without a reward.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
         limit = self._facts.timeout_seconds
@@ -74,8 +75,6 @@ class EnvironmentPlayer(EpisodePlayer):
         except TimeoutError:
             assert timeout.expired(), "everything else comes as RolloutFailed"
             raise RolloutFailed(Termination.TIMED_OUT, f"not over after {limit:g} s") from None
-        except NotScored:
-            return RolloutResult(reward=None)
         return RolloutResult(
             reward=collected.final_rewards,
             named_rewards=collected.named_rewards,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from palestra.config import RolloutConfig
-from palestra.errors import EngineFailure
+from palestra.errors import EngineFailure, EpisodesLost
 from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.schedule import TaskOrder
 from palestra.types.calls import PolicyVersion, VersionSpan
@@ -82,7 +82,7 @@ async def test_a_group_that_lost_too_many_is_replaced_and_counted(store):
 
 
 async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_for_ever(store):
-    with pytest.raises(EngineFailure, match=r"step 1 lost more than 1"):
+    with pytest.raises(EpisodesLost, match=r"episodes of step 1 failed: broken;"):
         await gathered(store, lambda _: True)
     # More than twice the two groups of a step were lost: five, or six where the last two are seen at the same time.
     assert await store.groups.next_index("train") in (5, 6)
@@ -91,9 +91,11 @@ async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_
 @pytest.mark.parametrize(
     ("reasons", "said"),
     [
-        (["not_scored: step returned None for its reward"], "6 of 6 discarded episodes were not scored: step returned"),
-        (["KeyError: 'a' (agent.py:3, in rollout)", "KeyError: 'b'", "not_scored: None"], "4 of 6 discarded episodes"),
-        (["given back by its worker"], "6 of 6 discarded episodes failed: given back by its worker"),
+        (["not_scored: f returned None"], r"^all 6 episodes of step 1 have no reward: f returned None;"),
+        (["environment_failed: f returned [0.5], so"], r"^all 6 episodes of step 1 failed: f returned \[0.5\], so;"),
+        (["KeyError: 'a' (a.py:3, in f)", "KeyError: 'b'", "not_scored: None"], "^4 of 6 episodes .* KeyError: 'a'"),
+        (["given back by its worker"], "^all 6 episodes of step 1 failed: given back by its worker;"),
+        (["timed_out"], "^all 6 episodes of step 1 failed: timed_out;"),
     ],
 )
 async def test_the_reason_that_most_of_the_lost_episodes_have_is_named(store, reasons, said):
@@ -104,7 +106,7 @@ async def test_the_reason_that_most_of_the_lost_episodes_have_is_named(store, re
             await asyncio.sleep(0)
         reason = reasons[number % len(reasons)]
         await store.episodes.abort(claim.episode_id, claim.fence, reason, discard=True)
-    with pytest.raises(EngineFailure, match=said):
+    with pytest.raises(EpisodesLost, match=said):
         await asyncio.wait_for(gathering, 10)
 
 
@@ -292,3 +294,14 @@ async def test_the_episodes_of_a_group_play_its_tasks_in_turn_and_a_stale_one_is
     assert together[:3] == ["0", "2", "0"]
     assert alone[:3] == ["1", "1", "1"]
     assert (together[3:] or alone[3:]) == [(together if len(together) == 4 else alone)[1]]
+
+
+async def test_an_engine_that_fails_every_episode_is_an_engine_failure(store):
+    limited = CONFIG.model_copy(update={"groups_per_step": 1, "max_open_buckets": 1, "group_size": 2})
+    gathering = asyncio.ensure_future(gather(store, 1, 0, limited))
+    for number in range(6):
+        while (claim := await store.episodes.claim("w", f"c{number}", None)) is None:
+            await asyncio.sleep(0)
+        await store.episodes.abort(claim.episode_id, claim.fence, "engine_failed: no memory", discard=True)
+    with pytest.raises(EngineFailure, match="failed: no memory"):
+        await asyncio.wait_for(gathering, 10)
