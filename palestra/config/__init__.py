@@ -19,10 +19,12 @@ from palestra.config.loading import (
     SAVED_CONFIG,
     UNSET,
     dump_config,
+    dump_saved_config,
     find_mistakes,
     load_config,
     load_saved_config,
     parse_config,
+    resolve_paths,
 )
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
@@ -131,6 +133,7 @@ __all__ = [
     "WatchdogConfig",
     "WorkersConfig",
     "dump_config",
+    "dump_saved_config",
     "find_mistakes",
     "is_agent_name",
     "load_config",
@@ -142,5 +145,6 @@ __all__ = [
     "past_of",
     "reference_of",
     "require_place",
+    "resolve_paths",
     "with_model",
 ]

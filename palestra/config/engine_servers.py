@@ -95,8 +95,8 @@ class VllmEngineConfig(PooledEngineConfig):
     python: Interpreter | None = Field(
         None,
         description="Interpreter of an environment with vLLM 0.32 or newer, with which the job starts a server for "
-        "each policy, and for each of several workers. A relative path begins in the folder in which the job is "
-        "started, `~` in the home directory. None: `url` names a server, or a service has the interpreter.",
+        "each policy, and for each of several workers. A relative path begins in the folder of the "
+        "configuration file, `~` in the home directory. None: `url` names a server, or a service has the interpreter.",
     )
     url: Urls | None = Field(
         None,

@@ -64,7 +64,7 @@ class JobConfig(Section):
         description="Bit-identical results on one CPU build, also after any kill. A run is not resumed where another "
         "processor, compiler, library or number of threads would compute it.",
     )
-    run_dir: Path | None = Field(None, description="The run's folder. None: `runs/NAME`.")
+    run_dir: Path | None = Field(None, description="The run's folder. None: `runs/NAME` in the present one.")
     model: str | None = Field(
         None,
         exclude=True,  # the value is moved into `policies`

@@ -6,6 +6,7 @@ An error is one line that names the key and the nearest known one.
 from __future__ import annotations
 
 import copy
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +20,16 @@ from palestra.config.section import Mistake, explain, explain_all, key_parts, se
 from palestra.errors import ConfigError
 
 SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
+PATH_KEYS = frozenset({"run_dir", "train", "validation", "weights_dir", "python"})  # of any table
+_NAME_OR_PATH_KEYS = frozenset({"model", "from_run"})
+_OTHERS_TABLES = frozenset({"settings", "teacher_server"})  # an environment's own keys; names on a server
 UNSET: Final = object()  # value of an override that removes a key
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
-    """Read a job's configuration from a TOML file; relative paths in it are relative to the file.
+    """Read a job's configuration from a TOML file; all relative paths in it are relative to the file.
+
+    `model` and `from_run` may also be names: they are paths if they begin with `.`, or there is such a folder.
 
     Args:
         path: path of the file.
@@ -99,11 +105,32 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for split in ("train", "validation"):
-        given = data.get("tasks", {}).get(split) if isinstance(data.get("tasks"), dict) else None
-        if isinstance(given, str) and not Path(given).is_absolute():
-            data["tasks"][split] = str(path.parent / given)
+    resolve_paths(data, path.parent)
     return data
+
+
+def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> None:
+    """Make the paths of a configuration absolute.
+
+    Args:
+        table: tables of TOML, which are changed.
+        folder: to which relative paths are relative.
+        names: whether also names of models and runs that are folders.
+    """
+    for key, value in table.items():
+        if isinstance(value, dict) and key not in _OTHERS_TABLES:
+            resolve_paths(value, folder, names)
+        elif isinstance(value, str) and value and not value.startswith("~"):
+            is_folder = value.startswith(("./", "../")) or (folder / value).is_dir()
+            if key in PATH_KEYS or (names and key in _NAME_OR_PATH_KEYS and is_folder):
+                table[key] = os.path.abspath(folder / value)
+
+
+def dump_saved_config(config: JobConfig) -> str:
+    """Return the whole configuration as TOML that says the same wherever it is read; see `dump_config`."""
+    data = config.model_dump(mode="json", exclude_none=True)
+    resolve_paths(data, Path.cwd(), names=False)  # models and source runs stay as the run's digest has them
+    return tomli_w.dumps(data)
 
 
 def parse_config(

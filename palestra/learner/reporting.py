@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from palestra.config import SAVED_CONFIG, JobConfig, dump_config, load_config, name_differences
+from palestra.config import SAVED_CONFIG, JobConfig, dump_saved_config, load_config, name_differences
 from palestra.disk import write_whole, writing
 from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.rule import KEPT, START, History, JobSize
@@ -69,7 +69,7 @@ class RunFolder:
 
     def write_config(self, config: JobConfig) -> None:
         """Write the whole configuration to `config.toml`, defaults included."""
-        write_whole(self.path / SAVED_CONFIG, dump_config(config).encode())
+        write_whole(self.path / SAVED_CONFIG, dump_saved_config(config).encode())
 
     def why_not_resumed(self, config: JobConfig) -> str:
         """Return why the run can't be resumed with a configuration whose digest is not that of the run.

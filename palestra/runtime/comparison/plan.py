@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.config import JobConfig, load_config, parse_config
+from palestra.config import JobConfig, load_config, parse_config, resolve_paths
 from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table, resolved_play
 from palestra.errors import ConfigError, PalestraError
 
@@ -157,8 +157,7 @@ def _base_job(key: str, scenario: ScenarioEntry, load: Load) -> tuple[Table, dic
     if scenario.job is not None:
         load_config(scenario.job)  # so that a mistake in the file is said with the name of the file
         data = tomllib.loads(scenario.job.read_text(encoding="utf-8"))
-        tasks = data.get("tasks", {})
-        data["tasks"] = {split: str((scenario.job.parent / path).resolve()) for split, path in tasks.items()}
+        resolve_paths(data, scenario.job.parent)
     else:
         job = made if isinstance(made, JobConfig) else parse_config(made, source=str(scenario.play))
         data = job.model_dump(mode="json", exclude_unset=True)

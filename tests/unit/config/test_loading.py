@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from palestra.config import UNSET, JobConfig, dump_config, load_config, parse_config
+from palestra.config import UNSET, JobConfig, dump_config, dump_saved_config, load_config, parse_config
+from palestra.config.loading import PATH_KEYS, _read
+from palestra.config.section import sections_of
 from palestra.errors import ConfigError
 
 
@@ -103,6 +106,66 @@ def test_a_file_is_read_and_its_task_files_are_relative_to_it(tmp_path):
     assert (config.steps, config.seed) == (4, 2)
     assert config.tasks.train == tmp_path / "a.jsonl"
     assert config.tasks.validation == Path("/b.jsonl")
+
+
+PATHS = """
+run_dir = "runs/x"
+model = "mine"
+[policies.other]
+model = "./other"
+[policies.named]
+model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+[engine]
+kind = "vllm"
+python = "venv/bin/python"
+[environment.settings]
+model = "mine"
+"""
+
+
+def test_all_paths_of_a_file_are_relative_to_it_and_names_stay(tmp_path, monkeypatch):
+    (tmp_path / "jobs" / "mine").mkdir(parents=True)
+    (tmp_path / "jobs" / "job.toml").write_text(PATHS)
+    monkeypatch.chdir(tmp_path)
+    data = _read(Path("jobs/job.toml"))
+    assert data["run_dir"] == f"{tmp_path}/jobs/runs/x"
+    assert data["model"] == f"{tmp_path}/jobs/mine"
+    assert data["policies"]["other"]["model"] == f"{tmp_path}/jobs/other"
+    assert data["policies"]["named"]["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert data["engine"]["python"] == f"{tmp_path}/jobs/venv/bin/python"
+    assert data["environment"]["settings"]["model"] == "mine"
+
+
+def test_a_path_of_an_override_is_relative_to_the_present_folder(tmp_path, monkeypatch):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "job.toml").write_text('run_dir = "x"')
+    monkeypatch.chdir(tmp_path)
+    assert load_config("jobs/job.toml", {"run_dir": "y"}).run_dir == Path("y")
+
+
+def test_a_saved_configuration_says_the_same_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = JobConfig.model_validate({"run_dir": "runs/x", "model": "mine", "tasks": {"train": "a.jsonl"}})
+    path = tmp_path / "config.toml"
+    path.write_text(dump_saved_config(config))
+    monkeypatch.chdir("/")
+    found = load_config(path)
+    assert (found.run_dir, found.tasks.train) == (tmp_path / "runs/x", tmp_path / "a.jsonl")
+    assert found.digest() == config.digest()
+
+
+def test_every_path_of_the_configuration_is_known_to_be_one():
+    def paths(section, seen):
+        for name, field in section.model_fields.items():
+            if Path in (field.annotation, *get_args(field.annotation)) or "Interpreter" in str(field.annotation):
+                yield name
+        for field in section.model_fields.values():
+            for other in sections_of(field.annotation):
+                if other not in seen:
+                    seen.add(other)
+                    yield from paths(other, seen)
+
+    assert set(paths(JobConfig, set())) - {"from_run"} <= PATH_KEYS
 
 
 @pytest.mark.parametrize(
