@@ -26,8 +26,7 @@ from typing import Any
 import psutil
 
 from palestra import MiniWoB, text_message
-from palestra.envs.browser.chromium import shared_browser
-from palestra.envs.browser.miniwob import miniwob_tasks, page_server
+from palestra.envs.browser.miniwob import miniwob_tasks
 from palestra.errors import EnvironmentFailed
 
 MAX_ATTEMPTS = 20
@@ -56,7 +55,6 @@ async def played(tasks: list[dict[str, Any]], together: int, kills: int) -> dict
     environments = [MiniWoB(actions="text", max_steps=3) for _ in range(together)]
     for one in environments:
         await one.setup()
-    browser = shared_browser(frozenset([page_server()]))
 
     async def work(environment: MiniWoB) -> None:
         nonlocal failed
@@ -80,6 +78,7 @@ async def played(tasks: list[dict[str, Any]], together: int, kills: int) -> dict
                     if "--remote-debugging-pipe" in command and not any("--type=" in part for part in command):
                         process.send_signal(signal.SIGKILL)
                         killed += 1
+                        break
 
     started = time.monotonic()
     killing = asyncio.ensure_future(kill())
@@ -88,7 +87,7 @@ async def played(tasks: list[dict[str, Any]], together: int, kills: int) -> dict
     seconds = time.monotonic() - started
     for one in environments:
         await one.close()
-    counts = {"failed attempts": failed, "kills": killed, "browsers": browser.starts}
+    counts = {"failed attempts": failed, "kills": killed}
     return {"rewards": rewards, "seconds": round(seconds, 1), **counts}
 
 

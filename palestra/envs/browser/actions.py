@@ -18,6 +18,21 @@ Ref = Annotated[int, Field(ge=0, le=1_000_000)] | Annotated[str, Field(max_lengt
 Pixels = Annotated[int, Field(ge=0, lt=10_000)]
 
 
+KEYS = frozenset(
+    {
+        *("Enter", "Tab", "Space", "Backspace", "Delete", "Insert", "Escape", "Home", "End", "PageUp", "PageDown"),
+        *("ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight"),
+        *(f"F{number}" for number in range(1, 13)),
+    }
+)
+HELD_KEYS = frozenset(
+    {
+        *("a", "c", "v", "x", "y", "z", "b", "i", "u", "Enter", "Backspace", "Delete", "Insert", "Home", "End"),
+        *("ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight"),
+    }
+)
+
+
 class PageActions:
     """Actions on the page that is open at the moment.
 
@@ -93,6 +108,11 @@ class PageActions:
         Args:
             key: Its name, such as Enter, Tab, ArrowDown, Backspace, Control+a.
         """
+        if not _is_key(key):
+            raise BadArguments(
+                f"there is no key {key!r}; known are single characters, {', '.join(sorted(KEYS))}, and with Control or "
+                f"Alt {', '.join(sorted(HELD_KEYS))}"
+            )
         page = self._page()
         await page.operate(lambda: page.page.keyboard.press(key))
         return DONE
@@ -134,6 +154,17 @@ class PageActions:
         """
         await asyncio.sleep(seconds)
         return DONE
+
+
+def _is_key(key: str) -> bool:
+    """Return whether a key is one of the list: others are commands to the browser, and not to the page."""
+    *modifiers, name = [key] if key == "+" else key.split("+")
+    held = set(modifiers)
+    if not held <= {"Control", "Shift", "Alt"} or len(held) < len(modifiers):
+        return False
+    if held & {"Control", "Alt"}:
+        return name in HELD_KEYS
+    return name in KEYS or (len(name) == 1 and name.isprintable())
 
 
 _SELECT = """(element, text) => {

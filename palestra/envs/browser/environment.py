@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.envs.acting import ActingEnvironment, Actions
 from palestra.envs.browser.actions import MAX_WAIT_SECONDS, PageActions
-from palestra.envs.browser.chromium import SharedBrowser, checked_hosts, chromium_path, shared_browser
+from palestra.envs.browser.chromium import BrowserDriver, EpisodeBrowser, checked_hosts, chromium_path, shared_driver
 from palestra.envs.browser.page import VIEWPORT, BrowserPage, View, open_page
 from palestra.errors import EnvironmentFailed
 from palestra.pictures.parts import Picture
@@ -18,9 +18,8 @@ class BrowserEnvironment(ActingEnvironment):
     """A task on web pages.
 
     Implement `begin`, which opens the first page, and `progress`, which says after each action how the task stands. The
-    agent reads the page as lines with a number for each element, and calls `click`, `type`, `key` and others. All
-    environments of an event loop that allow the same hosts share one Chromium; each episode has a context of its own in
-    it, so no episode finds cookies, storage, cache or history of another.
+    agent reads the page as lines with a number for each element, and calls `click`, `type`, `key` and others. Each
+    episode has a Chromium of its own, so no episode finds cookies, storage, cache, history or clipboard of another.
 
     A page that crashes, hangs or is closed ends the episode as the agent's loss. A browser that dies fails the episode,
     which is then played again in a new one.
@@ -36,8 +35,9 @@ class BrowserEnvironment(ActingEnvironment):
         max_steps: int = 10,
         max_chars: int = 6000,
         timeout_seconds: float = 15.0,
+        memory_mib: int = 512,
     ) -> None:
-        """Create the environment; `setup` starts the browser.
+        """Create the environment; a browser is started for each episode.
 
         Args:
             hosts: hosts that pages may be loaded from, and may connect to: `example.org`, `example.org:8080` or
@@ -49,21 +49,24 @@ class BrowserEnvironment(ActingEnvironment):
             max_steps: replies that the agent may make in an episode.
             max_chars: a longer description of a page is cut, and says so.
             timeout_seconds: limit for one operation of the browser.
+            memory_mib: memory of the browser's processes together in MiB, without what these share; an episode that
+                takes more is a forfeit.
 
         Raises:
             ConfigError: Chromium or playwright is not installed.
             ValueError: a host has the wrong form, or a number is not above 0.
         """
         chromium_path()
-        if max_chars < 1 or not timeout_seconds > 0:
-            raise ValueError("max_chars and timeout_seconds are above 0")
+        if max_chars < 1 or not timeout_seconds > 0 or memory_mib < 256:
+            raise ValueError("max_chars and timeout_seconds are above 0, and memory_mib at least 256")
         tools = PageActions(self.opened).tools(observation)
         # The page's own limit is reached first, whatever a tool does, since `type` is the longest with five operations.
         longest = 6 * timeout_seconds + MAX_WAIT_SECONDS
         super().__init__(tools, actions=actions, max_steps=max_steps, tool_seconds=longest)
         self._hosts, self._view, self._size = checked_hosts(hosts), observation, size
-        self._max_chars, self._seconds = max_chars, timeout_seconds
-        self._browser: SharedBrowser | None = None
+        self._max_chars, self._seconds, self._memory_mib = max_chars, timeout_seconds, memory_mib
+        self._driver: BrowserDriver | None = None
+        self._browser: EpisodeBrowser | None = None
         self._page: BrowserPage | None = None
 
     # Methods that a subclass implements or overrides.
@@ -106,26 +109,28 @@ class BrowserEnvironment(ActingEnvironment):
         return await self.opened().screenshot()
 
     async def setup(self) -> None:
-        """Start the shared browser, if it does not run."""
-        browser = shared_browser(self._hosts)
-        await browser.enter()
-        self._browser = browser
+        """Start the driver of browsers, if it does not run."""
+        driver = shared_driver()
+        await driver.enter()
+        self._driver = driver
 
     async def close(self) -> None:
-        """Close the page; after the last environment, the browser as well."""
+        """Close the page and its browser; after the last environment, the driver as well."""
         await self._close_page()
-        if (browser := self._browser) is not None:
-            self._browser = None
-            await browser.leave()
+        if (driver := self._driver) is not None:
+            self._driver = None
+            await driver.leave()
 
     async def start(self, task: Mapping[str, Any]) -> str:
-        """Open the task's first page in a new context, and return what the agent is to do."""
+        """Open the task's first page in a new browser, and return what the agent is to do."""
         await self._close_page()
-        if self._browser is None:
+        if self._driver is None:
             await self.setup()
-        assert self._browser is not None, "setup has set it"
+        assert self._driver is not None, "setup has set it"
+        self._browser = await self._driver.launch(self._hosts, self._memory_mib)
         context = await self._browser.new_context(viewport={"width": self._size[0], "height": self._size[1]})
         self._page = page = await open_page(
+            self._browser,
             context,
             script=self.before_page(task),
             view=self._view,
@@ -154,3 +159,6 @@ class BrowserEnvironment(ActingEnvironment):
         if (page := self._page) is not None:
             self._page = None
             await page.close()
+        if (browser := self._browser) is not None:
+            self._browser = None
+            await browser.close()

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from palestra.envs.browser.chromium import first_line
-from palestra.errors import EnvironmentFailed, EpisodeForfeited, PalestraError
+from palestra.envs.browser.chromium import EpisodeBrowser, first_line
+from palestra.errors import EnvironmentFailed, PalestraError
 from palestra.tools import BadArguments
 
 if TYPE_CHECKING:
@@ -38,10 +38,20 @@ class BrowserPage:
         failure: why the page can't be used any more; None: it can.
     """
 
-    def __init__(self, context: BrowserContext, page: Page, *, view: View, max_chars: int, seconds: float) -> None:
+    def __init__(
+        self,
+        browser: EpisodeBrowser,
+        context: BrowserContext,
+        page: Page,
+        *,
+        view: View,
+        max_chars: int,
+        seconds: float,
+    ) -> None:
         """Take a page; `open_page` makes one.
 
         Args:
+            browser: of the episode.
             context: the page's context.
             page: playwright's page.
             view: what the agent sees.
@@ -49,7 +59,13 @@ class BrowserPage:
             seconds: limit for one operation.
         """
         self.page = page
-        self._context, self._view, self._max_chars, self._seconds = context, view, max_chars, seconds
+        self._browser, self._context, self._view, self._max_chars, self._seconds = (
+            browser,
+            context,
+            view,
+            max_chars,
+            seconds,
+        )
         self.failure: PalestraError | None = None
         self._noted: str | None = None  # what the browser has said of the page's end
         page.on("crash", lambda _: self._note("the page has crashed"))
@@ -148,16 +164,7 @@ class BrowserPage:
         self._noted = self._noted or reason
 
     async def _fail(self, reason: str) -> PalestraError:
-        """Return a forfeit where the browser still answers, so that the page alone is broken; else a failure."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                browser = self._context.browser
-                assert browser is not None, "no context here is persistent"
-                await (await browser.new_context()).close()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the browser does not answer
-            self.failure = EnvironmentFailed(f"the browser has died: {first_line(error)}")
-        else:
-            self.failure = EpisodeForfeited(reason)
+        self.failure = await self._browser.verdict(reason, self._seconds)
         return self.failure
 
     async def point(self, ref: int | str) -> tuple[float, float]:
@@ -187,11 +194,12 @@ class BrowserPage:
 
 
 async def open_page(
-    context: BrowserContext, *, script: str = "", view: View, max_chars: int, seconds: float
+    browser: EpisodeBrowser, context: BrowserContext, *, script: str = "", view: View, max_chars: int, seconds: float
 ) -> BrowserPage:
     """Open an empty page in a new context.
 
     Args:
+        browser: of the episode.
         context: the context, which the page takes over: where no page can be opened, it is closed.
         script: JavaScript that runs in each document before the page's own.
         view: what the agent sees.
@@ -208,7 +216,7 @@ async def open_page(
     except Exception as error:
         await close_context(context, seconds)
         raise EnvironmentFailed(f"the browser opened no page: {first_line(error)}") from error
-    return BrowserPage(context, page, view=view, max_chars=max_chars, seconds=seconds)
+    return BrowserPage(browser, context, page, view=view, max_chars=max_chars, seconds=seconds)
 
 
 async def close_context(context: BrowserContext, seconds: float) -> None:

@@ -345,13 +345,29 @@ def _sockets(process: int) -> int:
 
 def _resident(process: int) -> int:
     """Return the resident memory of a process and all below it, in bytes."""
-    total, waiting = 0, [process]
+    total = 0
+    for one in family_of(process):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{one}/statm") as file:
+            total += int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return total
+
+
+def own_memory(processes: Iterable[int]) -> int:
+    """Return the memory of processes together in bytes, without files, which programs have in common."""
+    total = 0
+    for one in processes:
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{one}/status") as file:
+            total += sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
+    return total * 1024
+
+
+def family_of(process: int) -> Iterator[int]:
+    """Give a process and all below it."""
+    waiting = [process]
     while waiting:
         one = waiting.pop()
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{one}/statm") as file:
-                total += int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        yield one
+        with contextlib.suppress(OSError, ValueError):
             for thread in os.listdir(f"/proc/{one}/task"):
                 with open(f"/proc/{one}/task/{thread}/children") as file:
                     waiting += map(int, file.read().split())
-    return total

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import struct
+import tempfile
 from typing import Any
 
 import psutil
 import pytest
 from machine import require
 
-from palestra.envs.browser.chromium import checked_hosts, shared_browser
+from palestra.envs.browser.chromium import _started, checked_hosts, shared_driver
 from palestra.envs.browser.page import BrowserPage
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
@@ -63,9 +63,9 @@ def command(process: psutil.Process) -> str:
         return ""
 
 
-async def act_until_it_fails(environment: Visit) -> None:
+async def act_until_it_fails(environment: Visit, ref: int = 6) -> None:
     for _ in range(50):
-        await act(environment, ("click", {"ref": 6}))
+        await act(environment, ("click", {"ref": ref}))
         await asyncio.sleep(0.05)
 
 
@@ -217,7 +217,6 @@ async def test_no_episode_finds_anything_of_another(visit):
             assert await other.opened().evaluate(FOUND) == ["", 0, 0, 0, 0, 0, 2]
             await other.opened().evaluate("fetch('/cached').then((one) => one.text())")
         assert served.asked.count("/cached") == asked + 2  # it was in no cache
-        assert beside._browser is environment._browser
 
 
 REACH = """<p>reaching</p><img src="http://%(other)s/image"><iframe src="http://%(other)s/frame"></iframe>
@@ -263,22 +262,129 @@ async def test_what_dies_fails_its_episodes_and_is_replaced(visit, blow):
         for one in (environment, beside):
             await one.setup()
             await one.reset({"url": f"http://{pages.host}/"})
-        browser = shared_browser(frozenset([pages.host]))
-        processes = psutil.Process().children(recursive=True)
-        if blow == "page":
-            renderers = [one for one in processes if "--type=renderer" in command(one)]
-            for one in renderers:
-                one.kill()
+        browser = psutil.Process(environment._browser._process)
+        if blow == "browser":
+            browser.kill()
+        elif blow == "page":
+            next(one for one in browser.children(recursive=True) if "--type=renderer" in command(one)).kill()
         else:
-            mark = "--remote-debugging-pipe" if blow == "browser" else "run-driver"
-            (main,) = [one for one in processes if mark in command(one) and "--type" not in command(one)]
-            os.kill(main.pid, signal.SIGKILL)
-        for one in (environment, beside):
-            with pytest.raises(EpisodeForfeited if blow == "page" else EnvironmentFailed):
-                await act_until_it_fails(one)
+            (driver,) = [one for one in psutil.Process().children(recursive=True) if "run-driver" in command(one)]
+            driver.kill()
+        with pytest.raises(EpisodeForfeited if blow == "page" else EnvironmentFailed):
+            await act_until_it_fails(environment)
+        if blow == "driver":
+            with pytest.raises(EnvironmentFailed):
+                await act_until_it_fails(beside)
+        else:
+            assert "sent" in (await act(beside, ("click", {"ref": 6})))[1]
         await asyncio.gather(*(one.reset({"url": f"http://{pages.host}/"}) for one in (environment, beside)))
         assert "sent" in (await act(environment, ("click", {"ref": 6})))[1]
-        assert browser.starts == (1 if blow == "page" else 2)
+        assert shared_driver().starts == (2 if blow == "driver" else 1)
+
+
+CLIPBOARD = """<input id=i autofocus><script>
+window.read = async () => { try { return await navigator.clipboard.readText(); } catch (error) { return "refused"; } };
+window.paste = () => { i.focus(); document.execCommand("paste"); return i.value; };
+</script>"""
+
+
+@pytest.mark.parametrize("when", ["at the same time", "afterwards"])
+async def test_no_episode_pastes_what_another_has_copied(visit, when):
+    with site({"/": CLIPBOARD}) as pages:
+        first, second = visit([pages.host]), visit([pages.host])
+        await first.setup()
+        await second.setup()
+        await first.reset({"url": f"http://{pages.host}/"})
+        await act(first, ("type", {"ref": 1, "text": "secret"}), ("key", {"key": "Control+a"}))
+        await act(first, ("key", {"key": "Control+c"}), ("key", {"key": "End"}))
+        assert "secretsecret" in (await act(first, ("key", {"key": "Control+v"})))[1]  # it has a clipboard of its own
+        if when == "afterwards":
+            await first.close()
+        await second.reset({"url": f"http://{pages.host}/"})
+        await act(second, ("click", {"ref": 1}), ("key", {"key": "Control+v"}), ("key", {"key": "Shift+Insert"}))
+        assert await second.opened().evaluate("i.value") == ""
+        assert await second.opened().evaluate("paste()") == ""
+        assert await second.opened().evaluate("read()") in ("refused", "")
+
+
+async def test_episodes_share_no_process_and_no_folder(visit):
+    """So nothing that a browser keeps (permissions, HSTS, handlers of protocols, open files) is another episode's."""
+    with site({"/": FORM}) as pages:
+        environments = [visit([pages.host]) for _ in range(2)]
+        families, profiles = [], []
+        for one in environments:
+            await one.setup()
+            await one.reset({"url": f"http://{pages.host}/"})
+            main = psutil.Process(one._browser._process)
+            families.append({main.pid, *(child.pid for child in main.children(recursive=True))})
+            profiles.append(one._browser._profile)
+        assert not families[0] & families[1]
+        assert len(families[0]) > 2
+        assert len(set(profiles)) == 2
+        opened = {name for pid in families[1] for name in open_files(pid)}
+        assert not [name for name in opened if name.startswith(f"{profiles[0]}/")]
+        await environments[0].reset({"url": f"http://{pages.host}/"})
+        assert not [pid for pid in families[0] if command_of(pid)]  # a later episode has a new one
+        assert not profiles[0].exists()
+
+
+def open_files(pid: int) -> list[str]:
+    return [one.path for one in psutil.Process(pid).open_files()]
+
+
+def command_of(pid: int) -> str:
+    try:
+        return command(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return ""
+
+
+FILL = {
+    "arrays": "k.push(new Uint8Array(1e8).fill(7))",
+    "blobs": "k.push(new Blob([new Uint8Array(1e8).fill(k.length)]))",
+    "canvases": "const c = document.createElement('canvas'); c.width = c.height = 5000; "
+    "c.getContext('2d').fillRect(0, 0, 5000, 5000); k.push(c)",
+}
+
+
+@pytest.mark.parametrize("what", FILL)
+async def test_a_page_that_takes_more_memory_than_the_limit_is_a_forfeit(visit, what):
+    script = f"k = []; go = () => setInterval(() => {{ {FILL[what]} }}, 50)"
+    page = f"<button onclick='go()'>x</button><script>{script}</script>"
+    with site({"/": page, "/form": FORM}) as pages:
+        environment, beside = visit([pages.host], max_steps=60), visit([pages.host])
+        for one, path in ((environment, "/"), (beside, "/form")):
+            await one.setup()
+            await one.reset({"url": f"http://{pages.host}{path}"})
+        with pytest.raises(EpisodeForfeited, match="512 MiB"):
+            await act_until_it_fails(environment, ref=1)
+        assert "sent" in (await act(beside, ("click", {"ref": 6})))[1]
+
+
+async def test_profiles_of_processes_that_were_killed_go_at_the_next_start(visit, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, living, other = (tmp_path / f"playwright_chromiumdev_profile-{name}" for name in ("dead", "living", "other"))
+    for profile, owner in (
+        (dead, f"{os.getpid()} 1"),
+        (living, f"{os.getpid()} {_started(os.getpid())}"),
+        (other, None),
+    ):
+        profile.mkdir()
+        if owner is not None:
+            (profile / "palestra-owner").write_text(owner)
+    await visit(["example.org"]).setup()
+    assert {one for one in tmp_path.iterdir() if one.name.startswith("playwright_chromiumdev")} == {living, other}
+
+
+@pytest.mark.parametrize(
+    "key", ["Control+w", "Alt+F4", "Control+Shift+q", "Meta+l", "a+b", "Control+Control+a", "+" * 50]
+)
+async def test_keys_are_of_a_list(visit, key):
+    with site({"/": FORM}) as pages:
+        environment = visit([pages.host])
+        await environment.setup()
+        await environment.reset({"url": f"http://{pages.host}/"})
+        assert "there is no key" in (await act(environment, ("key", {"key": key})))[0]
 
 
 ICON = '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"><rect width="10" height="10"/></svg>'
@@ -325,26 +431,22 @@ async def test_a_page_that_hangs_fails_its_episode_and_no_other(visit):
         await environment.reset({"url": f"http://{pages.host}/"})
 
 
-async def test_the_browser_ends_with_its_last_user(visit):
+async def test_a_browser_ends_with_its_episode_and_the_driver_with_its_last_user(visit):
     with site({"/": FORM}) as pages:
         environments = [Visit(hosts=[pages.host]) for _ in range(2)]
         for one in environments:
             await one.setup()
             await one.reset({"url": f"http://{pages.host}/"})
-        browser = shared_browser(frozenset([pages.host]))
-        processes = [one for one in psutil.Process().children(recursive=True) if "chrom" in one.name()]
-        profiles = {
-            argument for one in processes for argument in command(one).split() if "--user-data-dir=" in argument
-        }
-        assert processes
+        profiles = [one._browser._profile for one in environments]
+        processes = psutil.Process().children(recursive=True)
+        drivers = [one for one in processes if "run-driver" in command(one)]
         await environments[0].close()
-        assert browser.alive
+        assert [one.exists() for one in profiles] == [False, True]
+        assert [command(one) for one in drivers] != [""]
         await environments[1].close()
-        assert not browser.alive
-        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not profiles[1].exists()
+        _, alive = psutil.wait_procs([one for one in processes if "chrom" in command(one)] + drivers, timeout=10)
         assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
-        assert profiles
-        assert not [one for one in profiles if os.path.exists(one.partition("=")[2])]
 
 
 def test_hosts_have_a_form():

@@ -21,6 +21,5 @@ def test_killed_browsers_change_no_reward_and_leave_nothing():
     found = json.loads(printed)
     assert (found["episodes"], found["rewards that differ"]) == (12, [])
     assert found["with kills"]["kills"] == 2
-    assert found["with kills"]["browsers"] >= 3
     assert found["with kills"]["failed attempts"] >= 1
     assert found["left"] == {"processes": 0, "profiles": 0}
