@@ -12,7 +12,7 @@ import pytest
 from machine import require
 
 from palestra.envs import MiniWoB, catalog_entry, check_environment
-from palestra.envs.browser.chromium import shared_browser
+from palestra.envs.browser.chromium import shared_driver
 from palestra.envs.browser.miniwob import PAGES, checked_page, page_server
 from palestra.errors import ConfigError
 from palestra.types.messages import text_message
@@ -72,7 +72,7 @@ async def test_a_seed_makes_the_same_problem_in_every_episode():
             assert "\n[1] " in first, page  # something to act on
         other = [(await environments[0].reset({"page": "click-link", "seed": seed}))[0] for seed in range(4)]
         assert len(set(other)) == 4
-        assert shared_browser(frozenset([page_server()])).starts == 1
+        assert shared_driver().starts == 1
     finally:
         for one in environments:
             await one.close()
