@@ -19,9 +19,7 @@ from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse, newest_event_number
 from palestra.store.run_store import UNREADABLE
-from palestra.store.tables import SCHEMA
 
-OLDEST = 4  # version of the tables from which on batches have the versions of their policies
 # Errors of reading a damaged record; `run.open` makes a StoreError of those that SQLite finds.
 DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)
 HELD_SECONDS = 5.0  # between two questions whether a process runs the job: all locks of the machine are read
@@ -62,15 +60,6 @@ class Run:
         """
         path = self.folder / "run.db"
         with browse(path, QUERY_SECONDS) as connection:
-            version, known = SCHEMA.read_version(connection), SCHEMA.version
-            if version == 0:
-                tables = connection.exec_driver_sql("SELECT count(*) FROM main.sqlite_master").scalar_one()
-                raise StoreError(f"{path} is empty" if tables == 0 else f"{path} is not the store of a run")
-            if version < OLDEST:
-                raise StoreError(
-                    f"{path} is of an early version of Palestra ({version}; this one reads {OLDEST} to {known}); "
-                    "`palestra run … --resume` brings it up to date"
-                )
             yield connection
 
     @property

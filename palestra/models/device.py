@@ -40,6 +40,32 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether torch has fast products of bfloat16 on this processor: not without AVX-512 (50 times slower)."""
+    import torch
+
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(there and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def precision_of(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the precision of products on a device: float32 on a processor that does not multiply bfloat16.
+
+    Deterministic jobs keep the configured one: slow products of bfloat16 give a row the same bits beside any others.
+
+    Args:
+        dtype: the configured value, `bfloat16` or `float32`.
+        device: the device that computes.
+    """
+    import torch
+
+    slow = dtype == "bfloat16" and device.type == "cpu" and not multiplies_bfloat16()
+    if slow and not torch.are_deterministic_algorithms_enabled():
+        return torch.float32
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
 def reproducible_products() -> None:
     """Let products give a row the same bits whatever the number of rows beside it, on Intel's processors.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.models.causal_lm import CausalLM
-from palestra.models.device import memory_bytes
+from palestra.models.device import memory_bytes, multiplies_bfloat16
 from palestra.models.packed_matrix import PackedLinear, PackedMatrix
 
 log = logging.getLogger("palestra.models")
@@ -103,15 +103,9 @@ def pack_base(model: CausalLM) -> None:
         _pack(model)
 
 
-def processor_packs() -> bool:
-    """Return whether oneDNN packs bfloat16 here: torch is built with it, and the processor has AVX-512, say."""
-    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(there and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def _can_be_packed(model: CausalLM) -> bool:
     plain = model.compute_dtype == torch.bfloat16 and model.device.type == "cpu"
-    return plain and processor_packs() and type(model.model.get_output_embeddings()) is nn.Linear
+    return plain and multiplies_bfloat16() and type(model.model.get_output_embeddings()) is nn.Linear
 
 
 def _pack(model: CausalLM, exact: bool = False) -> None:

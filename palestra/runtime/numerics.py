@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 
 from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
-from palestra.models.device import available_cores, device_of
+from palestra.models.device import available_cores, device_of, precision_of
 from palestra.models.numerics import KERNELS, PROBLEM, check_numerics, differences, numerics
 from palestra.runtime.parts import make_deterministic
 from palestra.store import RunLog
@@ -20,10 +20,17 @@ def numerics_of(config: JobConfig) -> dict[str, str]:
     """
     if isinstance(config.engine, FakeEngineConfig):
         return {}
+    import torch
+
     make_deterministic(config)  # it sets variables that are compared
     parts = [(config.engine.device, config.engine.dtype)] if isinstance(config.engine, EmbeddedEngineConfig) else []
     parts += [(config.trainer.device, config.trainer.dtype)] if config.kind == "training" else []
-    return numerics(any(dtype == "bfloat16" and device_of(device, "device").type == "cpu" for device, dtype in parts))
+    on_cpu = {dtype for device, dtype in parts if device_of(device, "device").type == "cpu"}
+    rounded = "bfloat16" in on_cpu and precision_of("bfloat16", device_of("cpu", "device")) == torch.bfloat16
+    found = numerics(rounded)
+    if "bfloat16" in on_cpu and not rounded:
+        found["products"] = "float32, because this processor does not multiply bfloat16"
+    return found
 
 
 def threads_of(config: JobConfig) -> dict[str, str]:
@@ -56,7 +63,7 @@ async def note_numerics(log: RunLog, now: dict[str, str], deterministic: bool) -
     if deterministic:
         check_numerics(before, now, "the steps so far were computed")
     await log.set_fact(NUMERICS, orjson.dumps(now).decode())
-    shown = [now[name] for name in ("processor", KERNELS) if name in now]
+    shown = [now[name] for name in ("processor", KERNELS, "products") if name in now]
     data = {"text": f"computes on {', '.join(shown)}, torch {now['torch']}", "problem": now.get(PROBLEM, "")}
     if changed := differences(before, now):
         data["text"] += f"; before: {changed}"

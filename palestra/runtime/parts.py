@@ -169,15 +169,13 @@ def _load(
         settings: of the engine.
         models: of this process.
     """
-    import torch
-
     from palestra.engine.embedded.engine import token_budget
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.grammars.vocabulary import vocabulary_of
-    from palestra.models.device import device_of
+    from palestra.models.device import device_of, precision_of
 
-    policy, dtype = config.policies[name], getattr(torch, settings.dtype)
-    device = device_of(settings.device, "engine.device")
+    policy, device = config.policies[name], device_of(settings.device, "engine.device")
+    dtype = precision_of(settings.dtype, device)
     if policy.adapter is not None:
         sampler, tokenizer = models.adapted(model, policy.adapter, None, dtype, device)
     elif config.kind == "training" and not policy.frozen:

@@ -73,7 +73,7 @@ class SharedModels:
         from palestra.engine.embedded.engine import EmbeddedEngine
         from palestra.engine.embedded.model_runner import PolicyModel
         from palestra.models.adapter_files import saved_adapter
-        from palestra.models.device import device_of, reproducible_products
+        from palestra.models.device import device_of, precision_of, reproducible_products
         from palestra.models.loading import LoadedModels
         from palestra.trainer.torch_trainer import TorchTrainer
         from palestra.trainer.work_queue import TrainingQueue
@@ -88,7 +88,8 @@ class SharedModels:
             torch.use_deterministic_algorithms(True)
         self.options = options
         self._models: LoadedModels = LoadedModels()
-        self._dtype, self._device = getattr(torch, options.engine.dtype), device_of(options.engine.device, "--device")
+        self._device = device_of(options.engine.device, "--device")
+        self._dtype = precision_of(options.engine.dtype, self._device)
         self.loaded: Mapping[str, tuple[CausalLM, Any]] = {
             name: self._models.frozen(name, self._dtype, self._device) for name in options.models
         }

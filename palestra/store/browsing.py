@@ -120,7 +120,10 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
         with _engine(path.absolute()).begin() as connection:
             if until < math.inf:
                 driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
-            SCHEMA.check(SCHEMA.read_version(connection), path)
+            if (version := SCHEMA.read_version(connection)) == 0:
+                tables = connection.exec_driver_sql("SELECT count(*) FROM main.sqlite_master").scalar_one()
+                raise StoreError(f"{path} is empty" if tables == 0 else f"{path} is not the store of a run")
+            SCHEMA.check(version, path)
             yield connection
     except PalestraError:
         raise

@@ -17,6 +17,7 @@ from palestra.algorithms.loss import Max, Mean, Reduction, Sum, ValueInputs, Val
 from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models.causal_lm import CausalLM
+from palestra.models.device import precision_of
 from palestra.trainer.base import CRITIC_METRICS, OptimParams, OptimReport
 from palestra.trainer.optimizer import Optimizer, read_named, write_named
 from palestra.trainer.packing import MicroBatch
@@ -126,7 +127,7 @@ class _ValueNet:
 
     def __init__(self, model: CausalLM, config: TrainerConfig, heads: int) -> None:
         """Take over the model, which computes in the precision of `config` from here on."""
-        model.compute_in(getattr(torch, config.dtype))
+        model.compute_in(precision_of(config.dtype, model.device))
         self._model = model
         self._head = nn.Linear(int(model.config.hidden_size), heads, device=model.device)
         nn.init.zeros_(self._head.bias)

@@ -19,7 +19,7 @@ from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import CausalLM
-from palestra.models.device import return_freed_memory
+from palestra.models.device import precision_of, return_freed_memory
 from palestra.trainer import checkpoint
 from palestra.trainer.base import Network, OptimParams, OptimReport, StepReport
 from palestra.trainer.constraints import GrammarMasks, choices_of, grammar_problem
@@ -73,10 +73,10 @@ class TorchPolicy:
             make_optimizer: returns AdamW over weights.
             device: that computes; None: the one that has the weights.
         """
-        model.compute_in(getattr(torch, config.dtype))
+        device = device or model.device
+        model.compute_in(precision_of(config.dtype, device))
         self.model, self._tokenizer = model, tokenizer
         self.optimizer = make_optimizer(model.own_parameters())
-        device = device or model.device
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         masks = GrammarMasks(self._grammars)

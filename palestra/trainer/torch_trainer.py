@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
@@ -17,7 +15,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import ConfigError, NotFound
 from palestra.faults import fault_point
 from palestra.models.causal_lm import CausalLM
-from palestra.models.device import device_of
+from palestra.models.device import device_of, precision_of
 from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MixedModel
 from palestra.models.shared_cores import SharedCores
@@ -85,7 +83,7 @@ class TorchTrainer:
 
         def load() -> TorchPolicy:
             device = device_of(self._config.device, "trainer.device")
-            loading = NetworkLoading(self._models, getattr(torch, self._config.dtype), device)
+            loading = NetworkLoading(self._models, precision_of(self._config.dtype, device), device)
             model, tokenizer = loading.trained(spec, spec.seed)
             frozen = loading.frozen(spec, model, tokenizer)
             # Both of a critic of actions begin alike, and their adapter is drawn with another seed than the policy's.

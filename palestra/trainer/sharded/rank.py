@@ -18,7 +18,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM
-from palestra.models.device import device_of, reproducible_products, return_freed_memory
+from palestra.models.device import device_of, precision_of, reproducible_products, return_freed_memory
 from palestra.models.loading import LoadedModels
 from palestra.models.numerics import KERNELS, check_numerics, numerics
 from palestra.models.parted_loading import load_parted
@@ -178,7 +178,9 @@ class Rank:
 
         def loading() -> NetworkLoading:  # one for each network: sharing out a model takes its whole weights away
             return NetworkLoading(
-                LoadedModels(load_parted, pictures=self._pictures), getattr(torch, self._config.dtype), self._device
+                LoadedModels(load_parted, pictures=self._pictures),
+                precision_of(self._config.dtype, self._device),
+                self._device,
             )
 
         problem: Exception | None = None
@@ -203,7 +205,7 @@ class Rank:
             TakenBack: this rank or another can't read.
             ModelError: flat batches don't support the architecture.
         """
-        model.compute_in(getattr(torch, self._config.dtype))
+        model.compute_in(precision_of(self._config.dtype, self._device))
         network, problem = self._shared_out(model), Problem()
         problem.catch(network.read)
         self._group.check(problem.error)
@@ -218,7 +220,9 @@ class Rank:
 
     def _shared_out(self, model: CausalLM) -> ShardedNetwork:
         config = self._config
-        return ShardedNetwork(model, self._mesh, config.cpu_offload, getattr(torch, config.dtype), self._exchange)
+        return ShardedNetwork(
+            model, self._mesh, config.cpu_offload, precision_of(config.dtype, self._device), self._exchange
+        )
 
     def remove(self, policy: str) -> None:
         """Forget a policy."""

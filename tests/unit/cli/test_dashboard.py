@@ -47,7 +47,7 @@ def test_a_run_of_another_version_is_one_line_and_the_others_are_there(tmp_path,
         connection.execute(f"PRAGMA user_version = {version}")
     good, other = (describe_run(run) for run in runs_of([tmp_path / "good", tmp_path / "other"]))
     assert (good.state, other.state) == ("completed", "unreadable")
-    assert f"({version}" in (other.reason or "")
+    assert f"{version:08x}" in (other.reason or "")
     assert "\n" not in (other.reason or "")
 
 

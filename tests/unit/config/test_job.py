@@ -49,6 +49,7 @@ OTHER: dict[str, Any] = {
     "tasks.train": "/c.jsonl",
     "tasks.validation": "/c.jsonl",
     "rollout.group_size": 4,
+    "rollout.group_key": "family",
     "rollout.groups_per_step": 4,
     "rollout.min_group_size": 3,
     "rollout.max_attempts": 9,

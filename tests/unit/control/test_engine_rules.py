@@ -259,7 +259,7 @@ def test_what_jobs_would_lack_is_said_when_the_service_starts(tmp_path, rules):
 def test_the_service_warns_of_its_rules_before_it_starts(tmp_path, monkeypatch, capsys):
     (tmp_path / "rules.toml").write_text(RULES)
 
-    async def serve_control(options, ready):
+    async def serve_control(options, ready, show_key):
         pass
 
     monkeypatch.setattr("palestra.runtime.ray.serve.serve_control", serve_control)

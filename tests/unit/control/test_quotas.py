@@ -27,7 +27,7 @@ class Operator:
         self.plane = control_plane(store, folder, self.launcher, without_keys=True)
         self.scheduler = self.plane.scheduler
         transport = httpx2.ASGITransport(create_control_app(self.plane), raise_app_exceptions=False)
-        self.http = httpx2.AsyncClient(transport=transport, base_url="http://control")
+        self.http = httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
     async def quota(self, tenant: str, **amounts: float | None) -> dict:
         answer = await self.http.patch(f"/tenants/{tenant}", json={"quota": amounts})

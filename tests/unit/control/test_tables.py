@@ -27,7 +27,9 @@ def look(url, work):
 
 
 def version(url):
-    return look(url, lambda c: c.execute(sa.text("SELECT value FROM meta")).scalar_one())
+    return look(
+        url, lambda c: c.execute(sa.text("SELECT value FROM meta WHERE key = 'control_schema_version'")).scalar_one()
+    )
 
 
 async def test_what_was_stored_is_there_after_opening_again(url, clock):
@@ -61,7 +63,7 @@ def test_both_databases_have_all_tables_columns_and_indexes(url):
 
 def test_a_store_of_another_version_is_refused_and_left_alone(url):
     ControlStore(url).close()
-    look(url, lambda c: c.execute(sa.text("UPDATE meta SET value = '99'")))
+    look(url, lambda c: c.execute(sa.text("UPDATE meta SET value = '99' WHERE key = 'control_schema_version'")))
     with pytest.raises(StoreError):
         ControlStore(url)
     assert version(url) == "99"

@@ -28,15 +28,23 @@ from palestra.dashboard.steps import find_episodes, read_events_after, read_grou
 from palestra.dashboard.streams import Streams
 from palestra.doctor import examination
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
+from palestra.store import tables
 from palestra.store.search import EpisodeFilter
 from unit.dashboard.recorded import REWARDS, allowed, record
 
-ENDLESS = """
+# A view with all columns of the table, and without an end.
+_GIVEN = {
+    "episode_id": "'e' || n",
+    "kind": "iif(n < 0, 'train', 'validation')",
+    "group_index": "n",
+    "sample_index": "0",
+    "state": "''",
+}
+_COLUMNS = ", ".join(f"{_GIVEN.get(column.name, 'NULL')} AS {column.name}" for column in tables.episodes.columns)
+ENDLESS = f"""
 DROP TABLE episodes;
 CREATE VIEW episodes AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more)
-SELECT 'e' || n AS episode_id, iif(n < 0, 'train', 'validation') AS kind, n AS group_index,
-    0 AS sample_index, '' AS state
-FROM more;
+SELECT {_COLUMNS} FROM more;
 """
 
 
@@ -76,7 +84,6 @@ async def test_a_table_that_is_not_there_is_the_matter_of_its_run_alone(pair):
         "UPDATE metric_rows SET data = '{\"train/reward_mean\": []}' WHERE step = 4",
         "INSERT INTO events (at, kind, data) VALUES (1, 'warning', '{\"step\": \"x\"}')",
         "INSERT INTO events (at, kind, data) VALUES (1, 'episode_stale', '[\"train-000000-00\"]')",
-        "DROP TABLE trained_tokens",
         "UPDATE manifests SET versions = '{'",
         "UPDATE manifests SET seed = 'none'",
         *(
@@ -281,7 +288,7 @@ print("ended")
     [
         (None, "is empty"),
         ("CREATE TABLE recipes (name TEXT)", "is not the store of a run"),
-        ("CREATE TABLE events (at REAL); PRAGMA user_version = 3", "early version"),
+        ("CREATE TABLE events (at REAL); PRAGMA user_version = 3", "another version"),
     ],
 )
 async def test_a_file_that_is_no_store_of_a_run_is_said_to_be_none(pair, script, why):

@@ -238,12 +238,12 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"palestra: {tmp_path} is not the folder of a run (it has no run.db)\n"
 
 
-async def test_a_run_of_a_newer_version_and_a_damaged_one_are_one_line(tmp_path, capsys):
+async def test_a_run_of_another_version_and_a_damaged_one_are_one_line(tmp_path, capsys):
     await record(tmp_path)
     with sqlite3.connect(tmp_path / "run.db") as connection:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         connection.execute(f"PRAGMA user_version = {version + 1}")
-    with pytest.raises(StoreError, match="newer version"):
+    with pytest.raises(StoreError, match="another version"):
         examine(tmp_path)
     (tmp_path / "run.db").write_bytes(b"no database" * 1000)
     assert main(["doctor", str(tmp_path)]) == 2

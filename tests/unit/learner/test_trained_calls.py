@@ -6,7 +6,6 @@ import sqlite3
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from palestra.config import RolloutConfig, StoreConfig, parse_config
 from palestra.learner.trained_calls import trained_calls
@@ -119,14 +118,3 @@ async def test_a_step_that_is_repeated_has_the_numbers_of_the_last_attempt(tmp_p
             (found,) = read_trained(connection, 7, "e").values()
     assert (found.index, found.start) == (4, 9)
     assert np.array_equal(found.logprobs, values, equal_nan=True)
-
-
-@pytest.mark.parametrize("version", [4, 7])
-def test_a_run_of_an_earlier_version_has_none(tmp_path, version):
-    open_store(tmp_path).close()
-    with sqlite3.connect(tmp_path / "run.db") as db:
-        db.execute("DROP TABLE trained_tokens")
-        db.execute(f"PRAGMA user_version = {version}")
-    db.close()
-    with browse(tmp_path / "run.db") as connection:
-        assert read_trained(connection, 1, "train-000000-00") == {}

@@ -12,9 +12,9 @@ from palestra.models import mixed_adapters
 from palestra.models.adapter_stacks import KEPT_PASSES
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_tokenizer
+from palestra.models.device import multiplies_bfloat16
 from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
-from palestra.models.packed import processor_packs
 from palestra.models.packed_matrix import PackedLinear
 from unit.engine.test_embedded import deterministic_dtype
 
@@ -156,7 +156,7 @@ def packed_layers(model) -> list[str]:
     return [name for name, module in model.model.named_modules() if isinstance(module, PackedLinear)]
 
 
-@pytest.mark.skipif(not processor_packs(), reason="oneDNN multiplies no bfloat16 on this processor")
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
 @pytest.mark.parametrize("way", ["dense", "padded", "grouped"])
 def test_rows_over_a_packed_base_are_those_over_plain_matrices(monkeypatch, way):
     """Also of adapters for the head and the embedding, of rows without an adapter, and in passes of one adapter."""

@@ -11,7 +11,7 @@ from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.packed import pack
 from unit.models.test_causal_lm import SUPPORTED, Causal, rounded_like_the_engine, two_of
 
-packs = pytest.mark.skipif(not packing.processor_packs(), reason="oneDNN multiplies no bfloat16 on this processor")
+packs = pytest.mark.skipif(not packing.multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
 IDS = torch.from_numpy(np.random.default_rng(0).integers(1, 97, 40))
 
 
@@ -129,7 +129,7 @@ def test_a_model_that_packing_would_change_stays_as_it_is():
 def test_a_processor_on_which_nothing_is_packed_samples_from_plain_matrices(monkeypatch):
     model = rounded_like_the_engine(two_of("llama")[1])
     wanted = logits_of(model)
-    monkeypatch.setattr(packing, "processor_packs", lambda: False)
+    monkeypatch.setattr(packing, "multiplies_bfloat16", lambda: False)
     pack(model)
     assert model.packed is None
     assert torch.equal(logits_of(model), wanted)

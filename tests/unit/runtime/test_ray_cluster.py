@@ -71,11 +71,12 @@ def test_a_cluster_that_ends_at_once_is_forgotten_and_told_with_its_log(tmp_path
 
 
 def test_what_is_known_of_a_cluster_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    cluster._write(tmp_path, {"pid": 1})
+    known = {"address": "127.0.0.1:1", "pid": 1, "started": 2.0}
+    cluster._write(tmp_path, known)
     monkeypatch.setattr(cluster.Path, "replace", _killed)
     with pytest.raises(KeyboardInterrupt):
-        cluster._write(tmp_path, {"pid": 2})
-    assert cluster._read(tmp_path) == {"pid": 1}
+        cluster._write(tmp_path, known | {"pid": 2})
+    assert cluster._read(tmp_path) == known
 
 
 def _killed(*_: object) -> None:

@@ -175,7 +175,7 @@ async def test_a_placeholder_that_is_sampled_is_a_token_like_any_other():
     shown = Shown()
     part = shown.add(noise(20, 20))
     renderer, token = renderer_of(shown), _placeholder()
-    always = replace(LONG, logit_bias=((token, 1e6),), max_tokens=3, min_tokens=0)
+    always = replace(LONG, logit_bias=((token, 100.0),), max_tokens=3, min_tokens=0)
     async with serving(seeing(shown)) as engine:
         prompt = renderer.render([user(part)])
         completion, _ = await reply(engine, prompt, always)

@@ -106,7 +106,7 @@ async def test_a_placeholder_that_is_sampled_has_the_position_of_text():
     shown = Shown()
     model = seeing(shown, name=NAME)
     renderer, token = renderer_of(shown, NAME), model.vision.image_token
-    always = replace(LONG, logit_bias=((token, 1e6),), max_tokens=3, min_tokens=0)
+    always = replace(LONG, logit_bias=((token, 100.0),), max_tokens=3, min_tokens=0)
     async with serving(model) as engine:
         prompt = renderer.render([user(shown.add(noise(60, 60)))])
         completion, _ = await reply(engine, prompt, always)
