@@ -89,11 +89,6 @@ class RunLog:
 
         def restore(connection: Connection) -> dict[str, float] | None:
             connection.execute(sa.delete(metric_rows).where(metric_rows.c.step > step))
-            row = connection.execute(select(metric_rows.c.data).where(metric_rows.c.step == step)).scalar()
-            # A run of an earlier version kept an unfinished row among the others, without `wall_seconds`.
-            if row is not None and "wall_seconds" not in orjson.loads(row):
-                _set_fact(connection, UNFINISHED, row)
-                connection.execute(sa.delete(metric_rows).where(metric_rows.c.step == step))
             if _unfinished_step(connection) != step:
                 return None
             unfinished: dict[str, float] = orjson.loads(read_fact(connection, UNFINISHED) or "")

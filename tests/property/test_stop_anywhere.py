@@ -91,23 +91,3 @@ def test_at_every_commit_of_the_last_evaluation():
             assert_agrees(folder, asyncio.run(stopped_at(folder, commit)))
             assert asyncio.run(ScriptedJob(folder, config()).run()) == weights
             assert timeless(rows_of_file(folder)) == timeless(rows_of_store(folder)) == rows
-
-
-def test_a_run_that_an_earlier_version_left_completed_without_its_last_evaluation_is_repaired():
-    weights, _, rows = undisturbed()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        job = ScriptedJob(folder, config())
-        job.on_event = lambda kind, data: job.learner.stop() if (kind, data.get("step")) == ("saved", LAST) else None
-        asyncio.run(job.run())
-        assert job.progress.state is JobState.RUNNING
-        with sqlite3.connect(folder / "run.db") as db:  # as it was written then
-            (unfinished,) = db.execute("SELECT value FROM meta WHERE key = 'unfinished_metrics'").fetchone()
-            db.execute("DELETE FROM meta WHERE key = 'unfinished_metrics'")
-            db.execute("INSERT INTO metric_rows VALUES (?, ?)", (LAST, unfinished))
-            db.execute("INSERT INTO events (at, kind, data) VALUES (0, 'completed', '{\"step\": 3}')")
-        again = ScriptedJob(folder, config())
-        assert asyncio.run(again.run()) == weights
-        assert again.progress.state is JobState.COMPLETED
-        assert timeless(rows_of_file(folder)) == timeless(rows_of_store(folder)) == rows
-        assert [data["step"] for kind, data in again.events if kind == "evaluated"] == [LAST]
