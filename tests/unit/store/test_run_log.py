@@ -70,14 +70,6 @@ async def test_rows_of_steps_that_will_be_trained_again_are_dropped(store):
     assert [row["step"] for row in await store.log.metrics()] == [0, 1]
 
 
-async def test_an_unfinished_row_that_an_earlier_version_left_among_the_others_is_taken_out(store):
-    await store.log.put_metrics(0, {"step": 0.0, "wall_seconds": 1.0})
-    await store.log.put_metrics(1, {"step": 1.0, "x": 0.5})
-    for _ in range(2):
-        assert await store.log.restore_metrics(1) == {"step": 1.0, "x": 0.5}
-        assert [row["step"] for row in await store.log.metrics()] == [0.0]
-
-
 async def test_events_are_replayed_from_any_of_them(store, clock):
     made = []
     for number in range(5):
