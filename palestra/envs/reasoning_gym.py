@@ -12,6 +12,7 @@ from typing import Any
 
 from palestra.envs.arithmetic import is_number, last_number
 from palestra.envs.environment import Environment
+from palestra.envs.evaluated_answers import may_be_scored
 from palestra.envs.final_answer import final_answers
 from palestra.envs.task_splits import Split, draw_tasks
 from palestra.errors import ConfigError
@@ -58,11 +59,15 @@ class ReasoningEnvironment(Environment):
         A scorer that fails on what the model has said pays 0: several expect a form that a reply need not have.
         """
         expected = str(self._entry["answer"] or "")
+        source = self._entry.get("metadata", {}).get("source_dataset", self._dataset)  # of `composite`, one of several
         scores, info = [0.0], dict[str, Any]()
         for answer in final_answers(action, expected.strip().count("\n") + 1):
             if is_number(expected) and not is_number(answer):
                 number = last_number(answer)  # some scorers would take the first one
                 answer = answer if number is None else str(number)
+            if not may_be_scored(source, answer):
+                info["unreadable"] = "the answer has more than a formula or a list"
+                continue
             try:
                 scores.append(float(self._source.score_answer(answer, self._entry)))
             except Exception as error:  # noqa: BLE001 - scorers raise anything for text that they can't read
