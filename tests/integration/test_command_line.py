@@ -135,10 +135,8 @@ def test_a_tasks_file_that_is_not_there(job_file):
         ('{"text": ', ["not valid JSON"]),
         ('["text"]', ["JSON object", "list"]),
         ("3", ["JSON object", "int"]),
-        ('{"id": "a", "text": "another a"}', ["'a'", "other data"]),
         ('{"text": NaN}', ["can't be stored"]),
         (f'{{"number": {10**30}}}', ["can't be stored"]),
-        ('{"id": ""}', ["1 character"]),
         (b'{"text": "\xff"}', ["utf-8"]),
     ],
     ids=str,
@@ -146,8 +144,7 @@ def test_a_tasks_file_that_is_not_there(job_file):
 def test_a_bad_line_in_a_tasks_file_is_named(job_file, line, words):
     first = b'{"id": "a", "text": "a"}\n'
     (job_file.parent / "tasks.jsonl").write_bytes(first + (line if isinstance(line, bytes) else line.encode()))
-    where = [] if "other data" in words else ["tasks.jsonl:2"]
-    refused(palestra("run", job_file), *where, *words)
+    refused(palestra("run", job_file), "tasks.jsonl:2", *words)
 
 
 def test_an_empty_tasks_file(job_file):
@@ -163,7 +160,6 @@ def test_a_context_longer_than_the_models(job_file):
 FAILING = [
     ("missing", [], "No such file"),
     ("bad line", [], "not valid JSON"),
-    ("two of one name", [], "other data"),
     ("empty", [], "no training tasks"),
     ("", ["--set", "engine.kind=embedded", "--set", 'policies.policy={"model": "./nowhere"}'], "./nowhere"),
     ("", ["--set", "server.port={port}"], "server.port"),
@@ -174,7 +170,7 @@ FAILING = [
 @pytest.mark.parametrize(("tasks", "settings", "words"), FAILING, ids=[words for _, _, words in FAILING])
 def test_a_start_that_fails_leaves_no_folder_and_takes_no_number(tmp_path, monkeypatch, tasks, settings, words):
     monkeypatch.chdir(tmp_path)
-    lines = {"bad line": '{"a":', "two of one name": '{"id": 1, "a": 1}\n{"id": 1, "a": 2}\n', "empty": "\n"}
+    lines = {"bad line": '{"a":', "empty": "\n"}
     if tasks != "missing":
         Path("tasks.jsonl").write_text(lines.get(tasks, '{"text": "a"}\n'))
     Path("job.toml").write_text(JOB.replace('run_dir = "{folder}/run"\n', ""))
