@@ -32,7 +32,7 @@ _FUNCTIONS = {
 }
 # What may follow `**` or `^`: a small number, a letter, or a small fraction; towers of powers do not end.
 _POWER = re.compile(
-    r"(?:\*\*|\^)\s*(?:-?\d{1,2}|[a-zA-Z]|\(\s*-?\s*(?:\d{0,2}\s*\*?\s*[a-zA-Z]|\d{1,2}(?:\s*/\s*\d{1,2})?)\s*\))(?![\w.])"
+    r"(?:\*\*|\^)\s*(?:-?\d{1,2}|[a-zA-Z]|\(\s*-?\s*(?:\d{0,2}\s*\*?\s*[a-zA-Z]|\d{1,2}(?:\s*/\s*\d{1,2})?)\s*\))(?![\w.]|\s*(?:\*\*|\^))"
 )
 _BY_DATASET = {
     **dict.fromkeys(("countdown", "puzzle24"), "arithmetic"),
