@@ -73,13 +73,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def in_new_folder(parent: Path, prefix: str, work: Callable[[Path], T]) -> T:
-    """Return what `work` returns for a new folder, which is removed afterwards, also if a signal's handler raises.
-
-    Args:
-        parent: where the folder is made.
-        prefix: what its name begins with.
-        work: is given the folder.
-    """
+    """Return what `work` returns for a new folder, which is removed afterwards, also if a signal's handler raises."""
     folder = parent / f"{prefix}{secrets.token_hex(8)}"
     # A signal's handler may raise between any two lines. `TemporaryDirectory` forgets its folder where that happens
     # before its `with` is entered; here the name is known, and the `try` entered, before there is a folder.

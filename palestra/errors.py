@@ -150,7 +150,6 @@ class GrammarRefused(InvalidRequest):
         """Create the error.
 
         Args:
-            message: what took too much, in words.
             field: path of the request's field that asked for the grammar, if it is known.
             lasting: whether the grammar would also be refused on another machine or at another time. A refusal for time
                 is not lasting, because the machine may have been busy.

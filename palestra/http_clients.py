@@ -46,7 +46,6 @@ class WebSocket(connect):
         """Prepare to connect.
 
         Args:
-            url: of the server.
             settings: of `websockets.connect`.
 
         Raises:

@@ -90,7 +90,6 @@ class LocalProcess:
         """Stand for a process that runs.
 
         Args:
-            process: the program.
             connection: the job's end of the socket to it.
         """
         self._process, self.connection = process, connection
@@ -120,7 +119,6 @@ def popen(module: str, connection: socket.socket, environment: Mapping[str, str]
     """Start a program.
 
     Args:
-        module: what is run.
         connection: its end of the socket, which the caller closes.
         environment: all of its variables, to which settings of malloc are added.
     """

@@ -43,7 +43,6 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
 
     Args:
         text: the line; control characters of others in it are shown and not obeyed.
-        end: what is written after the text.
         file: the stream; None: standard output.
     """
     stream = file or sys.stdout
@@ -72,13 +71,7 @@ class LogFormatter(logging.Formatter):
 
 
 def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Write the traceback of an uncaught error to standard error, printable (a `sys.excepthook`).
-
-    Args:
-        kind: class of the error.
-        error: the error itself.
-        trace: its traceback, if there is one.
-    """
+    """Write the traceback of an uncaught error to standard error, printable (a `sys.excepthook`)."""
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
 
 

@@ -72,7 +72,6 @@ async def call(function: Callable[[], Any], name: str = "palestra-work", *, bloc
 
     Args:
         function: without parameters; a `functools.partial` of an asynchronous function counts as asynchronous.
-        name: of the thread.
         blocking: whether a function that is not asynchronous may block. If not, it is called on the event loop.
     """
     found = await in_thread(function, name) if blocking and not is_async(function) else function()

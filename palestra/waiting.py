@@ -103,14 +103,7 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def _wait_then_cancel(tasks: Collection[asyncio.Future[Any]], until: str) -> set[asyncio.Future[Any]]:
-    """Wait as `asyncio.wait` does; then cancel what is not done, and wait for that, too.
-
-    Returns:
-        Those that were done before any was cancelled.
-
-    Raises:
-        CancelledError: the caller was cancelled meanwhile. All tasks have ended nevertheless.
-    """
+    """Wait as `asyncio.wait` does; then cancel what is not done, and wait for that, too."""
     interrupted: asyncio.CancelledError | None = None
     try:
         if tasks:

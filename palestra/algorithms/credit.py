@@ -44,7 +44,6 @@ def episode_returns(trajectory: Trajectory, mode: Credit, discount: float, order
     """Return the returns with which the calls of a completed episode are credited.
 
     Args:
-        trajectory: a completed episode.
         mode: `episode`: the sum of all rewards; `step`: the discounted sum of what the call's agent earns from the
             call's TimeStep on (Sutton and Barto 2018, equation 3.8), compared as by `branch`; `team-step`: the same sum
             of what all agents earn, compared with all TimeSteps; `agent`: the reward of the call's agent, compared with
@@ -80,7 +79,6 @@ def paid_as(agent: str, episode: EpisodeRecord) -> Collection[str]:
 
     Args:
         agent: name of the agent; a subagent's begins with its parent's: `planner/search`.
-        episode: completed.
     """
     rewards, name = episode.rewards or {}, agent
     while name:
@@ -102,8 +100,6 @@ def step_returns(
     """Return G_t = r_t + discount x G_(t+1) for each TimeStep, where t counts TimeSteps in the given order.
 
     Args:
-        trajectory: a completed episode.
-        discount: discount factor of one TimeStep.
         order: order of the TimeSteps; see `step_places`.
         agent: whose rewards count; None: those of all agents.
     """
@@ -124,7 +120,6 @@ def step_places(trajectory: Trajectory, order: StepOrder = "observed") -> list[i
     own.
 
     Args:
-        trajectory: a completed episode.
         order: order of the TimeSteps.
     """
     episode = trajectory.episode
@@ -147,7 +142,6 @@ def rewards_in_time(trajectory: Trajectory, places: Sequence[int], agent: str | 
     If TimeSteps have no rewards, or it is not known whose they are, all that was earned counts as earned in the last.
 
     Args:
-        trajectory: a completed episode.
         places: of the TimeSteps in the order of time; see `step_places`.
         agent: whose rewards count; None: those of all agents.
     """

@@ -46,10 +46,6 @@ class DAPO(ScaledGroupBaseline):
         """Return the returns of the episodes, each lowered by the longest reply that it credits.
 
         Equal outcomes stay equal: else their lengths alone would be learned, scaled to a whole advantage.
-
-        Args:
-            trajectories: the completed episodes of a group.
-            returns: of the episodes.
         """
         (found,) = self.estimate([returns])
         differ = {key.baseline_group for advantages in found.by_key for key, value in advantages.items() if value}

@@ -62,10 +62,8 @@ def decisions_of(
     """Return the decisions of an episode, those of one agent one after another in order of time.
 
     Args:
-        trajectory: a completed episode.
         rows: the rows of the episode, by number: one for each choice of each call (`tokens.choice_rows`).
         credit: which rewards a decision has earned; see `gae.chains_of`.
-        discount: discount factor of one TimeStep.
         order: order of the TimeSteps in which several agents act at the same time.
 
     Raises:

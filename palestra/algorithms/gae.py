@@ -90,12 +90,10 @@ def chains_of(
     """Return a chain for each agent of an episode that has trained tokens, in the order of the agents' names.
 
     Args:
-        trajectory: a completed episode.
         rows: the rows of the episode, by number; `token_rewards` of a row are added to those of the TimeSteps.
         credit: `step`: what the agent earns in a TimeStep belongs to its last token before it (in the last TimeStep, if
             TimeSteps have no rewards); `team-step`: so does what all agents earn; `episode`: the sum of all rewards
             belongs to the agent's last token; `agent`: so does the reward of the agent.
-        discount: discount factor of one TimeStep.
         order: order of the TimeSteps in which several agents act at the same time.
 
     Raises:
@@ -146,11 +144,9 @@ def estimate(
 
     Args:
         chains: of all episodes; each trained token is in exactly one.
-        rows: S rows.
         values: float32 [N] for each row: V of the state before each trained token.
         next_values: float32 [N] for each row: V of the state after each trained token.
         discount: discount factor of one TimeStep; tokens of the same TimeStep are not discounted.
-        decay: lambda of one action.
         level: what an action is. `token`: each token; `turn`: all that an agent samples in one TimeStep, whose value is
             that of the state before its first token, and whose tokens all have the same advantage and return.
     """
@@ -200,12 +196,9 @@ def earned_by(
     """Return what each action of an agent has earned before the agent's next one, float64 [T].
 
     Args:
-        agent: its name.
         times: [T], ascending, the place of each action's TimeStep among all TimeSteps of the episode.
-        trajectory: the episode, completed.
         places: of its TimeSteps in the order of time.
         credit: see `chains_of`.
-        discount: discount factor of one TimeStep.
     """
     if credit in ("step", "team-step"):
         earning = agent if credit == "step" else None
@@ -220,11 +213,6 @@ def _rewards_between(times: NDArray[np.int64], step_rewards: Sequence[float], di
     """Return the rewards of TimeSteps at the last action before each, discounted from there, float64 [T].
 
     A reward before the first action can't be earned by any of them.
-
-    Args:
-        times: [T], ascending, the place of each action's TimeStep among all TimeSteps of the episode.
-        step_rewards: rewards of the TimeSteps, in the order of time.
-        discount: discount factor of one TimeStep.
     """
     earned = np.zeros(len(times))
     for time, reward in enumerate(step_rewards):

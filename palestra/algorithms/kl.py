@@ -26,8 +26,6 @@ def kl_terms(log_ratio: Any, estimator: KLEstimator, expm1: Callable[[Any], Any]
 
     Args:
         log_ratio: [T], log pi(token) - log reference(token), an array of numpy or a tensor of torch.
-        estimator: which of Schulman's.
-        expm1: of the same library.
     """
     if estimator == "k1":
         return log_ratio
@@ -44,7 +42,6 @@ def row_terms(
     Args:
         rows: S rows; their `logprobs` were recorded at sampling.
         reference_logprobs: float32 [N] for each row.
-        estimator: which of Schulman's.
     """
     return [
         np.where(row.loss_mask, kl_terms(row.logprobs.astype(np.float64) - reference, estimator), 0.0).astype(
@@ -68,9 +65,7 @@ class KLCoefficient:
         """Begin with the first step's coefficient.
 
         Args:
-            initial: of the first step.
             target: divergence in nats a token; None: the coefficient is fixed.
-            rate: how fast the coefficient follows.
         """
         self.value, self._target, self._rate = initial, target, rate
 

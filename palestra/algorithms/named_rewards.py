@@ -23,7 +23,6 @@ def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) 
 
     Args:
         trajectories: the completed episodes of the group; those without named rewards keep their reward.
-        config: the weights.
     """
     named = [trajectory for trajectory in trajectories if trajectory.episode.named_rewards is not None]
     names = _names(named)
@@ -44,7 +43,6 @@ def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConf
 
     Args:
         trajectories: the completed episodes of the group; the reward of one without named rewards has the name "".
-        config: the weights.
     """
     found, sizes = [0.0] * len(trajectories), [0.0] * len(trajectories)
     for name in _names(trajectories):
@@ -62,7 +60,6 @@ def missing_rewards(named: Sequence[NamedRewards | None], config: AlgorithmConfi
 
     Args:
         named: the named rewards of each episode; None: it has a reward without a name, which lacks nothing.
-        config: the weights.
     """
     means = reward_means(named)
     return [
@@ -77,10 +74,6 @@ def with_missing_rewards(trajectories: Sequence[Trajectory], config: AlgorithmCo
     """Return the episodes of a group with rewards in which what was not scored is as good as the mean of the others.
 
     The addition is earned in the last TimeStep, as the reward of an episode is whose TimeSteps have none.
-
-    Args:
-        trajectories: the completed episodes of the group.
-        config: the weights.
     """
     added = missing_rewards([trajectory.episode.named_rewards for trajectory in trajectories], config)
     return [_with_more(t, more, config) if more else t for t, more in zip(trajectories, added, strict=True)]
@@ -91,10 +84,6 @@ def with_batch_means(groups: Sequence[Group], config: AlgorithmConfig) -> list[G
 
     Where returns of several groups are compared, or a critic learns them, such a group, perhaps of one episode, would
     otherwise have 0 for what was not scored.
-
-    Args:
-        groups: all groups of the batch.
-        config: the weights.
     """
     means = reward_means([t.episode.named_rewards for group in groups for t in group.trajectories])
     found = []
@@ -114,7 +103,6 @@ def scored_episodes(
 
     Args:
         groups: all groups of the batch, in canonical order.
-        config: the weights.
     """
     start = 0
     for group in with_batch_means(groups, config):

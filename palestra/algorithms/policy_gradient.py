@@ -92,19 +92,11 @@ class PolicyGradient(Algorithm):
         return self._weighed(rows, advantages, forward, metrics)
 
     def batch_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return metrics of a batch that `metrics` declares and the base class does not know; by default none.
-
-        Args:
-            groups: all groups of the batch.
-        """
+        """Return metrics of a batch that `metrics` declares and the base class does not know; by default none."""
         return {}
 
     def returns(self, trajectories: Sequence[Trajectory]) -> list[Returns]:
-        """Return the returns of the episodes of a group, by the configured credit.
-
-        Args:
-            trajectories: the completed episodes of the group.
-        """
+        """Return the returns of the episodes of a group, by the configured credit."""
         found = [
             episode_returns(trajectory, self.config.credit, self.config.discount, self.step_order)
             for trajectory in with_missing_rewards(trajectories, self.config)
@@ -121,19 +113,11 @@ class PolicyGradient(Algorithm):
         """Return the returns of which advantages are made; by default as they are.
 
         Whether a group has anything to teach is decided before, by returns that are not shaped.
-
-        Args:
-            trajectories: the completed episodes of the group.
-            returns: of the episodes.
         """
         return returns
 
     def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
-        """Return the return of each episode of a group, if it is made of rewards by name; None: it is the credit's.
-
-        Args:
-            trajectories: the completed episodes of the group.
-        """
+        """Return the return of each episode of a group, if it is made of rewards by name; None: it is the credit's."""
         if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
             return None
         return filled_rewards(trajectories, self.config)

@@ -79,11 +79,7 @@ def _class_of(config: AlgorithmConfig, own_code: bool) -> type[Algorithm]:
 
 
 def _imported(name: str) -> type[Algorithm]:
-    """Import and return the class `package.module:Class`.
-
-    Raises:
-        ConfigError: the class can't be imported, or is not an algorithm.
-    """
+    """Import and return the class `package.module:Class`."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

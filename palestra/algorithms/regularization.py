@@ -51,7 +51,6 @@ class Regularization:
         """Return the penalty of each trained token as a reward, float32 [N] for each row, 0 elsewhere.
 
         Args:
-            rows: S rows.
             forward: has `reference_logprobs`, if there is a reference.
 
         Returns:

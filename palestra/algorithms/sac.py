@@ -156,11 +156,7 @@ class SAC(Algorithm):
         ]
 
     def _tune(self, logprobs: Sequence[Doubles]) -> tuple[float, float]:
-        """Move the temperature towards the target entropy; return the present entropy and the target, in nats.
-
-        Args:
-            logprobs: [A] for each decision, of its choices.
-        """
+        """Move the temperature towards the target entropy; return the present entropy and the target, in nats."""
         entropy = float(np.mean([-(np.exp(own) @ own) for own in logprobs]))
         wanted = self.config.target_entropy * float(np.mean([math.log(len(own)) for own in logprobs]))
         moved = self._log_temperature - self.config.temperature_rate * (entropy - wanted)
@@ -171,14 +167,7 @@ class SAC(Algorithm):
 def _soft_value(
     decision: Decision | None, logprobs: Mapping[int, Floats], values: Mapping[int, Floats], alpha: float
 ) -> float:
-    """Return V of the state of a decision: the mean over its choices of Q - alpha log pi; 0 after the last decision.
-
-    Args:
-        decision: the next decision; None: there is none.
-        logprobs: of tokens, [N] by the number of the row.
-        values: Q at the last tokens of choices, [N] by the number of the row.
-        alpha: the temperature.
-    """
+    """Return V of the state of a decision: the mean over its choices of Q - alpha log pi; 0 after the last decision."""
     if decision is None:
         return 0.0
     log_pi = decision.logprobs(logprobs)

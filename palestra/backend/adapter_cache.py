@@ -33,7 +33,6 @@ class AdapterCache:
         """Begin without adapters.
 
         Args:
-            engine: gets them.
             most: adapters that it has at the same time, at least 1.
         """
         self._engine, self.most = engine, most
@@ -53,7 +52,6 @@ class AdapterCache:
         """Have an adapter loaded inside of the block.
 
         Args:
-            name: of the engine's policy.
             load: is called with the name where the adapter is not loaded.
 
         Raises:

@@ -23,7 +23,6 @@ class AdapterEngine:
         """Begin without adapters.
 
         Args:
-            engine: samples.
             cache: loads adapters into the engine, also those of others.
         """
         self._engine, self._cache = engine, cache
@@ -31,10 +30,6 @@ class AdapterEngine:
 
     async def add_adapter(self, name: str, load: LoadAdapter) -> None:
         """Let requests be sampled from an adapter that does not change, of version 0.0; it is loaded once, to see.
-
-        Args:
-            name: of the policy, which is new.
-            load: adds the adapter to the engine.
 
         Raises:
             PalestraError: that of `load`.

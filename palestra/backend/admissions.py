@@ -55,7 +55,6 @@ def write_admissions(path: Path, admissions: Iterable[Admission]) -> None:
     """Replace the file of a base server's admissions.
 
     Args:
-        path: of the file, whose folder exists.
         admissions: all jobs that may use the base server from now on.
     """
     found = {each.job_id: {"weight": each.weight, "digest": each.digest} for each in admissions}

@@ -82,10 +82,6 @@ class SharedBase(Protocol):
     async def sample(self, name: str, spec: SamplerSpec) -> None:
         """Give the engine one more policy, of version 0.0.
 
-        Args:
-            name: its full name, which is new.
-            spec: what it is sampled from.
-
         Raises:
             ConfigError: the model is another base, or the adapter does not fit.
             ModelError: an adapter's files are missing or damaged.

@@ -23,8 +23,6 @@ class Channel:
         """Use a connection.
 
         Args:
-            reader: of the connection.
-            writer: of the connection.
             sends_json: whether what is sent is JSON, without arrays and records.
         """
         self._reader, self._writer, self._sends_json = reader, writer, sends_json

@@ -44,10 +44,6 @@ class RemoteEngine:
     async def sample(self, policy: str, spec: SamplerSpec) -> None:
         """Give the base server's engine one of the job's policies, of version 0.0.
 
-        Args:
-            policy: its name in the job.
-            spec: what it is sampled from.
-
         Raises:
             ConfigError: the model is of another base than the server's, or the adapter does not fit.
         """
@@ -80,11 +76,7 @@ class RemoteEngine:
                     self._idle.set()
 
     async def _begin(self) -> None:
-        """Return when a call may begin, which then counts as running.
-
-        Raises:
-            EngineFailure: the engine was closed.
-        """
+        """Return when a call may begin, which then counts as running."""
         self._waiting += 1
         try:
             await self._open.wait()

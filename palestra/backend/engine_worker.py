@@ -32,7 +32,6 @@ class EngineWorker:
         """Prepare to serve.
 
         Args:
-            engine: what samples.
             channel: to the job; what is sent is JSON.
         """
         self._engine, self._channel = engine, channel

@@ -34,8 +34,6 @@ class HostedJob:
         """Begin without policies.
 
         Args:
-            base: the model, engine and trainer.
-            tenant: whose job it is.
             name: of the job, which the tenant's other jobs do not have.
             process: names the job's process; another process of the same job begins anew.
             most_policies: how many the job may have.
@@ -58,7 +56,6 @@ class HostedJob:
 
         Args:
             number: of the call in its process; a call that is sent again gets the first answer.
-            frame: the message.
         """
         for done in [known for known in self._answers if known < int(frame.header.get("oldest", 0))]:
             del self._answers[done]  # their answers have arrived
@@ -184,11 +181,7 @@ class HostedJob:
         return f"{self.tenant}/{self.name}/{policy}"
 
     def _full(self, policy: str, known: set[str]) -> str:
-        """Return the full name of a policy that the job has.
-
-        Raises:
-            NotFound: it has none of this name; policies of others can't be named.
-        """
+        """Return the full name of a policy that the job has."""
         if policy not in known:
             raise NotFound(f"job {self.name} has no policy {policy!r} at this base server")
         return self._named(policy)
@@ -221,10 +214,6 @@ class HostedJob:
         """Refuse rows whose columns have other lengths, or tokens that the model does not have.
 
         On a GPU such an index would end the process, and the jobs of others with it.
-
-        Args:
-            batch: S rows.
-            any_ids: whether tokens that the model does not have are no error, because they are looked for.
         """
         for number, row in enumerate(batch):
             shape = (len(row.ids),) if row.ids.ndim == 1 else None
@@ -240,33 +229,21 @@ class HostedJob:
                     raise InvalidRequest(f"row {number} has tokens that the model does not have", "batch")
 
     def _allowed(self, path: Path) -> Path:
-        """Return a folder without symbolic links.
-
-        Raises:
-            Forbidden: it is not below the tenant's folder.
-        """
+        """Return a folder without symbolic links."""
         found, root = path.resolve(), self._base.folder_of(self.tenant)
         if not found.is_relative_to(root):
             raise Forbidden(f"{path} is not in {root}, where this base server reads and writes files of {self.tenant}")
         return found
 
     def _writable(self, path: Path) -> Path:
-        """Return a folder into which a job may have files written; see `_allowed`.
-
-        Raises:
-            Forbidden: it is not below the tenant's folder, or below the server's own.
-        """
+        """Return a folder into which a job may have files written; see `_allowed`."""
         found, own = self._allowed(path), self._base.own_folder()
         if own is not None and found.is_relative_to(own):
             raise Forbidden(f"{path} is in {own}, where this base server has its keys; jobs have other folders")
         return found
 
     def _source(self, place: WeightsPlace) -> WeightSource:
-        """Return the weights that a job has named.
-
-        Raises:
-            ModelError: newer ones have taken their place.
-        """
+        """Return the weights that a job has named."""
         if place.folder is not None:
             return SavedWeights(self._allowed(place.folder))
         number, source = self._sources.get(place.policy or "", (0, None))

@@ -57,7 +57,6 @@ class Link:
 
         Args:
             address: `unix:PATH`, `ws://HOST:PORT` or `wss://HOST:PORT`.
-            key: of the tenant.
             job: names the job among those of the tenant.
             patience_seconds: how long a server that can't be reached is waited for.
 
@@ -133,7 +132,6 @@ class Link:
         """Make a call and return the message of its answer.
 
         Args:
-            do: name of the call.
             arguments: by name.
 
         Raises:

@@ -47,7 +47,6 @@ class BackendServer:
         """Begin without jobs; `listen` takes connections.
 
         Args:
-            base: the model, engine and trainer.
             tenant_of: returns the tenant of a key, and raises Unauthorized for one that is not known.
             lease_seconds: how long a job whose connection is lost keeps its policies.
             most_policies: how many policies a job may have.
@@ -86,7 +85,6 @@ class BackendServer:
 
         Args:
             socket: path of a Unix socket; None: `host` and `port` are listened on.
-            host: name or address of this machine.
             port: 0: any free one.
 
         Raises:
@@ -264,11 +262,7 @@ def _dropped(replies: dict[int, asyncio.Task[None]], number: int, _: asyncio.Tas
 
 
 def _read(data: str | bytes) -> Frame:
-    """Return a message.
-
-    Raises:
-        InvalidRequest: it is a text, or none of this protocol.
-    """
+    """Return a message."""
     if isinstance(data, str):
         raise InvalidRequest("a message of this protocol is bytes, and not text")
     return read_frame(data)

@@ -23,9 +23,6 @@ def typed(hint: Any, value: Any, arrays: Arrays, where: str) -> Any:
 
     Args:
         hint: an annotation: records, arrays, numbers, texts, paths, and collections of these.
-        value: JSON, as in a message's header.
-        arrays: of the message.
-        where: the value's place, for the error.
 
     Raises:
         InvalidRequest: the value is of another type; the message names the place.

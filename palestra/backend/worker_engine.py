@@ -121,11 +121,7 @@ class WorkerEngine:
         await cancelled(self._receiving)
 
     def _sent(self, do: str, given: EngineRequest | Mapping[str, Any]) -> int:
-        """Send a call, and return its number.
-
-        Raises:
-            EngineFailure: the worker has died.
-        """
+        """Send a call, and return its number."""
         if self._lost.done():
             raise EngineFailure(f"an engine worker {self._lost.result()}")
         self._numbers += 1
@@ -133,11 +129,7 @@ class WorkerEngine:
         return self._numbers
 
     async def _call(self, do: str, given: Mapping[str, Any]) -> Any:
-        """Return the answer of a call.
-
-        Raises:
-            PalestraError: what the worker has raised.
-        """
+        """Return the answer of a call."""
         number = self._sent(do, given)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:

@@ -65,13 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted key, the default as text and the description of each setting of a section and of those in it.
-
-    Args:
-        section: of the configuration.
-        values: its defaults, as JSON.
-        above: beginning of the keys, with a dot at its end; "": the section itself was asked for.
-    """
+    """Yield the dotted key, the default as text and the description of each setting of a section and of those in it."""
     from palestra.config.section import sections_of
 
     for key, field in section.model_fields.items():

@@ -104,14 +104,7 @@ def _stoppable() -> Iterator[None]:
 def _tried(
     config: JobConfig, limit_seconds: float, free: int, report: Callable[[str], None]
 ) -> tuple[list[Finding], Estimate | None]:
-    """Return what a trial finds, and what a step takes; None where no step ended.
-
-    Args:
-        config: the job, against which nothing stands so far.
-        limit_seconds: after which the trial is given up.
-        free: bytes of memory that were free before.
-        report: is given a line when the trial gets further.
-    """
+    """Return what a trial finds, and what a step takes; None where no step ended."""
     from palestra.runtime.checking import Finding
     from palestra.runtime.trial import estimate_step, load_model
 
@@ -166,11 +159,7 @@ def _key_in(text: str, config: JobConfig) -> str:
 
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what shows how far the command is: one line that changes on a terminal, else lines on standard error.
-
-    Args:
-        quiet: show nothing.
-    """
+    """Yield what shows how far the command is: one line that changes on a terminal, else lines on standard error."""
     console = TerminalConsole(stderr=True, quiet=quiet, highlight=False)
     if quiet or not console.is_terminal:
         yield lambda text: None if quiet else say(f"palestra: {text}", file=sys.stderr)
@@ -188,15 +177,7 @@ def _as_json(findings: Sequence[Finding], estimate: Estimate | None) -> dict[str
 
 
 def _show(config: JobConfig, findings: Sequence[Finding], estimate: Estimate | None, free: int, works: bool) -> None:
-    """Print a line for each finding, then the table of the estimate and what it assumes.
-
-    Args:
-        config: the job.
-        findings: what stands against it, and notes.
-        estimate: what a step takes; None: it was not tried.
-        free: bytes of memory that were free before.
-        works: whether nothing else stands against the job.
-    """
+    """Print a line for each finding, then the table of the estimate and what it assumes."""
     console = TerminalConsole(highlight=False)
     for finding in findings:
         word, style = ("will not work", "bold red") if finding.fatal else ("note", "yellow")

@@ -151,11 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _resources(arguments: argparse.Namespace) -> ResourcesBody:
-    """Return what each job of a service holds.
-
-    Raises:
-        ConfigError: it is given for runs on this machine, or no amount.
-    """
+    """Return what each job of a service holds."""
     from palestra.client.arguments import checked_amount
     from palestra.types.control_wire import ResourcesBody
 
@@ -167,11 +163,7 @@ def _resources(arguments: argparse.Namespace) -> ResourcesBody:
 
 
 def _chosen(only: Sequence[str], runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs that `--only` names, all of them if it was not given.
-
-    Raises:
-        ConfigError: no run of the plan is of that scenario and algorithm.
-    """
+    """Return the runs that `--only` names, all of them if it was not given."""
     from palestra.cli.options import nearest
 
     known = dict.fromkeys(name for each in runs for name in (each.scenario, f"{each.scenario}/{each.algorithm}"))

@@ -75,10 +75,6 @@ def _open(link: str, folder: Path) -> None:
 
     The browser is given a file that leads to the link: the words of its command stand in the list of processes, where
     any user of the machine could take the code before the browser has used it.
-
-    Args:
-        link: with the code.
-        folder: that only this user can read.
     """
     file = folder / "open.html"
     file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={link}"><title>Palestra</title>')

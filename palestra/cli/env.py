@@ -120,15 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _maker(reference: str, settings: str) -> Callable[[], Environment | ConcurrentEnvironment]:
-    """Return what makes the environment.
-
-    Args:
-        reference: as in ENVIRONMENT.
-        settings: JSON of an object.
-
-    Raises:
-        ConfigError: there is no such environment, or the settings are no JSON object.
-    """
+    """Return what makes the environment."""
     from palestra.envs import catalog_entry
 
     given = environment_settings(settings)
@@ -137,11 +129,7 @@ def _maker(reference: str, settings: str) -> Callable[[], Environment | Concurre
 
 
 def _key(file: Path | None) -> tuple[str, bool]:
-    """Return the server's key, and whether it is new and has to be shown.
-
-    Raises:
-        ConfigError: the file can't be read, or is empty.
-    """
+    """Return the server's key, and whether it is new and has to be shown."""
     from palestra.envs.remote.address import KEY_VARIABLE
 
     if file is None:

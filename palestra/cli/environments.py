@@ -84,11 +84,7 @@ def _settings(make: Any) -> list[str]:
 
 
 def _task(given: str | None) -> dict[str, Any] | None:
-    """Return the task of `--task`; None: it was not given.
-
-    Raises:
-        ConfigError: it is no JSON object.
-    """
+    """Return the task of `--task`; None: it was not given."""
     if given is None:
         return None
     try:
@@ -102,11 +98,7 @@ def _task(given: str | None) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _own_errors(arguments: argparse.Namespace) -> Iterator[None]:
-    """Say in one line what an environment of the user's own raises.
-
-    Raises:
-        ConfigError: the environment has raised something; without `--task` the task may be the reason.
-    """
+    """Say in one line what an environment of the user's own raises."""
     try:
         yield
     except PalestraError:

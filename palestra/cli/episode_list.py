@@ -31,7 +31,6 @@ def episode_lines(
     """Yield a header and a line for each episode.
 
     Args:
-        rows: what is listed.
         now: Unix seconds, for how long an episode has been held.
         width: columns of the terminal, into which the lines are made to fit; None: nothing is cut or wrapped.
         trained: the step that trained an episode, by its id.

@@ -18,7 +18,6 @@ def conversation(trajectory: Trajectory, show: Show) -> Group:
     """Return every call with the messages that are new in it, and its reply.
 
     Args:
-        trajectory: of the episode.
         show: returns what is shown of a picture.
     """
     return Group(*_blocks(trajectory, show))

@@ -20,8 +20,6 @@ def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int]
     """A call is below the call whose prompt and completion its own prompt starts with.
 
     Args:
-        trajectory: the episode.
-        trie: its calls.
         left_out: indices of the calls that are not trained because they were abandoned.
     """
     chats = trajectory.chats

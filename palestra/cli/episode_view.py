@@ -37,8 +37,6 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
     """Print the list, or the episode, that the command asks for.
 
     Args:
-        folder: of the run.
-        config: of the run.
         arguments: of the command; see `episodes.add`.
 
     Raises:

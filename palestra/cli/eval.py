@@ -166,12 +166,7 @@ def _show(found: Evaluation, quiet: bool) -> None:
 
 
 def _show_mean(found: Evaluation, whose: str) -> None:
-    """Print the mean reward of one policy.
-
-    Args:
-        found: its outcomes.
-        whose: the beginning of the line.
-    """
+    """Print the mean reward of one policy."""
     scored, total = found.scored, len(found.outcomes)
     if found.mean is None:
         say(f"{whose}none of {total} tasks was scored")

@@ -11,11 +11,7 @@ from palestra.types.states import LOSSES
 
 
 def trained_of_several(config: Mapping[str, Any]) -> str:
-    """Return the name of the only policy that a job trains; empty where the job has no other one, or trains several.
-
-    Args:
-        config: the job's configuration, as nested tables.
-    """
+    """Return the name of the only policy that a job trains; empty where the job has no other one, or trains several."""
     from palestra.config.policy import not_frozen
 
     policies = config.get("policies") or {}
@@ -27,8 +23,6 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
     """Return an event in words; an empty text for events that are not worth a line.
 
     Args:
-        kind: of the event.
-        data: of the event.
         policy: whose reward a step has, if the metrics do not say it; empty: the job's only one.
     """
     if kind == "state":

@@ -85,20 +85,7 @@ def _newest_of(run_dir: Path, policy: str | None, paths: Iterable[str]) -> str |
 
 
 def _copy(run_dir: Path, policy: str | None, target: Path, merged: bool) -> None:
-    """Copy the newest good checkpoint without the files that only a trainer reads.
-
-    Args:
-        run_dir: folder of the run.
-        policy: whose checkpoint; None: that of the only policy that is trained.
-        target: the folder to make.
-        merged: whether an adapter is added to the weights of its base, and those are written.
-
-    Raises:
-        NotFound: the run has no checkpoint yet.
-        ConfigError: the run trains no such policy, or several and none is named.
-        Conflict: the target exists.
-        ModelError: the base of an adapter that is to be merged is not on this machine.
-    """
+    """Copy the newest good checkpoint without the files that only a trainer reads."""
     from palestra.runtime.run_dir import newest_of_policy
     from palestra.trainer.checkpoint import NOT_THE_MODEL
 

@@ -28,11 +28,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of examples as they are written, and ends the help of each option with its default."""
 
     def __init__(self, prog: str) -> None:
-        """Leave room for long options.
-
-        Args:
-            prog: name of the command.
-        """
+        """Leave room for long options."""
         super().__init__(prog, max_help_position=30)
         # argparse forgets the indent of the commands in a list, and would put the text of a long name below it.
         self._action_max_length = 16
@@ -64,9 +60,6 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Write the line; control characters that stand in arguments are shown and not obeyed.
 
-        Args:
-            message: what is wrong.
-
         Raises:
             SystemExit: always, with code 2.
         """
@@ -96,8 +89,6 @@ def nearest(name: str, known: Mapping[str, Any] | Sequence[str], form: str = "{}
     """Return `; did you mean X?` for the known name that is most like a wrong one; empty where none is like it.
 
     Args:
-        name: what was given.
-        known: what could have been given.
         form: how the known name is written, with `{}` in its place.
     """
     found = difflib.get_close_matches(name, known, n=1)
@@ -121,7 +112,6 @@ def command(
 
     Args:
         commands: the subparsers of `palestra`.
-        name: of the command.
         run: is called with the parsed arguments; returns the exit code, None for 0.
         summary: one sentence without a full stop, which also stands in the list of commands.
         example: at least one whole command line, each line indented by two spaces.

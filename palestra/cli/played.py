@@ -27,7 +27,6 @@ def load_played(reference: str | None, environment: str | None, settings: str) -
     """Import what a worker is to play.
 
     Args:
-        reference: as in PLAYED.
         environment: in which an agent acts, as `reference` names an environment; None: the one that the job names.
         settings: JSON of an object, the settings of the environment.
 
@@ -63,11 +62,7 @@ def load_played(reference: str | None, environment: str | None, settings: str) -
 
 
 def _own(reference: str, found: Any, settings: Mapping[str, Any]) -> Callable[[RolloutFacts], RolloutSpec]:
-    """Return the environment of a user's own class, or of a function that makes one.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the environment of a user's own class, or of a function that makes one."""
     from palestra.envs import ConcurrentEnvironment, Environment
     from palestra.rollout import RolloutSpec
 
@@ -86,15 +81,7 @@ def _own(reference: str, found: Any, settings: Mapping[str, Any]) -> Callable[[R
 
 
 def _environment(reference: str | None, settings: Mapping[str, Any]) -> Callable[[RolloutFacts], RolloutSpec]:
-    """Return the environment of a name of the catalogue, or of a class, or the one that the job names.
-
-    Args:
-        reference: the name, or `module:Class`; None: as the job says.
-        settings: of the environment; those of the job stand where there are none.
-
-    Raises:
-        ConfigError: there is no such environment, or a setting is wrong.
-    """
+    """Return the environment of a name of the catalogue, or of a class, or the one that the job names."""
     from palestra.envs.catalog import catalog_maker
     from palestra.rollout import RolloutSpec
 

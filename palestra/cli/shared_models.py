@@ -25,10 +25,7 @@ def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, h
     """Add the options of every such server.
 
     Args:
-        parser: of the command.
-        folder: the default of --dir.
         has: what is in it, for the help.
-        host: what --host is, for the help.
     """
     parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(folder), help=f"folder of {has}")
     parser.add_argument("--host", default="127.0.0.1", help=host)
@@ -94,10 +91,6 @@ def add_tinker_options(parser: Any) -> None:
 def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> SharedModelOptions:
     """Return which base models are served, and how the server computes.
 
-    Args:
-        arguments: of the command.
-        models: names of base models.
-
     Raises:
         ConfigError: a number is out of range.
     """
@@ -117,11 +110,6 @@ def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> Share
 
 def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> TinkerOptions:
     """Return how the Tinker API is served.
-
-    Args:
-        arguments: of the command.
-        folder: of the API.
-        port: on which it listens.
 
     Raises:
         ConfigError: an option can't be used.
@@ -173,11 +161,7 @@ def say_tinker(server: TinkerServer) -> None:
 
 
 def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Serve until Ctrl-C or SIGTERM, and return the exit code.
-
-    Args:
-        serve: serves until the event is set.
-    """
+    """Serve until Ctrl-C or SIGTERM, and return the exit code."""
     import asyncio
 
     from palestra.models.device import tune_malloc
@@ -195,11 +179,7 @@ def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> in
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """Return name and folder of `NAME=FOLDER`.
-
-    Raises:
-        ConfigError: one of them is missing.
-    """
+    """Return name and folder of `NAME=FOLDER`."""
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise ConfigError(f"--adapter takes NAME=FOLDER, and not {text!r}")

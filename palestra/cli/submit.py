@@ -111,11 +111,7 @@ def add(commands: Any) -> None:
 
 
 def _label(text: str) -> tuple[str, str]:
-    """Return a label's name and value.
-
-    Raises:
-        ArgumentTypeError: the text has no `=`.
-    """
+    """Return a label's name and value."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
@@ -123,11 +119,7 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def _bundle(text: str) -> dict[str, Any]:
-    """Return a bundle as the service takes it: `engine:cpus=4,gpus=1,labels.zone=a`.
-
-    Raises:
-        ArgumentTypeError: the role or a key is not known, or a value is no number.
-    """
+    """Return a bundle as the service takes it: `engine:cpus=4,gpus=1,labels.zone=a`."""
     role, _, rest = text.partition(":")
     if role not in ROLES:
         raise argparse.ArgumentTypeError(f"{text!r}: expected {', '.join(ROLES)} before the colon")
@@ -183,11 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
-    """Return what is submitted as the configuration, and the tasks of its files by split, pushed when the job runs.
-
-    Raises:
-        ConfigError: there is no configuration, or the configuration or a file of tasks is wrong.
-    """
+    """Return what is submitted as the configuration, and the tasks of its files by split, pushed when the job runs."""
     from palestra.config import load_config
     from palestra.runtime.tasks import check_sizes, read_files
 

@@ -64,13 +64,7 @@ def _runs(folders: Sequence[Path], console: Console) -> Callable[[], RenderableT
 
 
 def _service(url: str | None, console: Console, stack: contextlib.ExitStack) -> Callable[[], RenderableType]:
-    """Return a function that looks at a service.
-
-    Args:
-        url: of the service; None: the variable PALESTRA_URL.
-        console: where it is drawn.
-        stack: closes the connections.
-    """
+    """Return a function that looks at a service."""
     from palestra.cli.top_service import service_view
     from palestra.client.control import ControlClient
 

@@ -32,7 +32,6 @@ def service_view(control: ControlClient, width: int, now: float) -> RenderableTy
 
     Args:
         control: asks it, with the key of a user.
-        width: columns of the terminal.
         now: Unix seconds.
 
     Raises:

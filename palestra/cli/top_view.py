@@ -41,8 +41,6 @@ def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
     """Return what is drawn; a run that can't be read says why.
 
     Args:
-        runs: what is shown.
-        width: columns of the terminal.
         now: Unix seconds.
     """
     found = [describe_run(run) for run in runs]
@@ -108,7 +106,6 @@ def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[Rendera
 
     Args:
         rows: metrics of the steps, oldest first.
-        width: columns of the terminal.
     """
     lines: list[RenderableType] = []
     found = [
@@ -143,9 +140,7 @@ def episodes_table(title: str, rows: Sequence[Sequence[str]], *more: str) -> Tab
     """Return a table of episodes.
 
     Args:
-        title: of the first column.
         rows: of each episode its id, task, state, reward, calls and tokens, and then what `more` names.
-        more: titles of further columns.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (title, "task", "state", "reward", "calls", "tokens", *more):
@@ -159,7 +154,6 @@ def calls_table(calls: Sequence[SlowCall], now: float) -> Table:
     """Return a table of slow calls.
 
     Args:
-        calls: the slowest first.
         now: Unix seconds.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")

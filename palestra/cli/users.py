@@ -124,11 +124,7 @@ def keys(arguments: argparse.Namespace) -> None:
 
 
 def _limit(text: str) -> tuple[str, float]:
-    """Return name and amount of `NAME=N`.
-
-    Raises:
-        ArgumentTypeError: there is no limit of that name.
-    """
+    """Return name and amount of `NAME=N`."""
     name, _, amount = text.partition("=")
     if name not in LIMITS:
         raise argparse.ArgumentTypeError(f"there is no limit {name!r}; known are {', '.join(LIMITS)}")
@@ -136,9 +132,5 @@ def _limit(text: str) -> tuple[str, float]:
 
 
 def _until(at: float) -> str:
-    """Return when a key expires, as a date in UTC.
-
-    Args:
-        at: Unix seconds.
-    """
+    """Return when a key expires, as a date in UTC."""
     return time.strftime("until %Y-%m-%d", time.gmtime(at))

@@ -134,11 +134,7 @@ def _finder(arguments: argparse.Namespace) -> Find:
 
 
 async def _check(url: str, played: Played) -> None:
-    """Ask the job what has to be known before its episodes are played, so that a wrong key is found.
-
-    Raises:
-        PalestraError: the key is wrong, nothing of Palestra is at the URL, or the job does not fit what is played.
-    """
+    """Ask the job what has to be known before its episodes are played, so that a wrong key is found."""
     from palestra.client import AsyncClient
 
     async with AsyncClient(url) as client:

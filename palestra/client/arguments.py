@@ -12,11 +12,6 @@ from palestra.errors import ConfigError
 def checked_count(name: str, value: Any, least: int = 1) -> int:
     """Return a whole number, also one of numpy's, as an `int`.
 
-    Args:
-        name: of the argument, for the error.
-        value: what was given.
-        least: the smallest that makes sense.
-
     Raises:
         ConfigError: it is no whole number, or is smaller.
     """
@@ -33,8 +28,6 @@ def checked_amount(name: str, value: Any, *, above_zero: bool = False, endless: 
     """Return a number of seconds, cores or the like as a `float`.
 
     Args:
-        name: of the argument, for the error.
-        value: what was given.
         above_zero: whether 0 is refused as well.
         endless: whether it may be infinite.
 

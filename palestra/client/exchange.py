@@ -72,7 +72,6 @@ def checked_url(url: str, example: str) -> str:
     """Return a server's URL without a slash at its end.
 
     Args:
-        url: as the user gave it.
         example: a URL that would be right, for the error.
 
     Raises:
@@ -131,7 +130,6 @@ class Endpoint:
         """Note that a request has failed and will be sent again. Only the first failure of an outage is logged.
 
         Args:
-            error: why the request failed.
             retry_seconds: how long it will be sent again, for the log.
         """
         with self._lock:
@@ -163,19 +161,13 @@ class Settings(Endpoint):
         self.worker_id = worker_id or f"{os.uname().nodename}-{os.getpid()}"
 
     def move(self, url: str, key: str) -> None:
-        """Use the server's new address and key from now on.
-
-        Args:
-            url: the server's URL.
-            key: the key that opens it.
-        """
+        """Use the server's new address and key from now on."""
         self.url, self.key = checked_url(url, "http://127.0.0.1:7411"), checked_key(key)
 
     def request(self, call: Call[Any], retries: int = 0) -> dict[str, Any]:
         """Return the arguments of `httpx2.Client.request` for a call.
 
         Args:
-            call: what is asked.
             retries: how often it was sent before; by that a server knows a model call whose reply was lost.
         """
         headers = {
@@ -199,8 +191,6 @@ def send_call(
     """Return the exchange for a call of a data plane. Every such call is idempotent, so it may always be sent again.
 
     Args:
-        settings: the data plane.
-        call: the request.
         retry_seconds: how long to send it again; None: as `settings` has it.
         sent: counts how often the call was sent, also by earlier exchanges of it; None: this is its first.
     """
@@ -224,7 +214,6 @@ def exchange(
     """Yield what to do next: a request to send (its reply is sent into the generator), or seconds to pause.
 
     Args:
-        endpoint: the server.
         request: makes the arguments of the request, before each attempt.
         read: makes the result of an answer below 300; a ValueError means that the answer is not Palestra's.
         safe: whether the request may be sent again although the server may have acted on it.
@@ -274,7 +263,6 @@ def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Troubl
     """Return why a request has no usable answer, or None if `reply` is one.
 
     Args:
-        url: the server's URL, for messages.
         reply: the answer, or the error in place of one.
     """
     if isinstance(reply, httpx2.RequestError):

@@ -26,10 +26,6 @@ class Crashes:
     def pause_after(self, who: str, how: str) -> float:
         """Note a crash, and return the seconds to wait before the next start: none after the first one.
 
-        Args:
-            who: the process, for the error.
-            how: how it ended, for the error.
-
         Raises:
             WorkerCrashLoop: it has crashed too often.
         """
@@ -55,7 +51,6 @@ class Fleet:
 
         Args:
             command: command line of a child, which exits with 0 when the job is over.
-            processes: number of children.
             drain_seconds: how long children may take to finish after `drain`, before they are killed.
         """
         self._command, self._processes, self._drain_seconds = list(command), processes, drain_seconds
@@ -115,11 +110,7 @@ class _Child:
             self._process.communicate()
 
     def step(self) -> int | None:
-        """Return the exit code if the process has ended for good, and see to its successor if it has crashed.
-
-        Raises:
-            WorkerCrashLoop: it has crashed too often.
-        """
+        """Return the exit code if the process has ended for good, and see to its successor if it has crashed."""
         if self._process is None:
             if self._draining:
                 return 0

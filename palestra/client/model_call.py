@@ -104,12 +104,7 @@ def _others(message: ChatMessage) -> dict[str, Any]:
 
 
 def model_call(episode: Episode, call: ModelCall) -> Call[ModelReply]:
-    """Build the request of a model call. Sent again unchanged, it gets the same recorded reply.
-
-    Args:
-        episode: the claimed episode.
-        call: what is asked.
-    """
+    """Build the request of a model call. Sent again unchanged, it gets the same recorded reply."""
     body = _ChatBody(
         model=call.policy,
         messages=[_written(message) for message in call.messages],

@@ -128,7 +128,6 @@ def end_call(
     """Build the request that hands in a reward. Sent again unchanged, it changes nothing.
 
     Args:
-        episode: the claimed episode.
         reward: a finite number, or one for each agent by name; None: there are named rewards.
         step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
         metadata: JSON to record with the episode; None: none.
@@ -164,11 +163,7 @@ def end_call(
 
 
 def _by_agent(step_rewards: Sequence[Reward]) -> tuple[list[float], list[AgentStepReward]]:
-    """Return the sum of each TimeStep's rewards by agent, and the rewards one by one.
-
-    Raises:
-        InvalidRequest: a TimeStep has a number, or a reward is not a finite number.
-    """
+    """Return the sum of each TimeStep's rewards by agent, and the rewards one by one."""
     earned = []
     for step, rewards in enumerate(step_rewards):
         if not isinstance(rewards, Mapping):
@@ -219,7 +214,6 @@ def abort_call(episode: Episode, reason: str, discard: bool) -> Call[EpisodeAnsw
     """Build the request that gives an episode back.
 
     Args:
-        episode: the claimed episode.
         reason: text to record with the attempt; cut to 2,000 characters.
         discard: whether to drop the episode instead of having it played again.
     """
@@ -231,7 +225,6 @@ def upload_call(data: bytes, digest: str, key: str | None) -> Call[PictureKept]:
     """Build the request that uploads a picture. Sent again, it changes nothing.
 
     Args:
-        data: the file.
         digest: its SHA-256, in hex.
         key: of an episode; None: the job's.
     """
@@ -249,7 +242,6 @@ def observe_call(episode: Episode, events_seen: int, wait_seconds: float = POLL_
     """Build the request that waits until a seat has to act.
 
     Args:
-        episode: the claimed seat.
         events_seen: number of the last event that is known.
         wait_seconds: how long the server may wait before it answers that there is nothing to do yet.
     """
@@ -261,8 +253,6 @@ def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -
     """Build the request that answers an observation. Sent again unchanged, it changes nothing.
 
     Args:
-        episode: the claimed seat.
-        observation_id: the observation.
         action: a text, or a message of the assistant with tool calls.
 
     Raises:

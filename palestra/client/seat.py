@@ -69,7 +69,6 @@ class SeatState:
 
         Args:
             claimed: what the server answered to the claim.
-            role: the name of the seat.
         """
         self.history: Mapping[str, tuple[ChatMessage, ...]] = claimed.metadata.pop("history", {})
         self.episode, self.role = claimed, role
@@ -125,7 +124,6 @@ class Seat(SeatState):
         Args:
             send: sends a request until it is answered.
             claimed: what the server answered to the claim.
-            role: the name of the seat.
         """
         super().__init__(claimed, role)
         self._send = send
@@ -200,7 +198,6 @@ class AsyncSeat(SeatState):
         Args:
             send: sends a request until it is answered.
             claimed: what the server answered to the claim.
-            role: the name of the seat.
         """
         super().__init__(claimed, role)
         self._send = send

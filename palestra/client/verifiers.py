@@ -161,11 +161,7 @@ class _Serving:
         self._task = asyncio.create_task(self._serve())
 
     async def begun(self) -> None:
-        """Wait until the environment serves.
-
-        Raises:
-            EnvironmentFailed: it could not begin to.
-        """
+        """Wait until the environment serves."""
         await asyncio.wait((self._ready,))
         if error := self._ready.exception():
             raise EnvironmentFailed(f"the environment of verifiers does not serve: {error}") from error

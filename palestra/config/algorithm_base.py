@@ -110,11 +110,7 @@ class AlgorithmConfig(Section):
         return None
 
     def teacher_of(self, frozen: Sequence[str]) -> str | None:
-        """Return the name of the policy whose `teacher_logprobs` the algorithm needs; None: it needs none.
-
-        Args:
-            frozen: names of the job's frozen policies.
-        """
+        """Return the name of the policy whose `teacher_logprobs` the algorithm needs; None: it needs none."""
         return None
 
 

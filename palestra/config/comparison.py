@@ -110,9 +110,6 @@ def load_comparison(path: Path) -> ComparisonConfig:
 
     Both are absolute in what is returned, so that runs are the same from whichever folder they are asked for.
 
-    Args:
-        path: path of the file.
-
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
     """

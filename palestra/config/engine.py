@@ -155,9 +155,6 @@ class MixedEngineConfig(Section):
 def require_place(engine: EngineConfig) -> None:
     """Refuse a job that is about to start, and whose vLLM has neither an interpreter nor an address.
 
-    Args:
-        engine: of the job.
-
     Raises:
         ConfigError: only a service could start the job, whose operator has an interpreter.
     """

@@ -284,10 +284,8 @@ def check_served(
     """Refuse a job that its engine's servers can't play.
 
     Args:
-        engine: the job's.
         policies: by name.
         deterministic: whether results have to be the same bit for bit.
-        pools: policies whose past versions play.
 
     Raises:
         ValueError: past versions of whole weights play, several policies are on one server, the job has to be

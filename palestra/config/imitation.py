@@ -81,9 +81,6 @@ class DistillConfig(AlgorithmConfig):
     def teacher_of(self, frozen: Sequence[str]) -> str | None:
         """Return the policy that teaches; None: a server does, or there is no frozen policy, and no job starts so.
 
-        Args:
-            frozen: names of the job's frozen policies.
-
         Raises:
             ValueError: the named policy is not one of them, or there are several and none is named.
         """

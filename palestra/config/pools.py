@@ -56,18 +56,13 @@ class PoolConfig(Section):
     )
 
     def versions(self, done: int) -> tuple[int, ...]:
-        """Return the versions of the pool, oldest first, by the number of the step after which each was made.
-
-        Args:
-            done: number of steps that are done.
-        """
+        """Return the versions of the pool, oldest first, by the number of the step after which each was made."""
         return tuple(range(0, done + 1, self.every_steps))[-self.size :]
 
     def weights(self, versions: Sequence[int], win_rates: Mapping[int, float]) -> tuple[float, ...]:
         """Return how much each version counts in the choice; they need not add up to 1.
 
         Args:
-            versions: of the pool.
             win_rates: of those that learn against a version, from 0 to 1; a version that is not in it counts as 0.5.
         """
         if self.choice == "uniform":
@@ -78,8 +73,6 @@ class PoolConfig(Section):
         """Return the version that plays; None: the newest weights do. Equal arguments give the same result.
 
         Args:
-            key: of what is drawn for.
-            versions: of the pool, at least one.
             win_rates: see `weights`.
         """
         digest = hashlib.sha256(key.encode()).digest()

@@ -88,12 +88,7 @@ class Roles:
 
     @staticmethod
     def is_of(role: str, agents: Iterable[str]) -> bool:
-        """Return whether a role without slashes is one of some agents': its name, with or without a number.
-
-        Args:
-            role: its name.
-            agents: names of agents.
-        """
+        """Return whether a role without slashes is one of some agents': its name, with or without a number."""
         return any(role in (agent, _LAST_NUMBER.sub("", agent)) for agent in agents)
 
     def plays_frozen(self, agent: str) -> bool:
@@ -147,9 +142,6 @@ def check_pools(roles: Roles, steps: int, max_staleness: int, algorithm_of: Call
     """Refuse pools from which nothing could be learned.
 
     Args:
-        roles: of the job.
-        steps: of the job.
-        max_staleness: of its episodes, in steps.
         algorithm_of: returns the algorithm of a policy, which says what an agent's calls are credited with.
 
     Raises:

@@ -143,12 +143,7 @@ def _given(kind: str, value: Any) -> str:
 
 
 def _walk(root: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], type[Section]]:
-    """Return the path that a user has written, and the section of its last key.
-
-    Args:
-        root: the section that was checked.
-        loc: pydantic's path, which also has the kind of each union that it goes through.
-    """
+    """Return the path that a user has written, and the section of its last key."""
     place: list[str] = []
     section, rest = root, [str(step) for step in loc if step not in (TAG_OF_NAME, TAG_OF_TABLE)]
     while rest:
@@ -200,11 +195,7 @@ class _InWords(ModelMetaclass):
     if not TYPE_CHECKING:  # type checkers see the signature that pydantic makes of the fields
 
         def __call__(cls, *args: Any, **values: Any) -> Any:
-            """Make a section, as pydantic does.
-
-            Raises:
-                ConfigError: a key is unknown, or a value is out of range.
-            """
+            """Make a section, as pydantic does."""
             try:
                 return super().__call__(*args, **values)
             except ValidationError as error:

@@ -17,11 +17,6 @@ WITHOUT_IMAGES = "its images are left out: the page does not send images"
 def read_conversation(run: Run, episode_id: str, index: int) -> ConversationAnswer:
     """Return the messages of a call and its reply.
 
-    Args:
-        run: of the page.
-        episode_id: of the episode.
-        index: of the call.
-
     Raises:
         NotFound: there is no such episode or call.
         Conflict: the prompt was token ids or raw text, which are no messages.

@@ -51,8 +51,6 @@ def group_in_batch(connection: Connection, manifest: BatchManifest, group_index:
 
     Args:
         connection: from `browse`.
-        manifest: of the batch.
-        group_index: of the group.
     """
     of_group = select(episodes.c.episode_id).where(episodes.c.kind == "train", episodes.c.group_index == group_index)
     members = set(connection.execute(of_group).scalars())
@@ -65,7 +63,6 @@ def batch_group(connection: Connection, manifest: BatchManifest | None, group_in
     Args:
         connection: from `browse`.
         manifest: of the batch; None: there is none.
-        group_index: of the group.
     """
     try:
         return None if manifest is None else group_in_batch(connection, manifest, group_index)
@@ -80,7 +77,6 @@ def credits_of_group(
 
     Args:
         connection: from `browse`.
-        config: of the run.
         manifest: of the batch that has the group; None: none has.
         group: its episodes in the batch; None: one of them can't be read.
     """
@@ -100,7 +96,6 @@ def readable_manifest(connection: Connection, step: int) -> BatchManifest | None
 
     Args:
         connection: from `browse`.
-        step: of the run.
     """
     try:
         return read_manifest(connection, step)
@@ -115,7 +110,6 @@ def group_credit(
 
     Args:
         connection: from `browse`.
-        config: of the run.
         manifest: of the batch, which also says how much each token weighs.
         group: of `group_in_batch`.
         policy: name of a policy that is trained.

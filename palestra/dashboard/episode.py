@@ -86,10 +86,6 @@ class EpisodeReading:
 def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     """Read an episode and the others of its group.
 
-    Args:
-        run: of the page.
-        episode_id: of the episode.
-
     Raises:
         NotFound: no such episode.
         StoreError: its record is damaged.
@@ -134,12 +130,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
 
 
 def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeAnswer:
-    """Return an episode with its calls and the outline of its rows.
-
-    Args:
-        run: of the page.
-        reading: of the episode.
-    """
+    """Return an episode with its calls and the outline of its rows."""
     view, fates = reading.view, reading.fates
     episode = view.trajectory.episode
     (task, task_cut), (metadata, metadata_cut) = fitting(episode.task.data), fitting(episode.metadata)
@@ -268,10 +259,7 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
     """Return tokens of a row.
 
     Args:
-        run: of the page.
-        reading: of the episode.
         number: of the row, from 0.
-        start: the first token.
         count: the most tokens; not more than `MOST_TOKENS`.
 
     Raises:

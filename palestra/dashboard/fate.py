@@ -29,8 +29,6 @@ def episode_fates(
     """Return for each policy that the job trains whether an episode is trained, and why.
 
     Args:
-        view: the episode and its step.
-        config: the job.
         group: the episodes of its group that are in the batch of its step, itself among them; see `group_in_batch`.
             None: one of them can't be read.
         events: of the run, those that may be about this episode.
@@ -110,12 +108,7 @@ def _teaches(shares: Sequence[Trajectory], config: JobConfig, policy: str) -> bo
 
 
 def kept_calls(trajectory: Trajectory, config: JobConfig) -> frozenset[int]:
-    """Return the indices of the calls that `algorithm.train_on` keeps, of frozen policies too.
-
-    Args:
-        trajectory: the episode.
-        config: of the run.
-    """
+    """Return the indices of the calls that `algorithm.train_on` keeps, of frozen policies too."""
     # As the learner does, by policy: a judge's call after it does not make a writer's last call an earlier one.
     own: dict[str, list[Chat]] = {}
     for chat in trajectory.chats:
@@ -128,12 +121,7 @@ def kept_calls(trajectory: Trajectory, config: JobConfig) -> frozenset[int]:
 
 
 def continued_calls(chats: Sequence[Chat], trie: TokenTrie) -> dict[int, Chat | None]:
-    """Return for each call, by index, the longest earlier one that its prompt starts with all of; None: none.
-
-    Args:
-        chats: calls of an episode.
-        trie: the same calls.
-    """
+    """Return for each call, by index, the longest earlier one that its prompt starts with all of; None: none."""
     ends = {trie.end(chat.index): chat for chat in reversed(chats)}  # the first of equal ones
     return {chat.index: _goes_on_from(chat, ends, trie.end(chat.index).path()) for chat in chats}
 

@@ -126,11 +126,7 @@ class Feed:
             news.set()
 
     async def _look_again(self, seconds: float) -> None:
-        """Begin another look, so that all that is in the store now is seen, and wait for it.
-
-        Args:
-            seconds: the longest wait, after which the look still runs.
-        """
+        """Begin another look, so that all that is in the store now is seen, and wait for it."""
         if self._looking is not None:  # which may have read the store before its newest event was written
             await asyncio.wait({self._looking}, timeout=seconds)
         await asyncio.wait({self._look_now()}, timeout=seconds)

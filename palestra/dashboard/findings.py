@@ -14,7 +14,6 @@ def read_findings(run: Run, kept: dict[int, dict[str, float]]) -> FindingsAnswer
     """Return what the rules find in all steps of a run.
 
     Args:
-        run: of the page.
         kept: what was read of finished steps before; see `examine_store`.
     """
     config = run.config

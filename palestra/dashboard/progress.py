@@ -29,11 +29,7 @@ NEWEST = 200  # rows among which the newest value of a metric is looked for
 
 
 def describe_run(run: Run) -> RunAnswer:
-    """Return how far a run is; a run that can't be read says why.
-
-    Args:
-        run: of the page.
-    """
+    """Return how far a run is; a run that can't be read says why."""
     try:
         config = run.config
         with run.open() as connection:
@@ -45,12 +41,7 @@ def describe_run(run: Run) -> RunAnswer:
 
 
 def unreadable(run: Run, why: str) -> RunAnswer:
-    """Return the line of a run that can't be read.
-
-    Args:
-        run: of the page.
-        why: for people.
-    """
+    """Return the line of a run that can't be read."""
     return RunAnswer(run=run.name, title=run.title or run.name, folder=str(run.folder), state="unreadable", reason=why)
 
 
@@ -102,24 +93,14 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
 
 
 def serve_command(run: Run, config: JobConfig) -> str:
-    """Return the command that serves the newest checkpoint of what a run trains; empty: it trains nothing.
-
-    Args:
-        run: of the page.
-        config: of the run.
-    """
+    """Return the command that serves the newest checkpoint of what a run trains; empty: it trains nothing."""
     settings = serving_settings(run.folder, config)
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return shlex.join(["palestra", "run", str(run.folder / SAVED_CONFIG), *words]) if settings else ""
 
 
 def serving_settings(folder: Path, config: JobConfig) -> dict[str, str]:
-    """Return what a run's configuration has to be changed in, to serve what the run has trained; nothing: no model.
-
-    Args:
-        folder: of the run.
-        config: of the run.
-    """
+    """Return what a run's configuration has to be changed in, to serve what the run has trained; nothing: no model."""
     trained = config.trained_policies if config.kind == "training" else ()
     if not trained:
         return {}
@@ -142,19 +123,12 @@ def newest_value(rows: Sequence[Mapping[str, float]], name: str) -> float | None
 
     Args:
         rows: oldest first.
-        name: of the metric.
     """
     return next((row[name] for row in reversed(rows) if name in row), None)
 
 
 def _of_each(rows: Sequence[Mapping[str, float]], name: str, rivals: Sequence[str]) -> dict[str, float]:
-    """Return the newest value of a metric of each of several trained policies that has one.
-
-    Args:
-        rows: oldest first.
-        name: of the metric.
-        rivals: the policies.
-    """
+    """Return the newest value of a metric of each of several trained policies that has one."""
     found = {policy: newest_value(rows, of_policy(name, policy)) for policy in rivals}
     return {policy: value for policy, value in found.items() if value is not None}
 
@@ -170,10 +144,6 @@ def _seconds_left(rows: Sequence[Mapping[str, float]], config: JobConfig) -> flo
 
     The last steps took what lies between the times of their rows, evaluations included. With a token budget the steps
     that are left are those that sample the rest of it.
-
-    Args:
-        rows: of the newest steps, oldest first.
-        config: of the run.
     """
     known = [row for row in rows if "wall_seconds" in row][-RECENT - 1 :]
     if len(known) < 2 or not known[-1]["step"] > known[0]["step"]:
@@ -222,7 +192,6 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
     """Return the metrics of a run by step.
 
     Args:
-        run: of the page.
         after: only rows of later steps; -1: all.
     """
     with run.open() as connection:
@@ -252,11 +221,7 @@ def _known_metrics() -> dict[str, Metric]:
 
 
 def read_settings(run: Run) -> SettingsAnswer:
-    """Return the configuration of a run, and which keys differ from their defaults.
-
-    Args:
-        run: of the page.
-    """
+    """Return the configuration of a run, and which keys differ from their defaults."""
     config = run.config
     mine, plain = config.model_dump(mode="json"), JobConfig().model_dump(mode="json")
     known = _leaves(plain)

@@ -69,12 +69,7 @@ class _Kept(Generic[T]):
         self._known.pop(name, default)
 
     async def get(self, name: str, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the answer about a run, read now or a moment ago. Errors of reading are raised, and not kept.
-
-        Args:
-            name: of the run.
-            read: reads the answer.
-        """
+        """Return the answer about a run, read now or a moment ago. Errors of reading are raised, and not kept."""
         known = self._known.get(name)
         if known is not None and time.monotonic() < known[0]:
             return known[1]
@@ -102,8 +97,6 @@ class Reader:
         """Create a reader.
 
         Args:
-            runs: that are read.
-            stopping: is set when the server ends.
             most: how many runs it knows where they are added one by one; the one that was added longest ago is
                 forgotten then. None: all, and an error names them.
         """
@@ -141,10 +134,6 @@ class Reader:
     async def read(self, run: Run, work: Callable[[], T]) -> T:
         """Return the result of a function that blocks.
 
-        Args:
-            run: that is read.
-            work: reads it.
-
         Raises:
             StoreUnreachable: the function takes too long, or earlier ones of this run do.
             StoreError: a record of the run is damaged.
@@ -176,10 +165,6 @@ class Reader:
 
     async def search(self, run: Run, work: Callable[[], T]) -> T:
         """Return the result of a search, which takes much of a core. After each there is a pause as long as it took.
-
-        Args:
-            run: that is searched.
-            work: searches it.
 
         Raises:
             ServerStopping: the server ends before the search begins.
@@ -213,7 +198,6 @@ class Reader:
         """Return what the doctor's rules find in a run; the answer may be a little old.
 
         Args:
-            run: that is read.
             step: the run is read again if a known answer is of an earlier step than this.
 
         Raises:

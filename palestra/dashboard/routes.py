@@ -108,9 +108,6 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
     """Add the page and its data to an application, whose paths of `public_paths` have to be public.
 
     Args:
-        app: the application.
-        runs: what the page shows.
-        access: checks keys.
         stopping: is set when the server ends, so that streams end too.
     """
     reader = Reader(runs, stopping)
@@ -141,8 +138,6 @@ def add_run_routes(app: FastAPI, reader: Reader, allowed: Callable[..., Any]) ->
     """Add the routes that read one run to an application.
 
     Args:
-        app: the application.
-        reader: of the runs.
         allowed: dependency of each route, which refuses who may not see the run of the path parameter `run`.
     """
     api = APIRouter(prefix=f"{PAGE}/api/runs", dependencies=[Depends(allowed)], tags=["page"])

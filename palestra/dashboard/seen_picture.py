@@ -28,11 +28,6 @@ _DECODING = threading.Lock()  # one picture at a time, whosever run it is of
 def seen_picture(run: Run, digest: str, policy: str) -> Response:
     """Return the answer with the pixels that a model got of a picture, as PNG. Blocks for the disk and the decoder.
 
-    Args:
-        run: of the page.
-        digest: of the picture.
-        policy: whose model it was shown to.
-
     Raises:
         NotFound: there is no such picture, or the run has not noted how this policy's model gets pictures.
         InvalidPicture: the picture, or what it is brought to for the model, has more pixels than the page's limit.

@@ -24,10 +24,7 @@ def create_page_app(
     """Return the application that shows runs.
 
     Args:
-        runs: what the page shows.
         access: the key, and the code of the link.
-        stopping: is set when the server ends.
-        most_bytes: of the body of a request.
     """
 
     async def authenticate(request: Request) -> int:

@@ -71,8 +71,6 @@ def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> 
     """Add the page, and the runs of jobs, to an application, in which `/` and `public_paths` have to be public.
 
     Args:
-        app: of the control plane.
-        jobs: checks keys, and finds runs.
         stopping: is set when the server ends, so that streams end too.
     """
     reader = Reader((), stopping, MOST_RUNS)

@@ -37,10 +37,6 @@ def _readable(row: Any) -> SlowCall | None:
 
 
 def read_slow_calls(run: Run) -> SlowCallsAnswer:
-    """Return the slowest of the newest calls of a run.
-
-    Args:
-        run: of the page.
-    """
+    """Return the slowest of the newest calls of a run."""
     with run.open() as connection:
         return SlowCallsAnswer(run=run.name, calls=slow_calls(connection))

@@ -91,10 +91,7 @@ def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: in
     """Return a page of the episodes that fit, newest first.
 
     Args:
-        run: of the page.
-        wanted: what is searched for.
         before: `following` of the page before; None: the first page.
-        limit: the most episodes of a page.
 
     Raises:
         InvalidRequest: `before` is not from an earlier answer.
@@ -119,9 +116,7 @@ def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer
     """Return a page of the events of a run, newest first.
 
     Args:
-        run: of the page.
         before: `before` of the page before; None: the first page.
-        limit: the most events of a page.
     """
     wanted = select(events).order_by(events.c.event_id.desc()).limit(limit)
     if before is not None:
@@ -132,11 +127,7 @@ def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer
 
 
 def ends_of_events(run: Run) -> tuple[float | None, int]:
-    """Return the time of the first event of a run, and the number of the newest one; None and 0: there is none.
-
-    Args:
-        run: of the page.
-    """
+    """Return the time of the first event of a run, and the number of the newest one; None and 0: there is none."""
     by_number = select(events.c.event_id, events.c.at)
     with run.open() as connection:
         first = connection.execute(by_number.order_by(events.c.event_id).limit(1)).first()
@@ -145,13 +136,7 @@ def ends_of_events(run: Run) -> tuple[float | None, int]:
 
 
 def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:
-    """Return the first events of a run after a number, oldest first; damaged ones are among them.
-
-    Args:
-        run: of the page.
-        after: number of an event.
-        limit: the most events to return.
-    """
+    """Return the first events of a run after a number, oldest first; damaged ones are among them."""
     wanted = select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit)
     with run.open() as connection:
         found = [_event(row) for row in connection.execute(wanted)]
@@ -162,7 +147,6 @@ def read_step(run: Run, step: int) -> StepAnswer:
     """Return a step: its numbers, its groups, and what was left out.
 
     Args:
-        run: of the page.
         step: number of the step; 0 is the evaluation before the first.
 
     Raises:
@@ -226,11 +210,6 @@ def _groups(connection: Connection, kind: str, step: int) -> list[GroupLine]:
 
 def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
     """Return the episodes of one task, side by side.
-
-    Args:
-        run: of the page.
-        kind: of the group.
-        group_index: of the group.
 
     Raises:
         NotFound: there is no such group.
@@ -346,11 +325,7 @@ def object_of(text: Any) -> dict[str, Any]:
 
 
 def fitting(data: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return those values of an object that a page can show, and how many bytes of JSON the others have.
-
-    Args:
-        data: the object, as JSON has it.
-    """
+    """Return those values of an object that a page can show, and how many bytes of JSON the others have."""
     kept, left = dict[str, Any](), MOST_JSON
     sizes = {name: len(orjson.dumps({name: value}, option=orjson.OPT_NON_STR_KEYS)) for name, value in data.items()}
     for name, value in data.items():

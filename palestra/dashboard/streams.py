@@ -100,7 +100,6 @@ class Streams:
         """Begin without any.
 
         Args:
-            reader: of the runs.
             stopping: is set when the server ends, so that streams end too.
         """
         self._reader, self._stopping = reader, stopping
@@ -121,7 +120,6 @@ class Streams:
 
         Args:
             stream: is open until its client has gone.
-            content: made of the stream.
             owner: tenant whose streams are counted together; "": a server without tenants.
 
         Raises:

@@ -15,7 +15,6 @@ def token_text(config: JobConfig, policy: str) -> TokenText:
     """Return the function that gives the text of a token id. It loads the tokenizer of the policy's model.
 
     Args:
-        config: of the run.
         policy: name of the policy, or of a past version of one.
 
     Raises:

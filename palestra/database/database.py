@@ -152,11 +152,7 @@ class Database:
             await asyncio.sleep(CHECK_SECONDS)  # no event for a deleted file is sent by every kind of file system
 
     async def _on_reader(self, work: Callable[[], T]) -> T:
-        """Run `work` in a reader thread.
-
-        Raises:
-            StoreError: the database is closed.
-        """
+        """Run `work` in a reader thread."""
         try:
             running = asyncio.get_running_loop().run_in_executor(self._readers, work)
         except RuntimeError as error:  # requests may outlive the database, whose executor is shut down then
@@ -191,11 +187,7 @@ class Database:
 
 
 async def _within(until: float, answer: Awaitable[T]) -> T:
-    """Return an answer that comes before a time of the event loop. One that does not come is not waited for.
-
-    Raises:
-        StoreUnreachable: the time is over.
-    """
+    """Return an answer that comes before a time of the event loop. One that does not come is not waited for."""
     waiting = asyncio.ensure_future(answer)
     try:
         if not (await asyncio.wait({waiting}, timeout=until - asyncio.get_running_loop().time()))[0]:

@@ -70,7 +70,6 @@ def as_sqlalchemys(error: sqlite3.Error, statement: str) -> sa.exc.DBAPIError:
 
     Args:
         error: what `driver_of` raised.
-        statement: that failed.
     """
     kind: type[sa.exc.DBAPIError] = getattr(sa.exc, type(error).__name__, sa.exc.DatabaseError)
     return kind(statement, None, error)

@@ -53,7 +53,6 @@ class Writer:
         """Start the writing thread.
 
         Args:
-            engine: of the database.
             explain: turns an error of the database into the one that callers get; see `Backend`.
             problem: called after each commit. If it returns an error, the commit is not acknowledged, and every later
                 operation fails with this error.
@@ -83,7 +82,6 @@ class Writer:
         Cancelling the future does not withdraw the operation, which is committed all the same.
 
         Args:
-            run: the function of a connection.
             tag: names the fault points before and after the commit, such as `chat_commit`.
 
         Raises:

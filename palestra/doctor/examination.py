@@ -79,9 +79,6 @@ class Examination:
 def examine(folder: Path | str) -> Examination:
     """Return what the rules say about a run, finished or running; nothing in its folder is changed.
 
-    Args:
-        folder: of the run.
-
     Raises:
         NotFound: the folder is not that of a run.
         StoreError: its store can't be read.
@@ -102,7 +99,6 @@ def examine_store(
 
     Args:
         connection: from `browse`.
-        config: of the run.
         folder: of the run, for the size of its files and what its disk has left.
         kept: numbers of the episodes of finished steps, which the last examination has left there, and to which this
             one adds; None: all episodes of the run are read.
@@ -157,7 +153,6 @@ def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -
 
     Args:
         rows: of training steps, oldest first, with the numbers of `store_facts` where they are known.
-        job: the job.
         rivals: the policies that are trained, where there are several: then rules of a policy look at the rows of each.
     """
     known = list(rows)
@@ -174,14 +169,7 @@ def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -
 
 
 def _findings(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule], policy: str) -> list[Finding]:
-    """Return what rules find in the rows of a policy, or of the job.
-
-    Args:
-        rows: of training steps, oldest first; those in which the policy is not trained are left out.
-        job: the job.
-        rules: the rules.
-        policy: by name; empty: the only one, or the job.
-    """
+    """Return what rules find in the rows of a policy, or of the job."""
     history, newest = History(job), 0
     spells: dict[str, _Spell] = {}
     for row in rows:
@@ -203,13 +191,7 @@ class _Spell:
         self._rule, self._since, self._until, self._seen, self._count = rule, 0, -1, "", 0
 
     def extend(self, before: int, step: int, seen: str) -> None:
-        """Add a step; one that does not follow directly begins a new stretch.
-
-        Args:
-            before: the step before it.
-            step: that shows the sign.
-            seen: what it shows.
-        """
+        """Add a step; one that does not follow directly begins a new stretch."""
         if self._until != before:
             self._since = step
         self._until, self._seen, self._count = step, seen, self._count + 1

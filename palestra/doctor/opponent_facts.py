@@ -30,7 +30,6 @@ def opponent_facts(connection: Connection, steps: Collection[int]) -> dict[int, 
     when the step is trained depends on time.
 
     Args:
-        connection: of the run's store.
         steps: numbers of the steps; one without a batch has no numbers.
     """
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)

@@ -50,7 +50,6 @@ class History:
         """Create the history of a job.
 
         Args:
-            job: the job.
             rows: metrics of its steps, oldest first; those of evaluations alone are left out.
         """
         self.job = job
@@ -111,12 +110,7 @@ class Rule:
 
 
 def mean(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a metric over the rows that have it; None: none has.
-
-    Args:
-        rows: of steps.
-        name: of the metric.
-    """
+    """Return the mean of a metric over the rows that have it; None: none has."""
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else None
 
@@ -126,7 +120,6 @@ def in_each(rows: Sequence[Row], condition: Callable[[Row], bool]) -> bool:
 
     Args:
         rows: of steps; none: False.
-        condition: is asked for each row.
     """
     return bool(rows) and all(condition(row) for row in rows)
 

@@ -24,7 +24,6 @@ def health_of(history: History, policy: str = "", rules: Sequence[Rule] = RULES)
     Args:
         history: the rows of the run so far.
         policy: name of the policy that the rows are of, for people; empty if the job has only one.
-        rules: the signs that are looked for.
     """
     if not history.rows:
         return []

@@ -36,7 +36,6 @@ def store_facts(connection: Connection, after: int = 0) -> dict[int, dict[str, f
 
     Args:
         connection: from `browse`.
-        after: only later steps.
     """
     columns = (episodes.c.state, episodes.c.attempts, episodes.c.reason, groups.c.step)
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
@@ -89,9 +88,7 @@ def disk_facts(folder: Path, step: int, steps: int) -> Mapping[str, float]:
     """Return how many bytes of a run's disk are free, and how many the rest of the run needs; nothing where it is over.
 
     Args:
-        folder: of the run.
         step: number of the newest step.
-        steps: of the job.
     """
     if not 0 < step < steps:
         return {}

@@ -22,11 +22,6 @@ def _error(history: History, rows: Sequence[Row], of: int) -> float:
     """Return the standard error of the mean reward of some steps.
 
     The episodes of a group count as one, because they have the same task: that is the largest error that there can be.
-
-    Args:
-        history: of the run.
-        rows: whose largest deviation of rewards is taken.
-        of: how many steps the mean is over.
     """
     deviation = max((row.get(STD, 0.0) for row in rows), default=0.0)
     return deviation / math.sqrt(of * max(history.job.groups_per_step, 1))
@@ -73,12 +68,7 @@ def _reward_oscillates(history: History) -> str | None:
 
 
 def _swings(values: Sequence[float], least: float) -> int:
-    """Return how often a series turns after a move of a least size.
-
-    Args:
-        values: of consecutive steps.
-        least: the smallest move that counts.
-    """
+    """Return how often a series turns after a move of a least size."""
     swings, up, low, high = 0, None, values[0], values[0]
     for value in values:
         low, high = min(low, value), max(high, value)

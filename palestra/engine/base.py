@@ -66,7 +66,6 @@ class Engine(Protocol):
         Those of temperature 1, among all tokens. Nothing is sampled.
 
         Args:
-            policy: whose present weights are asked.
             prompt: [P] ids, at least one, with the images behind those that are placeholders.
 
         Raises:
@@ -81,7 +80,6 @@ class Engine(Protocol):
         What was computed with the older weights is not used for requests that begin later. Other policies keep theirs.
 
         Args:
-            policy: whose weights these are.
             version: what tokens that are sampled from them say.
             source: where the engine reads the weights; it has read all of them when this returns.
 

@@ -32,7 +32,6 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     """Refuse numbers that no engine can use, and tokens that the model does not have.
 
     Args:
-        sampling: of a request.
         vocab_size: V, the number of the model's tokens.
 
     Raises:

@@ -45,7 +45,6 @@ class FakeEngine:
             script: makes the ids of a reply from a prompt, [P], and how it is to be sampled.
             delay_seconds: time before the first piece of a reply.
             piece_tokens: tokens of a piece; 0: a reply comes whole.
-            piece_delay_seconds: time between two pieces.
         """
         self._script, self._delay = script, delay_seconds
         self._piece, self._piece_delay = piece_tokens, piece_delay_seconds
@@ -91,7 +90,6 @@ class FakeEngine:
         """Return -1 for each token of a prompt but the first, as for every token that is sampled.
 
         Args:
-            policy: any.
             prompt: [P] ids.
         """
         return [-1.0] * (len(prompt.ids) - 1)
@@ -100,9 +98,7 @@ class FakeEngine:
         """Take the version of new weights, and no tensor: a function that writes replies has no weights.
 
         Args:
-            policy: whose weights these are.
             version: what tokens that are sampled from them say.
-            source: not read.
         """
         self._versions[policy] = version
 
@@ -110,10 +106,8 @@ class FakeEngine:
         """Take the version of one more policy, and no tensor.
 
         Args:
-            name: of the new policy.
             like: not used, because all policies are one script.
             version: what tokens that are sampled from it say.
-            source: not read.
         """
         self._versions[name] = version
 

@@ -42,7 +42,6 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
     """Return the application that serves an environment.
 
     Args:
-        table: the sessions.
         key: makes sessions and lists them; each session has a key of its own.
     """
 
@@ -113,8 +112,6 @@ async def served_environment(table: SessionTable, key: str, listener: socket.soc
     """Serve an environment inside of the block, and end all sessions with it.
 
     Args:
-        table: the sessions.
-        key: of the server.
         listener: a socket that listens; it is closed at the end.
     """
     sweeping = asyncio.create_task(table.sweep())

@@ -89,7 +89,6 @@ class OpenEnvServer:
             make: returns a new environment, of one agent.
             limits: of sessions; None: the defaults. A client that finds none free is refused, as OpenEnv has it.
             tasks: makes a task of the arguments of `reset`; None: they are the task.
-            description: of the environment, for people.
 
         Raises:
             Exception: what the environment raised when it was made.
@@ -140,11 +139,7 @@ class OpenEnvServer:
         @app.post("/reset")
         @app.post("/step")
         async def without_session() -> None:
-            """Refuse the forms that have no session, in which each request would begin a new environment.
-
-            Raises:
-                Conflict: always.
-            """
+            """Refuse the forms that have no session, in which each request would begin a new environment."""
             raise Conflict("an episode is played over the WebSocket /ws; a request of its own has no session")
 
         @app.websocket("/ws")
@@ -280,11 +275,7 @@ class _Session:
         return await self._next(environment)
 
     async def _next(self, environment: ConcurrentEnvironment) -> dict[str, Any]:
-        """Return what the agent is shown next.
-
-        Raises:
-            InvalidEnvironment: there is more than one agent, which OpenEnv's protocol can't say.
-        """
+        """Return what the agent is shown next."""
         try:
             seen = await environment.observe()
         except EpisodeOver:
@@ -337,11 +328,7 @@ def _error(code: Code, message: str) -> dict[str, Any]:
 
 
 async def _receive(websocket: WebSocket) -> str:
-    """Return the text of the next message; empty, and so no JSON, where a client sends bytes.
-
-    Raises:
-        WebSocketDisconnect: the client is gone.
-    """
+    """Return the text of the next message; empty, and so no JSON, where a client sends bytes."""
     message = await websocket.receive()
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message["code"])

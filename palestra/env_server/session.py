@@ -112,10 +112,7 @@ class EnvironmentSession:
         """Create a session with a new name and a new key; `open` makes its environment.
 
         Args:
-            make: returns a new environment.
             system: system message of the agent of an `Environment`; None: the environment's own.
-            limits: of time and size.
-            clock: source of time.
             on_idle: is called when the client has heard how its episode has ended.
             on_end: is called when the client has ended the session.
         """
@@ -289,12 +286,7 @@ class EnvironmentSession:
         return self._environment
 
     async def _show_all(self, environment: ConcurrentEnvironment) -> None:
-        """Send the observations of an episode until it is over.
-
-        Raises:
-            InvalidEnvironment: an observation does not keep to the rules.
-            Exception: what the environment raised.
-        """
+        """Send the observations of an episode until it is over."""
         while True:
             try:
                 observation = await environment.observe()
@@ -347,12 +339,7 @@ class EnvironmentSession:
         self._open.clear()
 
     async def _renew(self) -> None:
-        """Close the environment, if there is one, and make a new one.
-
-        Raises:
-            InvalidRequest: a system message is given, and the environment's agents have their own.
-            Exception: what the environment raised.
-        """
+        """Close the environment, if there is one, and make a new one."""
         await self._close_environment()
         made = self._make()
         if isinstance(made, Environment):

@@ -50,7 +50,6 @@ class SessionTable:
         """Create a table without sessions.
 
         Args:
-            make: returns a new environment.
             limits: of sessions; None: the defaults.
             clock: source of time; None: the system's.
 
@@ -89,7 +88,6 @@ class SessionTable:
         """Return a session.
 
         Args:
-            session_id: its name.
             key: the session's key, as the client has sent it.
 
         Raises:
@@ -189,11 +187,7 @@ class SessionTable:
             await asyncio.wait(self._ending)
 
     async def _open(self, request: CreateSession) -> EnvironmentSession | None:
-        """Wait for a place, make a session and set its environment up; None: no place has become free in time.
-
-        Raises:
-            EnvironmentFailed: the environment could not be made.
-        """
+        """Wait for a place, make a session and set its environment up; None: no place has become free in time."""
         if not await self._take_place(min(request.wait_seconds, MAX_WAIT_SECONDS)):
             return None
         session = EnvironmentSession(
@@ -214,11 +208,7 @@ class SessionTable:
         return session
 
     def _check_open(self) -> None:
-        """Refuse a new session if there may be none any more.
-
-        Raises:
-            ServerStopping: the server is going down, or drains.
-        """
+        """Refuse a new session if there may be none any more."""
         if self._closed is not None:
             raise ServerStopping(self._closed)
 
@@ -243,11 +233,7 @@ class SessionTable:
             self._look_empty()
 
     async def _take_place(self, seconds: float) -> bool:
-        """Wait until there may be one session more, in the order in which clients have come; False: there is none.
-
-        Raises:
-            ServerStopping: the server is going down.
-        """
+        """Wait until there may be one session more, in the order in which clients have come; False: there is none."""
         self._check_open()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)

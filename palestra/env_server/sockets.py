@@ -15,12 +15,7 @@ MAX_REASON_BYTES = 120  # of the WebSocket's close frame
 
 
 async def carry(session: EnvironmentSession, websocket: WebSocket) -> None:
-    """Carry a session's messages over a new connection, which takes the place of an older one.
-
-    Args:
-        session: what the client plays.
-        websocket: not yet accepted.
-    """
+    """Carry a session's messages over a new connection, which takes the place of an older one."""
     await websocket.accept()
     connection = _Connection(session, websocket)
     session.connection = connection

@@ -151,12 +151,7 @@ def _gsm_symbolic(*, system: str = "End with the number alone on the last line."
 
 
 def _needs(module: str, install: str) -> Callable[[], None]:
-    """Return a check that a module is installed, without importing it.
-
-    Args:
-        module: name of the module.
-        install: what pip is given to get it.
-    """
+    """Return a check that a module is installed, without importing it."""
 
     def check() -> None:
         if find_spec(module) is None:

@@ -98,12 +98,7 @@ def check_environment(
 
 
 def _run_apart(work: Coroutine[Any, Any, None], run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-    """Run a coroutine on an event loop of its own, in a thread: one of the caller's may be running in this one.
-
-    Args:
-        work: the coroutine.
-        run: makes the event loop.
-    """
+    """Run a coroutine on an event loop of its own, in a thread: one of the caller's may be running in this one."""
     with ThreadPoolExecutor(1, "palestra-check") as thread:
         thread.submit(run, work).result()
 
@@ -158,11 +153,7 @@ async def _episode(environment: Environment, task: Task, script: Script, max_ste
 
 
 def _make(make: Callable[[], Any]) -> Any:
-    """Return a new environment.
-
-    Raises:
-        InvalidEnvironment: `make` raised something.
-    """
+    """Return a new environment."""
     try:
         return make()
     except InvalidEnvironment:
@@ -172,16 +163,7 @@ def _make(make: Callable[[], Any]) -> Any:
 
 
 async def _call_of(what: str, environment: Environment, function: Callable[[], Any]) -> Any:
-    """Return the result of a method of an environment, called as a job calls it.
-
-    Args:
-        what: the method, for messages.
-        environment: whose method it is.
-        function: the call.
-
-    Raises:
-        InvalidEnvironment: the function raised an exception, which is named in the message.
-    """
+    """Return the result of a method of an environment, called as a job calls it."""
     try:
         return await call(function, "palestra-environment", blocking=environment.blocking)
     except InvalidEnvironment:

@@ -103,7 +103,6 @@ async def check_concurrent(
     """Play the episodes of `plan` in concurrent environments; see `check_environment` for the mistakes that are found.
 
     Args:
-        make: returns a new environment each time.
         plan: tasks, each with the script of its actions.
         max_steps: an episode with more actions counts as endless.
         timeout_seconds: the longest time that an environment may show nothing.
@@ -315,17 +314,7 @@ class Episode:
 
 
 async def _call(what: str, work: Awaitable[Any], timeout_seconds: float) -> Any:
-    """Return the result of a method of an environment.
-
-    Args:
-        what: the method, for messages.
-        work: the call.
-        timeout_seconds: the longest time that it may take, of the machine's clock: an event loop of virtual time would
-            not wait for threads.
-
-    Raises:
-        InvalidEnvironment: the method raised an exception, or took too long.
-    """
+    """Return the result of a method of an environment."""
     task, loop, late = asyncio.ensure_future(work), asyncio.get_running_loop(), threading.Event()
 
     def stop() -> None:

@@ -33,7 +33,6 @@ class TimedEpisode(Episode):
 
         Args:
             environment: a `ContinuousEnvironment`.
-            script: actions of each agent.
             max_steps: an episode with more actions counts as endless.
             timeout_seconds: the longest time that the world may show nothing, if that is longer than the world lasts.
             last_first: whether the agents that were asked last think for the shortest time.

@@ -21,9 +21,6 @@ async def close_or_log(
     cancelled stops waiting; the environment still closes.
 
     Args:
-        environment: whose last episode is over.
-        seconds: limit of the closing.
-        log: where the error goes.
         name: of the environment, for the log; None: of its class.
     """
     closing = asyncio.create_task(_close(environment, seconds, log, name or type(environment).__name__))

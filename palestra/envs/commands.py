@@ -17,7 +17,6 @@ def command_call(text: str, schemas: Iterable[Schema]) -> ToolCall | None:
     Words are arguments in the order of the tool's parameters; the last parameter takes the rest of the line.
 
     Args:
-        text: a reply.
         schemas: tools in OpenAI's shape.
     """
     tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}

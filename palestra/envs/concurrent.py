@@ -343,15 +343,7 @@ def checked_reset(found: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
 
 
 def _messages(seen: Any, method: str) -> tuple[ChatMessage, ...]:
-    """Return an observation as messages: those that it is, or one of the user with its text and pictures.
-
-    Args:
-        seen: the observation.
-        method: that has returned it, for the error.
-
-    Raises:
-        InvalidEnvironment: it is none.
-    """
+    """Return an observation as messages: those that it is, or one of the user with its text and pictures."""
     if isinstance(seen, str):
         return (text_message("user", seen),)
     if isinstance(seen, tuple) and all(isinstance(message, ChatMessage) for message in seen):

@@ -46,7 +46,6 @@ def may_be_scored(dataset: str, answer: str) -> bool:
 
     Args:
         dataset: name in `reasoning-gym`.
-        answer: what the model wrote.
     """
     kind = _BY_DATASET.get(dataset)
     if kind is None:

@@ -15,10 +15,6 @@ def final_answers(reply: str, lines: int) -> list[str]:
     It is what the last `<answer>` tags enclose; else the code block that ends the reply; else its last line, or the
     lines of the JSON value that ends with it. Of an answer of several lines it is as many last lines as the expected
     answer has, or the last paragraph.
-
-    Args:
-        reply: the text of a reply.
-        lines: of the expected answer.
     """
     for found in (_TAGGED.findall(reply), _FENCED.findall(reply)):
         if found:

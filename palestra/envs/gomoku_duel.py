@@ -30,11 +30,6 @@ class GomokuDuel(MultiAgentEnvironment):
     def __init__(self, *, size: int = 3, to_win: int = 3, clock: Clock | None = None) -> None:
         """Set what holds where the task does not say it.
 
-        Args:
-            size: rows, and columns.
-            to_win: stones in a row that win.
-            clock: tells when something was observed.
-
         Raises:
             ValueError: it can't be played.
         """

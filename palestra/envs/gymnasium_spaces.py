@@ -31,9 +31,6 @@ def is_picture_space(space: Any) -> bool:
 def instruction(space: Any) -> str:
     """Return what a reply has to be, as a sentence for the agent.
 
-    Args:
-        space: of actions.
-
     Raises:
         NoText: actions of this kind can't be said.
     """
@@ -62,7 +59,6 @@ def action_of(space: Any, said: str) -> Any:
     """Return the action that a reply says, or None if it says none that the space contains.
 
     Args:
-        space: of actions.
         said: the reply. Its first numbers are taken, as many as the action has; of a Dict or a Tuple it is JSON.
     """
     kind = kind_of(space)

@@ -41,7 +41,6 @@ class GymnasiumVector(MultiAgentEnvironment):
 
         Args:
             name: Gymnasium's name of the environment, for example `CartPole-v1`.
-            worlds: number of copies.
             features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
             rules: text before the first observation of each agent; empty: what a reply has to be.
             impossible_reward: reward of a reply that has no valid action.

@@ -38,8 +38,6 @@ class Harvest(ContinuousEnvironment):
         """Create the environment; the roles are `agent-0`, `agent-1`, …
 
         Args:
-            agents: number of agents.
-            tick_seconds: time between ticks.
             ticks: ticks after which the episode is over.
             barriers: whether all agents act at the same time, and wait for the slowest.
             least: pieces that have to be there for taking them to bring anything.

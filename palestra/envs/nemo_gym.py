@@ -149,11 +149,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             return json.dumps({"error": str(error)})
 
     async def _asked(self, path: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Post to a route whose failure is one of the episode, and return its answer.
-
-        Raises:
-            EnvironmentFailed: the server can't be reached, or refuses.
-        """
+        """Post to a route whose failure is one of the episode, and return its answer."""
         try:
             status, text = await self._post(path, _json(body), seconds)
         except TimeoutError:
@@ -174,13 +170,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         return found
 
     async def _post(self, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
-        """Send a request, and return status and body of its answer.
-
-        Raises:
-            TimeoutError: there was no answer in time.
-            EpisodeForfeited: the server has taken the request, and broke off.
-            EnvironmentFailed: the server can't be reached, or its answer is too long.
-        """
+        """Send a request, and return status and body of its answer."""
         assert self._http is not None
         limits, found = httpx2.Timeout(None, connect=CONNECT_SECONDS), b""
         try:
@@ -214,10 +204,5 @@ class NemoGymEnvironment(ConcurrentEnvironment):
 
 
 def _json(body: Any) -> bytes:
-    """Return a value as JSON.
-
-    Raises:
-        ValueError: it has a number that is none.
-        RecursionError: it is too deep.
-    """
+    """Return a value as JSON."""
     return json.dumps(body, allow_nan=False).encode()

@@ -55,7 +55,6 @@ def items_of(action: ChatMessage, number: int) -> list[dict[str, Any]]:
     """Return an agent's reply as items: its text, then its calls.
 
     Args:
-        action: the reply.
         number: makes the ids of the items unique in the episode.
     """
     items: list[dict[str, Any]] = []

@@ -157,11 +157,7 @@ def _named_file(parameters: Mapping[str, Any]) -> str | None:
 
 
 def _imported() -> Any:
-    """Import OpenSpiel and return the module.
-
-    Raises:
-        ConfigError: OpenSpiel is not installed.
-    """
+    """Import OpenSpiel and return the module."""
     try:
         import pyspiel
     except ImportError:

@@ -47,7 +47,6 @@ class OpenEnvLink:
         """Note the address; `open` connects.
 
         Args:
-            url: the server's URL, checked.
             headers: of the requests, such as a key.
             wait_seconds: how long to wait for a session while all are in use.
             reply_seconds: limit for the answer to one message.

@@ -142,11 +142,7 @@ def _place(planes: Any) -> str:
 
 
 def _imported() -> Any:
-    """Import PettingZoo and return the module.
-
-    Raises:
-        ConfigError: PettingZoo is not installed.
-    """
+    """Import PettingZoo and return the module."""
     try:
         # By name, because this module has the library's.
         return importlib.import_module("pettingzoo")

@@ -55,9 +55,7 @@ def asked_facts(name: str, needed: Sequence[str], wanted: Sequence[str], calls: 
     """Return the facts that a reward function asks for.
 
     Args:
-        name: of the function, for the error.
         needed: facts without which it can't be called.
-        wanted: facts that it takes.
         calls: see `reward_facts`.
 
     Raises:

@@ -162,11 +162,7 @@ def needed_columns(function: Callable[..., Any]) -> list[str]:
 
 
 def _of_task_and_answer(function: Callable[..., Any]) -> OneAnswer:
-    """Return a function of the form `(task, answer)`, which may ask for facts by name, in the common form.
-
-    Raises:
-        InvalidEnvironment: it can't be called with a task and an answer, or needs what is no fact.
-    """
+    """Return a function of the form `(task, answer)`, which may ask for facts by name, in the common form."""
     name, signature = _name(function), inspect.signature(function)
     positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -191,7 +187,6 @@ def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
 
     Args:
         function: the reward function, for its name in messages.
-        value: the returned value.
 
     Raises:
         NotScored: the value is None, so the episode is left out of training.
@@ -230,16 +225,7 @@ def _check_names(names: Mapping[Any, Any]) -> None:
 
 
 def _finite(owner: str, value: Any, verb: str = "returned") -> float:
-    """Return a value as a float.
-
-    Args:
-        owner: whose reward it is, for messages.
-        value: what was given.
-        verb: of the message.
-
-    Raises:
-        InvalidEnvironment: it is not a number, or not finite.
-    """
+    """Return a value as a float."""
     try:
         number = float(value if not isinstance(value, str | bytes) else None)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):

@@ -89,8 +89,6 @@ def split_sum_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]
     task.
 
     Args:
-        split: the split to draw from.
-        count: number of tasks.
         seed: other seeds draw other tasks of the same split.
 
     Returns:

@@ -27,8 +27,6 @@ def draw_tasks(
     """Draw distinct tasks of a split; equal arguments give equal tasks.
 
     Args:
-        split: the split.
-        count: number of tasks.
         seed: other seeds draw other tasks of the same split.
         draw: makes a task from a source of randomness; the task's `id` identifies it and decides its split.
 
@@ -59,8 +57,6 @@ def seed_tasks(name: str, split: Split, count: int, seed: int) -> list[dict[str,
 
     Args:
         name: what the tasks' ids begin with.
-        split: the split to draw from.
-        count: number of tasks.
         seed: other seeds draw other tasks of the same split.
 
     Returns:

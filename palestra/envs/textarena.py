@@ -26,8 +26,6 @@ class TextArenaEnvironment(MultiAgentEnvironment):
         """Make the game.
 
         Args:
-            id: TextArena's name of the game.
-            players: number of players.
             clock: source of the times of observations; None: the system's clock.
 
         Raises:
@@ -76,11 +74,7 @@ class TextArenaEnvironment(MultiAgentEnvironment):
 
 
 def _imported() -> Any:
-    """Import TextArena and return the module.
-
-    Raises:
-        ConfigError: TextArena is not installed.
-    """
+    """Import TextArena and return the module."""
     try:
         import textarena
     except ImportError:

@@ -68,13 +68,7 @@ def _tokenizer(vocabulary: dict[str, Any] | None) -> LLTokenizer:
 
 
 def _grammar_process(own: socket.socket, tokenizer: LLTokenizer, bounds: dict[str, Any]) -> None:
-    """Serve one grammar until its socket is closed. Ends this process and does not return.
-
-    Args:
-        own: the socket to the parent's `GrammarProcess`.
-        tokenizer: prepared by the server.
-        bounds: a `Bounds` as JSON.
-    """
+    """Serve one grammar until its socket is closed. Ends this process and does not return."""
     code = 2  # stays if llguidance panics
     try:
         _confine(bounds["memory_mib"] << 20)
@@ -108,11 +102,7 @@ class _Grammar:
         self._matchers: dict[int, LLMatcher] = {}
 
     def serve(self) -> None:
-        """Compile the grammar of the first frame, and answer requests to walk it until the socket is closed.
-
-        Raises:
-            EOFError: the parent closed the socket.
-        """
+        """Compile the grammar of the first frame, and answer requests to walk it until the socket is closed."""
         grammar = receive_frame(self._own).decode()
         self._allow(self._bounds["compile_cpu_seconds"])
         start, first, problem = self._compile(grammar)
@@ -206,17 +196,7 @@ class _Grammar:
         return nodes
 
     def _walk(self, matcher: LLMatcher, tokens: list[int], wanted: list[int], renew: bool = True) -> list[bytes]:
-        """Accept tokens, and return the token mask at each place in `wanted`.
-
-        Args:
-            matcher: stands before the first token; it is advanced.
-            tokens: the ids to accept.
-            wanted: places from 0 to `len(tokens)`; place i is the one before token i.
-            renew: whether each token may use the processor time of a step again.
-
-        Raises:
-            ValueError: a token does not match the grammar, or a limit of llguidance was reached.
-        """
+        """Accept tokens, and return the token mask at each place in `wanted`."""
         masks, places = [], set(wanted)
         for place in range(len(tokens) + 1):
             if renew:
@@ -243,11 +223,7 @@ def _tokens_of(mask: bytes, most: int) -> list[int] | None:
 
 
 def _choose(mask: bytes, draw: random.Random) -> int:
-    """Return a random token that the mask allows.
-
-    Raises:
-        ValueError: the mask allows none.
-    """
+    """Return a random token that the mask allows."""
     bits = int.from_bytes(mask, "little")
     if not bits:
         raise ValueError("no token fits it")

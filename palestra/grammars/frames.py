@@ -36,11 +36,7 @@ def receive_json(of: socket.socket) -> Any:
 
 
 def _exactly(of: socket.socket, length: int) -> bytearray:
-    """Receive `length` bytes.
-
-    Raises:
-        EOFError: the other side closed the socket before that.
-    """
+    """Receive `length` bytes."""
     data = bytearray(length)
     view, have = memoryview(data), 0
     while have < length:

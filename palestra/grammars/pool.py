@@ -159,9 +159,6 @@ class Grammars:
 
         Blocks the calling thread. The processes of different grammars work at the same time.
 
-        Args:
-            matchers: any number, of several grammars.
-
         Returns:
             For each matcher None, or the error with which its reply has to end.
         """
@@ -209,7 +206,6 @@ class Grammars:
 
         Args:
             grammar: the grammar that the reply had to match.
-            tokens: the reply from its beginning.
             wanted: ascending indices in `tokens` whose masks are wanted.
             keep: whether the masks are returned; False: they are computed only to find out whether the reply matches.
 
@@ -277,17 +273,7 @@ class Grammars:
                 self._threads.shutdown(wait=False)  # queued work still runs, and fails because the pool is closed
 
     def _walked(self, matcher: ProcessMatcher, tokens: list[int], wanted: list[int], keep: bool) -> bytes:
-        """Advance a matcher by tokens, and return the masks at the places of `wanted`, one after another.
-
-        Args:
-            matcher: of a reply that is not sampled at the moment.
-            tokens: the ids to accept.
-            wanted: places from 0 to `len(tokens)`; place i is the one before token i.
-            keep: whether the masks are returned.
-
-        Raises:
-            InvalidRequest, GrammarRefused, EngineFailure: see `walk`.
-        """
+        """Advance a matcher by tokens, and return the masks at the places of `wanted`, one after another."""
         with matcher.process.lock:
             matcher.walked = True
             matcher.process.ask([(matcher.number, tokens, wanted)], masks=keep)
@@ -335,11 +321,7 @@ class Grammars:
         return found
 
     async def _compiled(self, key: bytes, grammar: str) -> None:
-        """Wait until the grammar is compiled, and stop compiling if this caller was the last that waited.
-
-        Raises:
-            InvalidRequest, GrammarRefused, EngineFailure: the grammar could not be compiled.
-        """
+        """Wait until the grammar is compiled, and stop compiling if this caller was the last that waited."""
         compilation = self._join(key, grammar)
         try:
             await asyncio.shield(compilation.done_here())
@@ -347,12 +329,7 @@ class Grammars:
             self._leave(key, compilation)
 
     def _join(self, key: bytes, grammar: str) -> _Compilation:
-        """Join the callers that wait for a grammar, and have it compiled if this is the first one.
-
-        Raises:
-            EngineFailure: the pool is closed.
-            TooManyRequests: too many other grammars wait to be compiled.
-        """
+        """Join the callers that wait for a grammar, and have it compiled if this is the first one."""
         with self._lock:
             if self._closed:
                 raise EngineFailure("the engine was stopped")
@@ -421,11 +398,7 @@ class Grammars:
         return gone + [self._alive.pop(other) for other in idle[: max(0, len(self._alive) - MOST_PROCESSES)]]
 
     def _running_server(self) -> GrammarServer:
-        """Return the server from which processes are forked, after starting it if it does not run.
-
-        Raises:
-            EngineFailure: the pool is closed, or the server did not start.
-        """
+        """Return the server from which processes are forked, after starting it if it does not run."""
         with self._starting:
             if self._closed:
                 raise EngineFailure("the engine was stopped")

@@ -234,13 +234,7 @@ class GrammarProcess:
             self._channel.close()
 
     def _cause(self, error: Exception, what: str, cpu_seconds: float) -> PalestraError:
-        """Return why the process did not answer, and end it if it still runs. The caller holds `lock`.
-
-        Args:
-            error: what reading the answer raised.
-            what: the request, in words, for the message.
-            cpu_seconds: processor time that the request was allowed.
-        """
+        """Return why the process did not answer, and end it if it still runs. The caller holds `lock`."""
         with self._ended:
             if self.over is None:
                 status = self._server.end(self.pid)

@@ -59,7 +59,6 @@ class GrammarTree:
         """Return the masks at some places of a reply, int32 [W, B]; see `Grammars.walk`.
 
         Args:
-            tokens: the reply from its beginning.
             wanted: ascending places from 0 to `len(tokens)`; place i is the one before token i.
 
         Raises:
@@ -93,7 +92,6 @@ class GrammarTrees:
         """Keep the tree of a grammar.
 
         Args:
-            key: digest of the grammar's text.
             tree: the newest one is kept however large it is.
         """
         if (before := self._trees.pop(key, None)) is not None:

@@ -69,7 +69,6 @@ class Verdicts:
         """Remember whether a grammar can be used.
 
         Args:
-            key: digest of the grammar's text.
             error: why it can't; None: it can.
         """
         refused = None if error is None else Refusal.of(error)

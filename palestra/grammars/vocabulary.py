@@ -12,7 +12,6 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> GrammarVocabulary:
     """Return the vocabulary that grammar processes need, made from a tokenizer.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
         vocab_size: number of tokens of the model, which may be larger than the tokenizer's.
     """
     backend = copy(tokenizer.backend_tokenizer)

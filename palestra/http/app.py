@@ -27,21 +27,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the description of a body that a route reads itself, for FastAPI's `openapi_extra`.
-
-    Args:
-        kind: the model of the body.
-    """
+    """Return the description of a body that a route reads itself, for FastAPI's `openapi_extra`."""
     schema = kind.model_json_schema(ref_template=_MODELS)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _add(schema: dict[str, Any], known: dict[str, Any]) -> str:
-    """Add a schema and its definitions to the known ones, and return the reference to it.
-
-    Raises:
-        ValueError: another model has the same name.
-    """
+    """Add a schema and its definitions to the known ones, and return the reference to it."""
     whole = dict(schema)
     for name, definition in (whole.pop("$defs", {}) | {schema["title"]: whole}).items():
         if known.setdefault(name, definition) != definition:
@@ -78,8 +70,6 @@ def build_app(
     """Return an application without routes, in which errors become answers and every request needs a key.
 
     Args:
-        title: of the OpenAPI document.
-        description: of the OpenAPI document.
         authenticate: called for each request before its body is read; raises if the key is missing or unknown.
         max_body_bytes: the longest body of any request, in bytes.
         public: paths that are answered without a key.

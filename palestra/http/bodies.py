@@ -28,10 +28,6 @@ _BACKSLASH = ord("\\")
 def parse_body(kind: type[B], body: bytes) -> B:
     """Parse and check a request body.
 
-    Args:
-        kind: the model of the body.
-        body: JSON.
-
     Raises:
         InvalidRequest: not JSON, a value of the wrong type, or too many values.
         UnsupportedField: a value that a validator of `kind` refused as `UNSUPPORTED`.
@@ -97,9 +93,7 @@ async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
     """Read the body of a request and validate it as a model.
 
     Args:
-        kind: the model of the body.
         request: a request whose body was not read.
-        pool: threads for long bodies.
 
     Raises:
         InvalidRequest, UnsupportedField: see `parse_body`.
@@ -114,7 +108,6 @@ async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPoo
     Args:
         parse: called with the body; in a thread of `pool` if the body is long. What it raises is raised here.
         request: a request whose body was not read.
-        pool: threads for long bodies.
 
     Raises:
         ClientDisconnect: the client closed the connection.

@@ -149,7 +149,6 @@ class Connections:
         """Record that a response was sent and that no other request has arrived.
 
         Args:
-            connection: the connection.
             known: whether one of its requests had a good key.
             complete: whether the request was received to its end; otherwise the rest of its body is due.
         """

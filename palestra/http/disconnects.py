@@ -17,7 +17,6 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
     Args:
         receive: of a request whose body has been read.
-        work: what the client waits for.
 
     Raises:
         ClientDisconnect: the client disconnected before `work` was finished.

@@ -39,7 +39,6 @@ class RequestGuard:
         """Guard an application.
 
         Args:
-            app: the application.
             authenticate: raises if a request's key is not good, and returns how many bytes its body may have.
             max_bytes: the longest body, also if `authenticate` allows more.
             public: paths that need no key, and take no body.
@@ -50,13 +49,7 @@ class RequestGuard:
         self._held = 0  # bytes of the bodies of all requests that are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an allowed request to the application, with a `receive` that enforces the limits of its body.
-
-        Args:
-            scope: of ASGI.
-            receive: of ASGI.
-            send: of ASGI.
-        """
+        """Pass an allowed request to the application, with a `receive` that enforces the limits of its body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -97,11 +90,7 @@ class RequestGuard:
             self._held -= seen
 
     async def _most_bytes(self, scope: Scope) -> int:
-        """Return how many bytes the body may have, after checking the key and the declared length.
-
-        Raises:
-            PalestraError: the key is not good, or the body is too long.
-        """
+        """Return how many bytes the body may have, after checking the key and the declared length."""
         if scope["path"] in self._public:
             most = 0
         else:

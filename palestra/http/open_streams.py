@@ -37,10 +37,6 @@ class OpenStreams:
         """Return the answer that is a stream.
 
         Args:
-            content: of the stream.
-            reader: whose streams are counted together.
-            headers: of the answer.
-            media_type: of the content.
             during: is entered while the stream is open; None: nothing is.
 
         Raises:

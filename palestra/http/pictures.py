@@ -17,10 +17,6 @@ def picture_answer(blobs: Blobs, digest: str) -> Response:
 
     The type is read from the bytes, and not from what a client has said of them.
 
-    Args:
-        blobs: the pictures of a run.
-        digest: of the picture.
-
     Raises:
         NotFound: there is no such picture.
         StoreError: its file is damaged.

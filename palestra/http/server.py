@@ -26,7 +26,6 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens.
 
     Args:
-        host: name or address of this machine.
         port: 0: any free port.
 
     Raises:
@@ -68,7 +67,6 @@ async def served(
     """Serve an application inside of the block.
 
     Args:
-        app: the application.
         listener: a socket that listens; it is closed at the end.
         stop: called at the end, before the connections are closed.
         connections: counts and limits the connections; None: with the default limits.

@@ -24,7 +24,6 @@ class Tenants:
         Args:
             folder: has a file for each tenant, with its key.
             names: of tenants that there have to be.
-            prefix: how each key begins.
 
         Raises:
             ConfigError: a name or a key can't be used.

@@ -60,7 +60,6 @@ class Batch:
 
         Args:
             episodes: ids of the episodes.
-            version: the policy before the step.
         """
         groups = [
             replace(group, rows=tuple(row for row in group.rows if row.episode_id not in episodes))
@@ -111,7 +110,6 @@ class Batch:
         A group is never cut: its episodes are compared with one another, and an episode's rows belong together.
 
         Args:
-            count: number of parts.
             mode: `loss_agg_mode`, by which the loss weights of the rows were made.
             draw: decides which groups are in which part.
         """
@@ -307,12 +305,7 @@ def _reward(trajectory: Trajectory) -> float:
 
 
 def staleness_of(samples: Sequence[TrainSample], version: PolicyVersion) -> dict[int, int]:
-    """Return the number of trained tokens that were sampled, by age: n of a version minus n of the token.
-
-    Args:
-        samples: S rows.
-        version: the policy before the step.
-    """
+    """Return the number of trained tokens that were sampled, by age: n of a version minus n of the token."""
     sampled = [sample.versions[sample.loss_mask, 1] for sample in samples]
     ages = [version.n - versions[versions >= 0] for versions in sampled]
     found, tokens = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
@@ -328,12 +321,7 @@ def staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
 
 
 def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, float]:
-    """Return the tokens of all calls, whichever policy has sampled them, and those that enter no loss, by full name.
-
-    Args:
-        trajectories: completed episodes.
-        roles: which policies are frozen.
-    """
+    """Return the tokens of all calls, whichever policy has sampled them, and those that enter no loss, by full name."""
     calls = [chat for t in trajectories for chat in t.chats]
     frozen = [chat for chat in calls if chat.policy in roles.frozen or past_of(chat.policy) is not None]
     return {
@@ -353,8 +341,6 @@ def rollout_metrics(
 
     Args:
         shares: what the policy learns from in each of them; of none there is no mean.
-        policy: its name.
-        roles: of the job's agents.
         config: the policy's algorithm, which weighs rewards by name.
     """
     named = [t.episode.named_rewards for t in shares]

@@ -53,7 +53,6 @@ class TrainingBudget:
         """Return the learning rate of the newest step that was counted, which falls by tokens if there is a budget.
 
         Args:
-            optimizer: peak, schedule and warm-up.
             step: number of that step, from 1.
         """
         budget = self._config.token_budget

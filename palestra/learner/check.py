@@ -152,11 +152,7 @@ def _rows(algorithm: Algorithm, groups: Sequence[Group], where: str, penalty: bo
 
 
 def _loss(algorithm: Algorithm) -> Loss:
-    """Return the loss that an algorithm names.
-
-    Raises:
-        InvalidAlgorithm: it is a critic's.
-    """
+    """Return the loss that an algorithm names."""
     found = build_loss(algorithm.loss())
     if not isinstance(found, Loss):
         raise InvalidAlgorithm(f"the loss {found.name!r} is of a critic's values, and `loss` names one of tokens")
@@ -166,14 +162,7 @@ def _loss(algorithm: Algorithm) -> Loss:
 def _of_rows(
     loss: Loss, rows: Sequence[TrainSample], batch: Sequence[TrainSample], where: str = ""
 ) -> dict[int, float]:
-    """Return the gradient of each token of some rows of a batch.
-
-    Args:
-        loss: the algorithm's loss.
-        rows: the rows that are in one micro-batch.
-        batch: all rows, over which sequences are.
-        where: what is special about the episodes, for the message.
-    """
+    """Return the gradient of each token of some rows of a batch."""
     import torch
 
     if not rows:

@@ -49,13 +49,10 @@ class CheckpointSchedule:
         """Create the schedule; no checkpoint is known until `load`.
 
         Args:
-            config: the job.
-            trainer: the trainer that has the policies.
             folders: folder of the checkpoints of each trained policy, by the policy's name.
             remembered: for each of these policies what has a state that is saved with the weights, by its key in the
                 checkpoint.
             wall_seconds: returns how long the job has run.
-            add_event: records an event of the job.
         """
         self._config, self._trainer, self._folders = config, trainer, dict(folders)
         self._remembered, self._wall_seconds, self._add_event = remembered, wall_seconds, add_event
@@ -114,7 +111,6 @@ class CheckpointSchedule:
         """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile.
 
         Args:
-            step: the step that was just trained.
             last: whether training ends with it.
         """
         if step % self._config.checkpoint.every_steps == 0 or last:

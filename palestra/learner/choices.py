@@ -17,21 +17,12 @@ class CallChoices:
     """Asks the trainer for the choices of each grammar once, and keeps them."""
 
     def __init__(self, trainer: Trainer, policy: str, algorithm: str) -> None:
-        """Begin with no grammar known.
-
-        Args:
-            trainer: walks the grammars.
-            policy: whose calls are looked at.
-            algorithm: its name, for messages.
-        """
+        """Begin with no grammar known."""
         self._trainer, self._policy, self._algorithm = trainer, policy, algorithm
         self._known: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
 
     async def of(self, trajectories: Sequence[Trajectory]) -> Choices:
         """Return the choices of all calls of the policy.
-
-        Args:
-            trajectories: completed episodes.
 
         Raises:
             ConfigError: a call is not held to a grammar, or to one that allows more than `MOST_CHOICES` replies.
@@ -51,11 +42,7 @@ class CallChoices:
         return found
 
     async def problems(self, trajectories: Sequence[Trajectory]) -> dict[str, str]:
-        """Return for each episode with a reply that is none of its call's choices its id and the reason.
-
-        Args:
-            trajectories: completed episodes.
-        """
+        """Return for each episode with a reply that is none of its call's choices its id and the reason."""
         found = {}
         for trajectory in trajectories:
             try:

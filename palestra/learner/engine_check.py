@@ -25,8 +25,6 @@ async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime)
 
     Args:
         engine: samples from the policy, and isn't paused.
-        trainer: has the policy.
-        runtime: of the policy.
 
     Raises:
         ConfigError: they have different models.

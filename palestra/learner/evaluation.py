@@ -23,8 +23,6 @@ async def evaluate(
 
     Args:
         groups: the job's groups; each task becomes a group of one episode.
-        tasks: the validation tasks.
-        done: number of steps that are done.
         roles: which agents a frozen policy plays; their rewards are not counted.
         algorithm: weighs rewards by name, where one policy at most is trained.
     """

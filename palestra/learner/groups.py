@@ -94,10 +94,7 @@ async def gather_groups(
     meanwhile. Groups that were registered before a restart are used, so that no completed episode is lost.
 
     Args:
-        store: the run store.
-        config: sizes and limits.
         tasks_of: returns the tasks that the episodes of a group play in turn, by the group's index.
-        step: the step to gather.
         last_step: the last step whose episodes may be played now.
         versions: n of each policy that will be trained, by name. An episode with a token of one of them that is older
             than `max_staleness` allows is not used, and registered again. What other policies said is never stale.
@@ -218,14 +215,7 @@ async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: Mapping[st
 
 
 def _lost(step: int, played: int, reasons: Sequence[str]) -> PalestraError:
-    """Return the error that says why most of the lost episodes of a step were discarded.
-
-    Args:
-        step: the step.
-        played: number of its episodes that are settled.
-        reasons: why each lost episode was discarded. A reason begins with its kind, such as `not_scored: ...` or the
-            name of an exception.
-    """
+    """Return the error that says why most of the lost episodes of a step were discarded."""
     kinds = Counter(reason.partition(":")[0] for reason in reasons)
     kind, number = kinds.most_common(1)[0]
     example = " ".join(next(reason for reason in reasons if reason.partition(":")[0] == kind).split())

@@ -64,13 +64,9 @@ class Learner:
         """Assemble the learner; `run` trains.
 
         Args:
-            config: the job.
-            store: the job's run store.
             trainer: the trainer that has the policies that are trained.
             algorithms: of each policy that is trained: it makes advantages of rewards, and names the loss.
             engine: samples the episodes, and receives new weights.
-            policies: all policies of the job.
-            folder: the run's files.
             progress: the state that `/status` shows.
             report: is called with every event, as it is recorded.
             sync: lock held while weights are handed to the engine; None: weights may change at any time.
@@ -187,11 +183,7 @@ class Learner:
     # Start and resume
 
     async def _known_digest(self) -> str | None:
-        """Return the digest of the configuration with which the run was started; None: it is a new one.
-
-        Raises:
-            ConfigError: it is of another configuration.
-        """
+        """Return the digest of the configuration with which the run was started; None: it is a new one."""
         known = await self._store.log.fact("config_digest")
         if known is not None and known != self._config.digest():
             raise ConfigError(self._folder.why_not_resumed(self._config))
@@ -332,11 +324,7 @@ class Learner:
         return newest | (own if self._policies.roles.rivals else {})
 
     async def _publish(self, policies: Collection[str]) -> None:
-        """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions.
-
-        Args:
-            policies: those whose weights are new.
-        """
+        """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions."""
         if not policies:
             return
         with self._progress.inside(Part.WEIGHT_SYNC):
@@ -386,9 +374,6 @@ class Learner:
         """Let the engine sample, unless a step whose manifest was committed before a restart is still to be repeated.
 
         Until then the engine has older weights than those with which the open episodes are played, so calls wait.
-
-        Raises:
-            ConfigError: a server that the job has not started has another model.
         """
         if await self._store.log.manifest(self._progress.step + 1) is not None:
             return

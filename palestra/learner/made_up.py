@@ -33,7 +33,6 @@ def made_up_groups(
     """Return groups of episodes whose sampled tokens have ids from 1000 on, each its own.
 
     Args:
-        rewards: of the episodes of each group.
         prompt: tokens before the first sampled one.
         pad: tokens at the end of each row that were not sampled.
         beside: logprob that stands in a row where a token was not sampled.
@@ -67,7 +66,6 @@ def of_token(row: TrainSample, name: str) -> Floats:
     """Return a number for each sampled token that depends on its id and on `name` alone, float32 [N]; else NaN.
 
     Args:
-        row: the row.
         name: such as `old_logprobs`; numbers of several names differ by a few hundredths.
     """
     near = _logprobs(row.ids) + 0.1 * np.sin(row.ids * (1.0 + len(name)))
@@ -80,14 +78,7 @@ def _logprobs(ids: np.ndarray) -> np.ndarray:
 
 
 def _chats(name: str, ids: np.ndarray, prompt: int, calls: int) -> tuple[Chat, ...]:
-    """Return the calls of an episode, which share out its sampled tokens.
-
-    Args:
-        name: of the episode.
-        ids: int32 [C], the sampled tokens.
-        prompt: tokens before the first of them.
-        calls: number of calls.
-    """
+    """Return the calls of an episode, which share out its sampled tokens."""
     found: list[Chat] = []
     for index, part in enumerate(np.array_split(ids, calls)):
         parent = found[-1] if found else None
@@ -142,18 +133,7 @@ def _trajectory(name: str, number: int, place: int, reward: float, chats: tuple[
 def _rows(
     name: str, ids: np.ndarray, prompt: int, pad: int, beside: float, calls: int, rows: int, weight: float
 ) -> list[TrainSample]:
-    """Return the rows of an episode, each of which trains the tokens of some of its calls.
-
-    Args:
-        name: of the episode.
-        ids: int32 [C], the sampled tokens.
-        prompt: tokens before the first of them.
-        pad: tokens after the last of them.
-        beside: logprob that stands where a token was not sampled.
-        calls: number of calls.
-        rows: number of rows.
-        weight: loss weight of each token.
-    """
+    """Return the rows of an episode, each of which trains the tokens of some of its calls."""
     row = np.concatenate([np.full(prompt, _PROMPT_ID), ids, np.full(pad, _PADDING_ID)]).astype(np.int32)
     of_call = np.full(len(row), -1, np.int32)
     of_call[prompt : prompt + len(ids)] = np.concatenate(

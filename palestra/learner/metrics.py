@@ -40,8 +40,6 @@ def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMet
     """Return the metrics of a step's gradients of one network, by full name.
 
     Args:
-        first: report of the first update.
-        last: report of the last update.
         declared: metrics of the loss; each says which update counts.
     """
     return {
@@ -56,11 +54,7 @@ def _trained(metrics: Iterable[Metric]) -> tuple[Metric, ...]:
 
 
 def _named(by_owner: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """Return each metric once; its formula begins with the names of those that have it.
-
-    Args:
-        by_owner: the metrics of each algorithm or loss, by its name.
-    """
+    """Return each metric once; its formula begins with the names of those that have it."""
     owners: dict[tuple[str, str, str], list[str]] = {}
     for owner, metrics in by_owner.items():
         for metric in metrics:

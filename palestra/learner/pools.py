@@ -36,9 +36,6 @@ class Pools:
         """Have claims ask which version plays; nothing is loaded before `open`.
 
         Args:
-            config: the job.
-            trainer: has the policies that are trained.
-            engine: samples from all versions.
             policies: of the job; past versions are added to it.
             store: says how far the run is, and keeps who has played.
             folder: where the versions are written, each in a folder of its name.
@@ -86,9 +83,6 @@ class Pools:
         """Require the versions that episodes of the next steps may meet, after the checkpoint of a step was loaded.
 
         Versions of later steps are made again when these steps are repeated.
-
-        Args:
-            step: of the checkpoint.
 
         Raises:
             CheckpointError: one is missing or damaged.

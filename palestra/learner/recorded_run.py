@@ -16,7 +16,6 @@ def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[s
     """Return the names of the policies of a run whose calls and rewards are learned from.
 
     Args:
-        run_dir: folder of the run.
         policy: the one that the job names; None: none.
         learner: the policy that learns, whose name stands for the same one of the run.
 
@@ -52,10 +51,7 @@ def check_tokens(config: JobConfig, policies: Sequence[str], run_dir: Path, runt
     """Refuse a run whose tokens are not those of the policy that learns.
 
     Args:
-        config: of the run.
         policies: those of the run that are learned from.
-        run_dir: its folder.
-        runtime: the policy that learns.
 
     Raises:
         ConfigError: a model has another tokenizer.
@@ -79,7 +75,6 @@ def recorded_rewards(
     """Return the rewards of a recorded episode that belong to what is learned from it.
 
     Args:
-        roles: of the run.
         policies: those of the run that are learned from.
         players: who has played roles with a pool in the episode.
         rewards: of the episode, by agent.
@@ -107,7 +102,6 @@ def chosen_episodes(run_dir: Path, policies: Sequence[str], min_reward: float | 
     """Return the ids of a run's completed training episodes with enough reward, in canonical order.
 
     Args:
-        run_dir: folder of the run.
         policies: those of the run that are learned from; one of several that were trained has called in each of the
             episodes, and its own reward counts.
         min_reward: the least reward; None: any.

@@ -49,13 +49,7 @@ class Recordings:
     """The recorded episodes that a job trains."""
 
     def __init__(self, source: RecordedEpisodes, runtime: PolicyRuntime, store: RunStore) -> None:
-        """Keep what says where the episodes are; `tasks` looks for them.
-
-        Args:
-            source: where the episodes are recorded.
-            runtime: the policy that learns from them.
-            store: the job's run store.
-        """
+        """Keep what says where the episodes are; `tasks` looks for them."""
         self._source, self._runtime, self._store = source, runtime, store
         self._policies: tuple[str, ...] = ()  # whose calls are learned, by their names in the run of the source
         self._roles = Roles(default=runtime.name)  # who plays which agent there
@@ -154,19 +148,7 @@ class Recordings:
         calls: Sequence[Chat],
         version: PolicyVersion,
     ) -> Chat:
-        """Return the record of a reply that was given and not sampled.
-
-        Args:
-            task: the conversation, for messages.
-            before: messages before the reply.
-            reply: the reply.
-            tools: tools that were offered.
-            calls: those of the earlier replies.
-            version: of the policy before the step.
-
-        Raises:
-            ConfigError: the template can't show the reply after its prompt, or both are too long.
-        """
+        """Return the record of a reply that was given and not sampled."""
         last, room = calls[-1] if calls else None, self._runtime.config.max_context
         said = 0 if last is None else last.shared_messages + len(last.new_messages) + 1
         try:
@@ -211,24 +193,7 @@ class Recordings:
         tools: tuple[dict[str, Any], ...],
         last: Chat | None,
     ) -> tuple[int, Ids, Ids]:
-        """Return what a reply and its prompt are as tokens, as the model's template shows them.
-
-        Args:
-            task: the conversation, for messages.
-            before: messages before the reply.
-            said: how many of them `last` has, with its reply.
-            reply: the reply.
-            tools: tools that were offered.
-            last: the call of the reply before; None: there is none.
-
-        Returns:
-            How many ids the prompt shares with `last`; its other ids, int32 [P - shared]; the completion, int32 [C].
-
-        Raises:
-            ConfigError: the template does not show the reply after its prompt.
-            TooManyTokens: the prompt is too long.
-            ValueError, KeyError, TemplateError: the template can't show these messages.
-        """
+        """Return what a reply and its prompt are as tokens, as the model's template shows them."""
         renderer, room, known = self._runtime.renderer, self._runtime.config.max_context, last
         shown, offered = before, tools  # conversation in which the reply is shown
         if known is not None and renderer.independent_turns:
@@ -266,10 +231,7 @@ async def gather_recorded(
     """Enter the recorded episodes of a step into the store, those that are missing, and return all of them.
 
     Args:
-        store: the job's run store.
-        recordings: the recorded episodes.
         task_of: returns the task of a group, by the group's index.
-        step: the step to gather.
         groups: how many episodes the step has; each is a group of its own.
         versions: of the policies before the step; there is one.
     """

@@ -25,7 +25,6 @@ class ReplayBuffer:
 
         Args:
             replay: how many episodes, of which age, and how many are drawn.
-            store: has the manifests and the episodes.
             seed: of the job; what is drawn depends on it.
             policy: episodes in which it has sampled nothing are left out.
             trainable: returns those of some episodes that can be trained; is called once for each episode and process.

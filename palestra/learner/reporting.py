@@ -36,7 +36,6 @@ def checkpoints_of(run_dir: Path, policy: str, config: JobConfig) -> Path:
     """Return the path of the folder in which the checkpoints of a policy are written.
 
     Args:
-        run_dir: the run's folder.
         policy: by name.
         config: the job; where it trains several policies, each has a folder of its own.
     """
@@ -103,7 +102,6 @@ class RunFolder:
 
         Args:
             rows: metrics of all steps, oldest first.
-            title: title of the picture.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -151,15 +149,7 @@ def _lines_of(rows: Sequence[Row]) -> list[tuple[str, str, dict[str, Any]]]:
 def _draw_line(
     axes: Any, rows: Sequence[Row], name: str, label: str, style: Mapping[str, Any]
 ) -> tuple[float, float] | None:
-    """Draw a metric over steps, and return its last point; None: no row has it.
-
-    Args:
-        axes: of the figure.
-        rows: metrics of all steps, oldest first.
-        name: of the metric.
-        label: for the legend.
-        style: of the line.
-    """
+    """Draw a metric over steps, and return its last point; None: no row has it."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     if not points:
         return None
@@ -187,11 +177,8 @@ class StepLog:
         """Create the log without rows; `restore` adds those of a resumed run.
 
         Args:
-            config: the job.
             store: the job's run store, whose log is the source of truth of all rows.
-            folder: the files that show the rows.
             progress: the state that `/status` shows.
-            add_event: records an event of the job.
         """
         self._config, self._store, self._log = config, store, store.log
         self._folder, self._progress = folder, progress

@@ -33,10 +33,6 @@ def role_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, 
     """Return the mean reward of each agent, and how often each past version was beaten, by full name.
 
     Subagents are left out, and episodes in which one agent alone is rewarded.
-
-    Args:
-        trajectories: completed episodes of a step.
-        roles: of the job.
     """
     by_agent: defaultdict[str, list[float]] = defaultdict(list)
     points: defaultdict[str, list[float]] = defaultdict(list)

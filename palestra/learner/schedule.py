@@ -25,8 +25,6 @@ class TaskOrder:
         """Find the groups.
 
         Args:
-            tasks: at least one.
-            seed: of the job.
             group_key: key of a task whose value it shares with the tasks of its group; empty: each task is alone.
             most: tasks of a group; those of a larger one make several.
         """
@@ -67,9 +65,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share:
     were played for it.
 
     Args:
-        config: peak, schedule and warm-up.
         step: number of the step, from 1.
-        steps: number of steps of the job.
         sampled_share: share of the job's token budget that was sampled before the step, by which the rate falls in a
             job that has one; None: it falls by steps.
     """

@@ -20,9 +20,7 @@ def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
     of agents are their weighted sums.
 
     Args:
-        trajectory: a completed episode.
         policy: by name.
-        roles: of the job's agents.
 
     Returns:
         The episode itself where nothing is left out, as in any job with one policy.
@@ -51,9 +49,7 @@ def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> 
     out: it has said nothing, and none of its agents has a reward.
 
     Args:
-        trajectories: completed episodes.
         policy: by name.
-        roles: of the job's agents.
     """
     shares = [share_of(trajectory, policy, roles) for trajectory in trajectories]
     return [
@@ -89,9 +85,6 @@ def without_unused(share: Trajectory) -> tuple[Trajectory, list[Chat]]:
     """Return an episode without the calls of workers that left their seats before they acted, and these calls.
 
     No action came of them: another worker, or the policy, has answered the observation in their place.
-
-    Args:
-        share: what one policy has played.
     """
     unused = share.episode.unused_calls
     left_out = [chat for chat in share.chats if chat.index in unused]

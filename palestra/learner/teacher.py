@@ -39,7 +39,6 @@ class ServedTeacher:
         """Prepare to ask; nothing is sent yet.
 
         Args:
-            config: where the server is.
             student: the policy that learns, whose tokenizer the teacher has to have.
 
         Raises:
@@ -90,11 +89,7 @@ class ServedTeacher:
             )
 
     def unanswerable(self, samples: Sequence[TrainSample]) -> dict[str, str]:
-        """Return the episodes with tokens of which the server can't tell the probability, each with the reason.
-
-        Args:
-            samples: S rows.
-        """
+        """Return the episodes with tokens of which the server can't tell the probability, each with the reason."""
         found = {}
         for sample in samples:
             if sample.grammars:
@@ -152,11 +147,7 @@ class ServedTeacher:
             return choice
 
     async def _sent(self, request: dict[str, Any], part: Any) -> Any:
-        """Send a request by the rule of all clients, and return a part of its answer.
-
-        Raises:
-            TeacherFailed: it was refused, or not answered in time.
-        """
+        """Send a request by the rule of all clients, and return a part of its answer."""
 
         def read(reply: httpx2.Response) -> Any:
             try:
@@ -194,13 +185,7 @@ def _logprobs(choice: Mapping[str, Any], length: int) -> list[float]:
 
 
 def _same_text(choice: Mapping[str, Any], ids: Sequence[int], text: str) -> bool:
-    """Return whether a server has read the text from the ids, or has shown nothing by which that could be seen.
-
-    Args:
-        choice: its echo of the ids.
-        ids: of a text without control tokens.
-        text: of the ids, by the student's tokenizer.
-    """
+    """Return whether a server has read the text from the ids, or has shown nothing by which that could be seen."""
     tokens = (choice.get("logprobs") or {}).get("tokens") or []
     shown = [str(token) for token in tokens[: len(ids)]]
     if shown and all(token.startswith(TOKEN_ID) for token in shown):

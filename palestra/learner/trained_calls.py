@@ -17,9 +17,6 @@ def trained_calls(rows: Iterable[Row]) -> list[TrainedCall]:
     """Return the trained tokens of rows by call.
 
     Rows that are trained on more than what was sampled are left out: their logprobs are not of sampled tokens.
-
-    Args:
-        rows: of one policy.
     """
     found: dict[tuple[str, int], list[tuple[int, Floats]]] = {}
     for row, logprobs in rows:

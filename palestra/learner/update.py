@@ -60,9 +60,7 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
     """Return what the trainer has to create for a policy: its weights, and networks that are needed beside it.
 
     Args:
-        config: the job.
         algorithm: of the policy; says whether it has a critic.
-        policy: name of the policy.
         weights: folders to load models from, instead of those that the configuration names, by the policy's name; that
             of the reference by `reference_of` this name.
 
@@ -146,13 +144,9 @@ class PolicyUpdate:
         """Assemble the update of a policy.
 
         Args:
-            config: the job.
-            trainer: the trainer that has the policy.
             algorithm: makes advantages of rewards, and names the loss.
             regularization: adds penalty and bonus to the loss, or to the rewards.
-            policy: name of the policy.
             budget: knows how far the training is, and so the learning rate of a step.
-            add_event: records an event of the job.
             store: gets the logprobs of trained tokens; has the episodes of earlier steps, for an algorithm that trains
                 them again.
             teacher: a server that teaches; None: there is none.
@@ -194,7 +188,6 @@ class PolicyUpdate:
         The manifest is fixed, so an episode that can't be trained is left out: otherwise the step would fail for ever.
 
         Args:
-            step: number of the step.
             trajectories: the episodes of the step's manifest, in canonical order.
         """
         batch = await self._make_batch(trajectories)
@@ -219,13 +212,7 @@ class PolicyUpdate:
         )
 
     async def _problems(self, batch: Batch, trajectories: Sequence[Trajectory], request_id: str) -> dict[str, str]:
-        """Return why episodes can't be trained, by their ids.
-
-        Args:
-            batch: the rows of the episodes, as they were sampled.
-            trajectories: the episodes.
-            request_id: names the request to the trainer.
-        """
+        """Return why episodes can't be trained, by their ids."""
         problems = await self._trainer.untrainable(self._policy, batch.samples, request_id)
         if self._choices is not None:
             left = [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
@@ -235,12 +222,7 @@ class PolicyUpdate:
         return problems
 
     async def _trainable(self, name: str, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes that can be trained, of those that are drawn for the first time.
-
-        Args:
-            name: of the draw, for the request to the trainer.
-            trajectories: the episodes.
-        """
+        """Return the episodes that can be trained, of those that are drawn for the first time."""
         problems = await self._problems(await self._make_batch(trajectories), trajectories, f"{name} check")
         return [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
 
@@ -248,7 +230,6 @@ class PolicyUpdate:
         """Make the updates of a step and return its metrics by full name. Without rows there is no update.
 
         Args:
-            step: number of the step.
             batch: the batch that `make_batch` returned.
         """
         started = time.monotonic()
@@ -260,13 +241,7 @@ class PolicyUpdate:
         return row
 
     async def _train_draws(self, step: int, of_step: Mapping[str, float], buffer: ReplayBuffer) -> dict[str, float]:
-        """Make the updates from the batches that a step draws, and return its metrics by full name.
-
-        Args:
-            step: number of the step.
-            of_step: metrics of the episodes of its manifest, in place of which none of a draw are taken.
-            buffer: what is drawn from.
-        """
+        """Make the updates from the batches that a step draws, and return its metrics by full name."""
         row = {**of_step, **dict.fromkeys(COUNTS, 0.0)}
         version, ages = self._trainer.version(self._policy), Counter[int]()
         await buffer.begin(step)
@@ -282,13 +257,7 @@ class PolicyUpdate:
         return row | staleness_metrics(ages)
 
     async def _train_batch(self, step: int, batch: Batch, request: str) -> dict[str, float]:
-        """Make the updates from one batch, and return its metrics by full name.
-
-        Args:
-            step: number of the step.
-            batch: rows without advantages.
-            request: names the updates, for the trainer.
-        """
+        """Make the updates from one batch, and return its metrics by full name."""
         # Some algorithms need outputs of the policy before the step: one more forward pass over the rows.
         forward: ForwardOutputs = {}
         if (needs := self._algorithm.needs | self._regularization.outputs) and batch.samples:
@@ -333,14 +302,7 @@ class PolicyUpdate:
         return batch.without(problems.keys(), self._trainer.version(self._policy))
 
     async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate, request: str) -> dict[str, float]:
-        """Update the critic, and return its metrics by full name.
-
-        Args:
-            step: number of the step.
-            batch: rows with returns.
-            critic: how it is trained.
-            request: names the updates, for the trainer.
-        """
+        """Update the critic, and return its metrics by full name."""
         taught = batch.of_critic()
         if not taught.samples:
             return {}
@@ -356,14 +318,7 @@ class PolicyUpdate:
         return {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no NaN
 
     async def _update(self, step: int, batch: Batch, loss: LossSpec, request: str) -> dict[str, float]:
-        """Update the policy, and return its metrics by full name.
-
-        Args:
-            step: number of the step.
-            batch: rows with advantages.
-            loss: the algorithm's, with penalty and bonus.
-            request: names the updates, for the trainer.
-        """
+        """Update the policy, and return its metrics by full name."""
         optimizer = self._config.policies[self._policy].optimizer
         params = OptimParams.of(optimizer, self._budget.learning_rate(optimizer, step))
         made = await self._passes(step, batch, loss, params, self._settings.epochs, "policy", request)
@@ -388,17 +343,7 @@ class PolicyUpdate:
         network: Network,
         request: str,
     ) -> _Passes:
-        """Compute gradients and update one network, once per epoch and minibatch.
-
-        Args:
-            step: number of the step.
-            batch: rows with all that the loss reads.
-            loss: of the network.
-            params: the numbers of each update.
-            epochs: passes over the batch.
-            network: whose updates these are.
-            request: names the updates, for the trainer.
-        """
+        """Compute gradients and update one network, once per epoch and minibatch."""
         algorithm = self._settings
         whose = "" if network == "policy" else f" {network}"
         reports, last, skipped, trained = list[StepReport](), list[StepReport](), 0, list[Row]()

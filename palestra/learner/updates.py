@@ -54,14 +54,8 @@ class PolicyUpdates:
         """Assemble an update for each policy that is trained.
 
         Args:
-            config: the job.
-            trainer: the trainer that has the policies.
             algorithms: of each of them, by its name.
             regularizations: of each of them, by its name.
-            policies: all policies of the job.
-            budget: knows how far the training is.
-            add_event: records an event of the job.
-            store: the job's run store.
 
         Raises:
             ConfigError: a server that is to teach can't be asked, as it is configured.
@@ -144,7 +138,6 @@ class PolicyUpdates:
         """Make the updates of a step, and return its metrics.
 
         Args:
-            step: number of the step.
             trajectories: the episodes of its manifest, in canonical order.
         """
         due = self.due(step)

@@ -125,11 +125,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an adapter, which names at least its base and its rank.
-
-    Raises:
-        ModelError: it can't be read.
-    """
+    """Return the configuration of an adapter, which names at least its base and its rank."""
     try:
         data: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return data | {"r": int(data["r"]), "base_model_name_or_path": data["base_model_name_or_path"] or ""}
@@ -142,9 +138,6 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
     Beside the matrices of an embedding or a head PEFT writes the base's own weights of that layer, which training an
     adapter never changes; they are not read.
-
-    Raises:
-        ModelError: the file can't be read, or there is something else than matrices of linear layers and the embedding.
     """
     found, own = dict[str, Tensor](), set[str]()
     try:
@@ -185,8 +178,6 @@ def write_matrices(
 
     Args:
         folder: where to write; it has to exist.
-        config: rank and scale.
-        base: name of the model.
         targets: ends of names that stand for the layers of these matrices and no others.
         weights: [r, in] and [out, r], by the names of `Adapter.named_parameters`.
     """

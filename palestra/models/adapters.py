@@ -32,12 +32,7 @@ class LoraLinear(nn.Module):
     """
 
     def __init__(self, layer: nn.Linear, config: AdapterConfig) -> None:
-        """Stand in for a layer; the new weights are float32, and not filled yet.
-
-        Args:
-            layer: keeps its weights.
-            config: rank and scale.
-        """
+        """Stand in for a layer; the new weights are float32, and not filled yet."""
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.scale = config.scale
@@ -92,8 +87,6 @@ class Adapter:
 
         Args:
             model: of transformers; its layers are replaced in place, and their weights are not touched.
-            config: rank, scale and targets.
-            base: name of the model.
             names: layers that get them; None: those that `config` names.
 
         Raises:
@@ -223,9 +216,7 @@ def merge(model: nn.Module, weights: Mapping[str, Tensor], scale: float) -> None
     A model whose head and embedding are tied is untied if the adapter is for one of them: their products differ.
 
     Args:
-        model: of transformers.
         weights: matrices [r, in] and [out, r], by the names of `Adapter.named_parameters`.
-        scale: factor of the products.
 
     Raises:
         ModelError: the model has no such layer, or one of another shape.

@@ -221,10 +221,8 @@ class AttentionKernels:
         """Put keys and values of new tokens into their caches, and return what each sees, bfloat16 [N, H, D].
 
         Args:
-            layer: its number.
             new: queries [1, H, N, D], keys and values [1, K, N, D], of the new tokens of all runs.
             runs: with N new tokens.
-            scale: factor of the scores.
             window: how many positions a token sees, its own included; None: all before it.
         """
         heads, groups = new[0].shape[1], new[1].shape[1]
@@ -240,7 +238,6 @@ class AttentionKernels:
         Args:
             new: queries [1, H, N, D], keys and values [1, K, N, D].
             runs: whose N tokens are all in the batch.
-            scale: factor of the scores.
             window: how many positions a token sees, its own included; None: all before it.
         """
         heads, groups, count = new[0].shape[1], new[1].shape[1], new[0].shape[2]
@@ -262,8 +259,6 @@ class AttentionKernels:
 
         Args:
             of_out: gradient of what `trees` returned, [N, H, D].
-            new: what it was given.
-            made: what it returned.
             runs: what it was given, as scale and window.
             scale: see `trees`.
             window: see `trees`.
@@ -297,11 +292,7 @@ class AttentionKernels:
 
     @staticmethod
     def _placed(runs: Runs, parts: Sequence[Tensor], stride: int) -> NDArray[np.void]:
-        """Return runs with the addresses of their keys and values [1, K, N, D] in the batch; see `Runs.lying`.
-
-        Raises:
-            ValueError: not all their tokens are in the batch.
-        """
+        """Return runs with the addresses of their keys and values [1, K, N, D] in the batch; see `Runs.lying`."""
         if not runs.all_asked:
             raise ValueError("runs without a cache have all their tokens in the batch")
         keys, values = (runs.firsts * (stride * _HALF.itemsize) + one.data_ptr() for one in parts[1:])
@@ -318,18 +309,7 @@ class AttentionKernels:
         window: int | None,
         sums: Tensor | None,
     ) -> Tensor:
-        """Return what queries see, bfloat16 [N, H, D].
-
-        Args:
-            table: runs with addresses, see `Runs.lying`.
-            runs: the same.
-            parts: as C reads them, [1, H, N, D] and [1, K, N, D].
-            stride: how many numbers a token lies from the next.
-            heads: H and K.
-            scale: see `trees`.
-            window: see `trees`.
-            sums: written to, float32 [H, N], where keys lie in the batch; None: they are put into a cache.
-        """
+        """Return what queries see, bfloat16 [N, H, D]."""
         (queries, groups), (count, width) = heads, parts[0].shape[2:]
         blocks, _ = runs.blocks(queries // groups)
         out = empty(_HALF, count, queries, width)
@@ -347,11 +327,7 @@ class AttentionKernels:
 
 
 def _read(new: tuple[Tensor, Tensor, Tensor], runs: Runs, window: int | None) -> tuple[Sequence[Tensor], int]:
-    """Return queries [1, H, N, D], keys and values [1, K, N, D] as C reads them; see `beside`.
-
-    Raises:
-        ValueError: the functions don't compute such heads, or these are not the tokens of the runs.
-    """
+    """Return queries [1, H, N, D], keys and values [1, K, N, D] as C reads them; see `beside`."""
     if window is not None and not 1 <= window < 2**62:
         raise ValueError(f"a window of at least 1 token is needed, not of {window}")
     queries, groups, shape = new[0].shape[1], new[1].shape[1], tuple(new[0].shape)

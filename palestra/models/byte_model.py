@@ -23,12 +23,7 @@ def make_tiny(folder: Path) -> None:
 
 
 def text_settings(tokenizer: Any, width: int = 64) -> dict[str, Any]:
-    """Return what configurations of tiny text models have in common: two layers, and a head tied to the embedding.
-
-    Args:
-        tokenizer: the model's.
-        width: of the hidden states.
-    """
+    """Return what configurations of tiny text models have in common: two layers, and a head tied to the embedding."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
@@ -48,9 +43,7 @@ def write_random(folder: Path, make: Callable[[], Any], tokenizer: Any) -> None:
     """Write a model with random weights from a fixed seed, and its tokenizer.
 
     Args:
-        folder: to write to.
         make: makes the model of transformers, with weights from torch's generator.
-        tokenizer: the model's.
     """
     import torch
 

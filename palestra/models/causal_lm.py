@@ -61,24 +61,7 @@ def _flat_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Call the backend in the module's slot: the attention function that this module registers with transformers.
-
-    Args:
-        module: the attention module of one layer.
-        query: [1, H, N, D].
-        key: [1, K, N, D].
-        value: [1, K, N, D].
-        scaling: factor of the scores; None: 1 / sqrt(D).
-        sliding_window: how far a token sees; None: all tokens before it.
-        softcap: refused, see below.
-        s_aux: attention sinks, refused as well.
-
-    Returns:
-        [1, N, H, D], and None in the place of attention weights.
-
-    Raises:
-        ModelError: scores are capped, or the model has attention sinks or keys of another shape than its values.
-    """
+    """Call the backend in the module's slot: the attention function that this module registers with transformers."""
     slot: AttentionSlot = module.palestra_slot  # type: ignore[assignment]
     assert slot.attention is not None, "the model was called without an AttentionBackend"
     if softcap is not None or s_aux is not None:
@@ -96,12 +79,7 @@ ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _flat_attention)
 
 
 def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
-    """Return what a text model of transformers takes in the place of ids where some tokens stand for pictures.
-
-    Args:
-        embedded: embeddings of all tokens, [N, hidden]; those of pictures take their places, in the same precision.
-        pictures: has what the first layers add to their output as well, if the family has that (DeepStack).
-    """
+    """Return what a text model of transformers takes in the place of ids where some tokens stand for pictures."""
     first, *further = torch.split(pictures.values.to(embedded.dtype), embedded.shape[1], dim=1)
     given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, pictures.rows, first).unsqueeze(0)}
     if further:
@@ -405,7 +383,6 @@ class CausalLM:
         product.
 
         Args:
-            hidden: of the positions.
             corrections: of these logits, where they are computed a second time; see `sharpened`.
             rounded: the output layer, on its `head_weights`; None: the model's own module.
         """
@@ -482,7 +459,6 @@ class CausalLM:
 
         Args:
             folder: where to write; it has to exist.
-            tokenizer: the model's tokenizer.
             weights: tensors [n, d] or [d] by the names of `saved_parameters`, where this process has parts of them;
                 None: the model's own.
         """
@@ -551,9 +527,6 @@ def check_architecture(folder: Path) -> None:
     """Refuse a model that transformers can't load for a trainer, from its configuration alone.
 
     What only a pass shows, such as capped scores, is found when the model is loaded.
-
-    Args:
-        folder: of the model.
 
     Raises:
         ModelError: the architecture is unknown, or its attention can't be replaced.

@@ -80,7 +80,6 @@ class CpuKernels:
             stream: float32 [N, width], contiguous.
             added: bfloat16 [N, width]; None: nothing.
             weight: float32 [width].
-            eps: of the norm.
         """
         rows, width = stream.shape
         more = None if added is None else laid(added, _HALF, rows, width)
@@ -149,7 +148,6 @@ class CpuKernels:
             keys: bfloat16 [R, K, C, D], contiguous; written to.
             values: as `keys`.
             lengths: int64 [R], how many positions are filled, less than C.
-            scale: factor of the scores.
             window: how many positions a token sees, its own included; None: all before it.
         """
         rows, heads, capacity, width = keys.shape
@@ -194,7 +192,6 @@ class CpuKernels:
                 gated block's result.
             norms: weights float32 [hidden] and eps of the two.
             rotation: cosines and sines, float32 [N, 1, D], the first half of the sines negative.
-            layer: what it is.
             cached: the rows; they have addresses.
         """
         (rows, hidden), (queries, keys), width = stream.shape, layer.heads, rotation[0].shape[-1]

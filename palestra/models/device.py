@@ -25,10 +25,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 def device_of(name: DeviceName, setting: str) -> torch.device:
     """Return the torch device for a configured name; `auto` is the GPU if there is one.
 
-    Args:
-        name: the configured value.
-        setting: the configuration key, for the error.
-
     Raises:
         ConfigError: `cuda` on a machine without a CUDA device.
     """
@@ -55,7 +51,6 @@ def precision_of(dtype: str, device: torch.device) -> torch.dtype:
 
     Args:
         dtype: the configured value, `bfloat16` or `float32`.
-        device: the device that computes.
     """
     import torch
 

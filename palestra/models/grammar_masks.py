@@ -11,7 +11,6 @@ def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:
 
     Args:
         bits: the packed masks; bit i of a word is token 32 x (number of the word) + i.
-        vocab_size: V.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     return ((bits.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)[..., :vocab_size]

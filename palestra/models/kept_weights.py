@@ -75,9 +75,6 @@ class KeptFile:
 
         The system has given the file its memory already, which takes longer than all else.
 
-        Args:
-            source: as of the constructor.
-
         Returns:
             False: they are not, and nothing is written.
         """
@@ -153,12 +150,7 @@ class WeightKeeper:
 
 
 def _mapped(path: Path, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, [n, d] or [d], of a file by name: what is written into them is in the file.
-
-    Args:
-        path: of the file.
-        written: what `write_weights` has written into it.
-    """
+    """Return the tensors, [n, d] or [d], of a file by name: what is written into them is in the file."""
     import torch
 
     whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)

@@ -111,14 +111,7 @@ class DecodingLayer:
 
 
 def _lies_in_blocks(packed: Tensor, plain: Tensor, size: int, some: bool) -> bool:
-    """Return whether a matrix lies as [blocks, pairs, size, 2], in which C finds the outputs, and inputs in pairs.
-
-    Args:
-        packed: by oneDNN, which chooses a layout for the shape, the processor and the number of threads.
-        plain: bfloat16 [outs, width], contiguous.
-        size: of a block.
-        some: whether to compare the first, the last and a block between them, not all.
-    """
+    """Return whether a matrix lies as [blocks, pairs, size, 2], in which C finds the outputs, and inputs in pairs."""
     outs, width = plain.shape
     blocks, pairs = -(-outs // size), -(-width // _INPUTS) * _INPUTS // 2
     if width % 2 or not (outs and width) or torch.ops.mkldnn._nbytes(packed) != 4 * blocks * pairs * size:
@@ -172,7 +165,6 @@ def beside(new: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int]) -> tuple[
 
     Args:
         new: bfloat16, queries [1, H, N, D], keys and values [1, K, N, D], on a CPU.
-        heads: H and K.
 
     Raises:
         ValueError: one has another type or shape, or lies elsewhere.

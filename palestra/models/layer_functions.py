@@ -68,10 +68,8 @@ class AttentionInput(Function):
         """Return queries bfloat16 [1, H, N, D], keys and values [1, K, N, D].
 
         Args:
-            ctx: of this call.
             x: float32 [N, hidden], the residual stream.
             norm: float32 [hidden], weights of the norm.
-            eps: of the norm.
             cos: float32 [N, 1, D].
             sin: float32 [N, 1, D], its first half negative.
             heads: H, of queries, and K, of keys.
@@ -127,11 +125,9 @@ class BehindAttention(Function):
         """Return float32 [N, hidden].
 
         Args:
-            ctx: of this call.
             x: float32 [N, hidden], the residual stream.
             seen: bfloat16 [N, H * D], what attention returned.
             norm: float32 [hidden], weights of the norm.
-            eps: of the norm.
             out: float32 [hidden, H * D].
             gate: float32 [inner, hidden].
             up: float32 [inner, hidden].
@@ -180,11 +176,5 @@ def _below(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _weight_gradients(of_out: Tensor, given: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the gradients of matrices that read the same input, float32 [out, in] each.
-
-    Args:
-        of_out: gradient of what they make of it, beside one another, [N, out].
-        given: the input, [N, in].
-        sizes: how many outputs each has.
-    """
+    """Return the gradients of matrices that read the same input, float32 [out, in] each."""
     return [part.float() for part in torch.split(of_out.t() @ given, list(sizes))]

@@ -31,7 +31,6 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Cau
     Args:
         name: as `PolicyConfig.model` has it, or a folder; that of an adapter is merged into its base.
         dtype: of the weights with two dimensions or more.
-        device: where the weights are put.
 
     Raises:
         ModelError: missing weights, or an unsupported architecture.
@@ -44,8 +43,6 @@ def picture_tokens(name: str, tokenizer: Any, pictures: Pictures) -> PictureToke
 
     Args:
         name: as `PolicyConfig.model` has it, or a folder.
-        tokenizer: the model's.
-        pictures: says how large each is.
 
     Raises:
         ModelError: the model's configuration can't be read, or its family is not supported.
@@ -68,7 +65,6 @@ class LoadedModels:
         """Load nothing yet.
 
         Args:
-            load: loads a model's weights and tokenizer.
             pictures: where models that see find the pictures of their prompts; None: there are none.
         """
         self._read, self._pictures = load, pictures
@@ -84,7 +80,6 @@ class LoadedModels:
         Args:
             name: as `PolicyConfig.model` has it; an adapter's folder is merged into its base.
             dtype: of the weights with two dimensions or more.
-            device: where the weights are put.
             vision: what may change of a model that sees; None: all but what pictures pass through.
 
         Raises:
@@ -107,7 +102,6 @@ class LoadedModels:
         Args:
             name: as `PolicyConfig.model` has it; an adapter's folder is its base with that adapter.
             dtype: of the weights with two dimensions or more.
-            device: where the weights are put.
 
         Raises:
             ModelError: missing weights, or an unsupported architecture.
@@ -132,7 +126,6 @@ class LoadedModels:
             seed: of the weights of an adapter that is new, float32 as for a trainer. None: for an engine, which gets
                 the weights of every version; they are in the base's precision, and have no gradient.
             dtype: of the base's weights with two dimensions or more, in which it computes.
-            device: where the weights are put.
 
         Raises:
             ModelError: missing weights, or an unsupported architecture.

@@ -27,12 +27,7 @@ class LoraEmbedding:
     """
 
     def __init__(self, layer: nn.Embedding, config: AdapterConfig) -> None:
-        """Put matrices beside an embedding; they are float32, and not filled yet.
-
-        Args:
-            layer: keeps its weights.
-            config: rank and scale.
-        """
+        """Put matrices beside an embedding; they are float32, and not filled yet."""
         (count, width), place = layer.weight.shape, filled_device(layer.weight)
         self.weight = layer.weight
         self.lora_embedding_A = nn.Parameter(torch.empty((config.rank, count), device=place))

@@ -81,7 +81,6 @@ class MixedModel:
         """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden]; see `CausalLM.logits`.
 
         Args:
-            hidden: of a pass, or of several.
             runs: how many of the rows, in order, have which adapter, M in all; None: the base alone.
         """
         if not any(adapter is not None and adapter.on_head for adapter, _ in runs):
@@ -112,13 +111,7 @@ class MixedModel:
         return found
 
     def _way(self, rows: RowGroups, runs: Runs, aligned: bool) -> _Add | None:
-        """Return what adds the products of low rank of linear layers in a pass; None: no row has an adapter.
-
-        Args:
-            rows: the rows of `runs`.
-            runs: how many rows have which adapter.
-            aligned: whether grouped products can multiply the layers' matrices.
-        """
+        """Return what adds the products of low rank of linear layers in a pass; None: no row has an adapter."""
         if not any(rows.adapters):
             return None
         if len(rows.adapters) == 1:  # the numbers of a policy that has a pass for itself never depend on passes before
@@ -338,12 +331,7 @@ class _MixedLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
     def whole_product(self, layers: Sequence[_MixedLinear], x: Tensor) -> Tensor:
-        """Return what all layers of a packed matrix make of x [N, in], with the products of low rank: [N, out].
-
-        Args:
-            layers: these layers; this is the first of them.
-            x: in any floating type.
-        """
+        """Return what all layers of a packed matrix make of x [N, in], with the products of low rank: [N, out]."""
         assert self.packed is not None
         flat = self._now.flat(self._name, x, self.weight.dtype)
         whole = self.packed.matrix.whole_product(flat)

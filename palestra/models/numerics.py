@@ -47,7 +47,6 @@ def check_numerics(before: Mapping[str, str], now: Mapping[str, str], whose: str
 
     Args:
         before: what computed the steps so far, or computes in the job's own process.
-        now: what would compute.
         whose: whose numbers `before` made, for the message.
 
     Raises:

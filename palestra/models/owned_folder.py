@@ -27,7 +27,6 @@ class OwnedFolder:
         """Remove folders of this prefix whose owners have ended, and make a new one.
 
         Args:
-            prefix: of the folder's name.
             parent: where it is made; None: in shared memory.
 
         Raises:
@@ -54,12 +53,7 @@ class OwnedFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Return an open folder that this process has locked; programs that it starts do not inherit the lock.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-        OSError: it is gone, or not this user's.
-    """
+    """Return an open folder that this process has locked; programs that it starts do not inherit the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

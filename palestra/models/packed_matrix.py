@@ -28,7 +28,6 @@ class PackedMatrix:
         """Pack the weights of some layers, all with a bias or all without, as they are.
 
         Args:
-            names: of the layers.
             layers: have weights [out, in], with the same number of inputs.
             exact: whether a product must have the same bits for any number of rows, so that always oneDNN multiplies.
         """
@@ -94,7 +93,6 @@ class PackedMatrix:
 
         Args:
             x: [..., in], in any floating type.
-            number: of the layer.
         """
         if x is not self._given:
             whole = self.whole_product(x.flatten(0, -2))
@@ -122,7 +120,6 @@ class PackedLinear(nn.Module):
 
         Args:
             _layers: these layers; this is the first of them.
-            x: in any floating type.
         """
         return self.matrix.whole_product(x)
 

@@ -40,7 +40,6 @@ class HeadWeights:
 
         Args:
             model: all of the model but the output layer.
-            given: its arguments.
         """
         name = self._table_of(model)
         if name is None:

@@ -75,7 +75,6 @@ def separately(
     """Return numbers [N, k] to which each adapter's layer has added something in its own rows.
 
     Args:
-        rows: of the pass.
         layers: of each adapter in `rows`; None: its rows stay as they are.
         least: so many rows at least are computed together; some are computed twice if there are fewer.
         add: is given a layer, and rows of `out` and of `given`; returns rows like those of `out`.

@@ -43,7 +43,6 @@ def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = 
 
     Args:
         source: the weights; it may change once this has returned.
-        path: of the file.
         dtype: precision of what is written; None: of each tensor as it is.
 
     Raises:
@@ -63,7 +62,6 @@ def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.
 
     Args:
         named: of any shape and on any device, each with a name of its own.
-        path: of the file.
         dtype: precision of what is written; None: of each tensor as it is.
 
     Raises:

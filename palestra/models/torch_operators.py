@@ -21,7 +21,6 @@ class TorchOperators:
             stream: float32 [N, width].
             added: bfloat16 [N, width]; None: nothing.
             weight: float32 [width].
-            eps: of the norm.
         """
         x = stream if added is None else stream.add_(added)
         factors = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -57,7 +56,6 @@ class TorchOperators:
             whole: those of queries, of keys and of values beside one another.
             cos: float32 [N, 1, D].
             sin: float32 [N, 1, D], its first half negative.
-            heads: of queries, and of keys.
         """
         queries, keys = heads
         parts = whole.view(len(whole), -1, cos.shape[-1])

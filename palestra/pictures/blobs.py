@@ -47,7 +47,6 @@ class Blobs:
         """Use a folder, which the first `put` makes.
 
         Args:
-            folder: where the files lie.
             max_bytes: the most bytes of all files together; None: any number.
             monotonic: returns seconds, by which it is known how long a picture has not been used.
         """
@@ -64,7 +63,6 @@ class Blobs:
         """Keep a picture, and return its digest when it is on disk. Keeping it again changes nothing.
 
         Args:
-            data: the file.
             charge: counts the size of a picture that is new, unless it can't be written; None: nothing does.
 
         Raises:
@@ -113,7 +111,6 @@ class Blobs:
         No other process may write to the folder meanwhile.
 
         Args:
-            digests: of pictures that nothing needs.
             seconds: see `unused`; a picture that was put or renewed since is kept.
 
         Returns:
@@ -180,11 +177,7 @@ class Blobs:
         return self._stored
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write a file, and wait until its name is on disk as its content is.
-
-        Raises:
-            StoreError: it could not be written; there is no such file then, or the damaged one of before.
-        """
+        """Write a file, and wait until its name is on disk as its content is."""
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)

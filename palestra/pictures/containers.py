@@ -42,10 +42,6 @@ class Container:
 def read_container(data: bytes, limits: PictureLimits) -> Container:
     """Return type and size of a picture after checking the structure of its whole file.
 
-    Args:
-        data: the encoded file.
-        limits: what it has to keep to.
-
     Raises:
         InvalidPicture: the file is of no type that is taken, too large, animated, cut off, or continues after its end.
     """

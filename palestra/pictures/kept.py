@@ -35,7 +35,6 @@ class KeptPictures(Blobs):
         """Check a file, decode it as a test, keep it, and return its digest. Blocks for the disk and the decoder.
 
         Args:
-            data: the file.
             media_type: the type that its sender gives; None: none.
             charge: see `put`.
 
@@ -62,7 +61,6 @@ class KeptPictures(Blobs):
         """Keep a copy with at most `side` pixels in width and height, and return its digest; of a small one its own.
 
         Args:
-            digest: of the picture.
             side: in pixels.
             charge: see `put`.
 

@@ -127,8 +127,6 @@ class Renderer(ABC):
         """Return the prompt of a conversation, int32 [P], which ends where the assistant's reply begins.
 
         Args:
-            messages: the conversation.
-            tools: tools that the model is offered.
             room: the most tokens that are of use. None: any number. The limit only saves work: a renderer that can't
                 tell early that it is exceeded returns all tokens.
 
@@ -154,7 +152,6 @@ class Renderer(ABC):
             completion_ids: int32 [C], as they were sampled.
             new_messages: the messages since the reply. They may be empty, and may include replies that the agent has
                 edited.
-            tools: tools of the call.
             room: see `render`.
 
         Returns:
@@ -214,11 +211,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def _call_format(self) -> CallFormat:
-        """Return how calls are written.
-
-        Raises:
-            NotInThisFormat: there are no calls, or they can't be constrained.
-        """
+        """Return how calls are written."""
 
 
 class PlainTextStream(ReplyStream):
@@ -278,7 +271,6 @@ def tool_call(attempt: Attempt, call_ids: str, number: int) -> ToolCall:
     """Return the call number `number` of a reply.
 
     Args:
-        attempt: a call that is not malformed.
         call_ids: prefix of the call's id, which is `{call_ids}_{number}`.
         number: place of the call in the reply.
     """
@@ -291,8 +283,6 @@ def reply_of(reasoning: str | None, content: str, attempts: Sequence[Attempt], c
 
     Args:
         reasoning: text before the answer; None: the reply has none.
-        content: text of the answer.
-        attempts: tool calls, malformed ones included.
         call_ids: prefix of the calls' ids.
     """
     good = [attempt for attempt in attempts if attempt.problem is None]

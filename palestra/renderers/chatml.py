@@ -45,7 +45,6 @@ class ChatMLRenderer(Renderer):
         """Create a renderer for a tokenizer with `encode`, `decode` and `convert_tokens_to_ids`, as in transformers.
 
         Args:
-            tokenizer: the model's tokenizer.
             config: how the model's template differs from plain ChatML; None: it does not.
             pictures: writes the placeholders of pictures; None: the model reads text only.
 
@@ -135,11 +134,7 @@ class ChatMLRenderer(Renderer):
         return self.config.developer if message.role == "developer" else message.role
 
     def _sequence(self, turns: Iterable[Pieces], before: Sequence[int], room: int | None) -> TokenSequence:
-        """Return `before` followed by the ids of the turns, and the beginning of the assistant's reply.
-
-        Raises:
-            TooManyTokens: there are more than `room` ids.
-        """
+        """Return `before` followed by the ids of the turns, and the beginning of the assistant's reply."""
         writer = PromptWriter(self._encode, self._long, self._pictures, room)
         writer.tokens(before)
         for pieces in turns:

@@ -61,9 +61,6 @@ class DialogRenderer(Renderer):
         """Create a renderer.
 
         Args:
-            tokenizer: the model's, of transformers.
-            pictures: writes the placeholders of pictures.
-            written: how dialogs are written.
             first: the tokens with which every conversation begins, such as that of `<|im_start|>`.
 
         Raises:
@@ -160,11 +157,7 @@ class DialogRenderer(Renderer):
         return writer.sequence()
 
     def _pieces(self, message: ChatMessage) -> Pieces:
-        """Return the texts and pictures of a message.
-
-        Raises:
-            ValueError: it is the result of a tool, calls one, or has a picture that is not the user's.
-        """
+        """Return the texts and pictures of a message."""
         if message.role not in _ROLES or message.tool_calls:
             raise ValueError("this model's format has no tools")
         if message.role != "user":

@@ -92,8 +92,6 @@ def fixed_layout(images: Mapping[str, Any], vision: Mapping[str, Any], whole: bo
     """Return the layout of Llava's processor with these settings; what they leave out is as in transformers.
 
     Args:
-        images: settings of the image processor.
-        vision: configuration of the tower.
         whole: whether the embedding of the tower's class token is used as well.
 
     Raises:

@@ -113,7 +113,6 @@ class LongText:
         """Return the ids of a text.
 
         Args:
-            text: the text.
             room: the most ids that are of use.
 
         Raises:

@@ -49,7 +49,6 @@ class PackageRenderer(Renderer):
         """Wrap a renderer.
 
         Args:
-            tokenizer: the model's tokenizer, of transformers.
             inner: the renderer that the package made for the tokenizer.
         """
         self._tokenizer = tokenizer
@@ -162,9 +161,6 @@ class PackageRenderer(Renderer):
         """Refuse messages that no template could make fit.
 
         Every template writes the text of users, though perhaps not the white space at its edges.
-
-        Raises:
-            TooManyTokens: there are more than `room` tokens.
         """
         said = [message.text.strip() for message in messages if message.role == "user"]
         if room is not None and sum(map(len, said)) > PIECE:

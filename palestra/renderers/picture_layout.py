@@ -83,9 +83,6 @@ class PictureLayout(Protocol):
     def seen(self, image: Image) -> Image:
         """Return the pixels that the tower gets of a picture, before they are normalised.
 
-        Args:
-            image: decoded and upright, in mode RGB.
-
         Raises:
             InvalidRequest: the model takes no pictures of this size.
         """

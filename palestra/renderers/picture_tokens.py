@@ -20,11 +20,6 @@ class PictureTokens:
     def __init__(self, tokenizer: Any, layout: PictureLayout, pictures: Pictures) -> None:
         """Prepare to write pictures.
 
-        Args:
-            tokenizer: the model's.
-            layout: of the model.
-            pictures: says how large each is.
-
         Raises:
             ValueError: the tokenizer has no token for placeholders.
         """

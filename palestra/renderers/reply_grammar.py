@@ -68,7 +68,6 @@ def with_ordinary_tokens(rules: str, value: Any, added: Collection[str]) -> str:
     token, it finds that token to be no text, and refuses the rules.
 
     Args:
-        rules: in Lark's syntax.
         value: all that the caller gave, as JSON has it: schemas, names and texts.
         added: contents of the tokenizer's added tokens.
     """

@@ -36,7 +36,6 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
     """Return the renderer for a model.
 
     Args:
-        tokenizer: the model's tokenizer, of transformers.
         keep_reasoning: whether a conversation keeps the reasoning of earlier replies even if the model's template drops
             it when the user speaks again. `ChatMLRenderer` always keeps it.
         pictures: writes the placeholders of pictures; None: the model reads text only.
@@ -101,13 +100,7 @@ def _chatml(tokenizer: Any, pictures: PictureTokens) -> ChatMLRenderer | None:
 
 
 def _shows_alike(tokenizer: Any, made: Renderer, probe: Probe) -> bool:
-    """Return whether a renderer gives the ids that a processor makes of what the template writes.
-
-    Args:
-        tokenizer: the model's.
-        made: writes what the template writes for a picture.
-        probe: a conversation whose contents are lists of parts.
-    """
+    """Return whether a renderer gives the ids that a processor makes of what the template writes."""
     shown = _text(tokenizer, probe)
     if shown is None:
         return False

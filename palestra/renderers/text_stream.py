@@ -29,11 +29,7 @@ class TextStream:
         self._stopped: list[int] = []
 
     def add(self, token: int) -> str:
-        """Return the text that is certain with one more token; empty while a character is not finished.
-
-        Args:
-            token: the id that was sampled.
-        """
+        """Return the text that is certain with one more token; empty while a character is not finished."""
         if token in self._stops:
             self._stopped.append(token)
             return ""
@@ -58,11 +54,7 @@ class TextStream:
         return out
 
     def _let_go_of_no_characters(self, text: str) -> str:
-        """Return the text before bytes that can no longer become a character, so that such bytes do not pile up.
-
-        Args:
-            text: of all ids that are kept.
-        """
+        """Return the text before bytes that can no longer become a character, so that such bytes do not pile up."""
         for until in range(len(self._ids) - _CHARACTER, self._known, -1):
             before = self._decode(self._ids[:until])
             if before + self._decode(self._ids[until:]) == text:

@@ -50,10 +50,6 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 def read_object(text: str, at: int = 0) -> tuple[dict[str, Member], int]:
     """Parse the JSON object that begins at a place of a text, after white space.
 
-    Args:
-        text: the text.
-        at: index at which to begin.
-
     Returns:
         The object's members, of equal keys the last, and the index after the object.
 

@@ -67,7 +67,6 @@ class TrajectoryCollectEngine:
         """Play the episode of `task` to its end. However it ends, no task of it keeps running.
 
         Args:
-            task: what is played.
             limit: of this call. An episode in which it expires while the environment works on an action is a forfeit.
 
         Raises:
@@ -146,11 +145,7 @@ class TrajectoryCollectEngine:
         return observation if content is observation.content else replace(observation, content=content)
 
     def _check_moves(self, agent: str, moves: Sequence[str]) -> None:
-        """Refuse an agent whose replies are held to legal moves that its policy's vocabulary can't express.
-
-        Raises:
-            RolloutFailed: the vocabulary has no tokens for one of the moves.
-        """
+        """Refuse an agent whose replies are held to legal moves that its policy's vocabulary can't express."""
         if not moves or not isinstance(self._agent(agent), ModelAgent):
             return
         policy = self.roles.policy_of(agent)
@@ -240,13 +235,7 @@ class TrajectoryCollectEngine:
         return self._episode.weighted_sum(policy, reward)
 
     def _check_named(self) -> None:
-        """Refuse what rewards by name can't be together.
-
-        Raises:
-            NotScored: the episode has names, and none of them was scored.
-            InvalidEnvironment: it has rewards without names as well, or too many names; or something was not scored
-                where it is not known whose reward that would have been.
-        """
+        """Refuse what rewards by name can't be together."""
         result = self._result
         if (named := result.named_rewards) is None:
             return
@@ -303,12 +292,7 @@ class TrajectoryCollectEngine:
             self._environment.act(observation.id, action)
 
     def _fill(self, observation: Observation, error: ContextOverflow) -> None:
-        """End the part of an agent whose context has no room for a reply to an observation, or the episode.
-
-        Raises:
-            ContextOverflow: the agent is alone, so that its episode ends with the rewards so far.
-            RolloutFailed: what the episode was worth to each of several agents is not known.
-        """
+        """End the part of an agent whose context has no room for a reply to an observation, or the episode."""
         name = observation.agent
         if name not in self._result.full_contexts:  # a forfeit may leave the role in the game
             self._result.full_contexts.append(name)

@@ -28,9 +28,7 @@ class EnvironmentPool:
         """Create an empty pool.
 
         Args:
-            make: returns a new environment.
             system: system message of the agent of an `Environment`; None: the environment's own.
-            clock: source of the times of observations.
         """
         self._make, self._system, self._clock = make, system, clock
         self._idle: list[Made] = []

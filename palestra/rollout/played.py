@@ -84,7 +84,6 @@ class ShownSeats(Protocol):
         """Note an observation of any agent.
 
         Args:
-            observation: what the environment shows.
             number: its TimeStep; None: the agent's part is over.
         """
         ...

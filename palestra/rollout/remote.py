@@ -42,7 +42,6 @@ class EnvironmentPlayer(EpisodePlayer):
         """Create a player.
 
         Args:
-            client: of the job.
             spec: agents and environments. Without a system message, an environment with one agent gets the job's.
             facts: what the job says of itself (`AsyncClient.facts`).
             clock: source of the times of observations; None: the system's.

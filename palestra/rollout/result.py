@@ -71,7 +71,6 @@ class EpisodeResult:
 
         Args:
             name: the TimeStep that caused it, or `reset`.
-            info: the information.
         """
         left = LONGEST_INFO - sum(len(text) for other, text in self.info.items() if other != name)
         if left <= 0:

@@ -42,7 +42,6 @@ class RunnerPool:
 
         Args:
             sessions: the job's sessions, whose store has the episodes.
-            runner: plays one episode.
             max_concurrency: number of episodes that are played at the same time.
             lock: keeps weights from changing during an episode; None: they may change.
             progress: live counts to keep up to date, for the status page; None: new ones.

@@ -46,7 +46,6 @@ class Runner:
 
         Args:
             sessions: the job's sessions, which record the model calls.
-            play: agents and environments.
             algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
             timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds` ends it.
             worker_id: name that is recorded with each episode.
@@ -148,10 +147,8 @@ class Runner:
         """Give an episode back, to be played again or to be discarded.
 
         Args:
-            episode: the claimed episode.
             termination: why; what `_NO_ATTEMPTS` has does not count as an attempt, as if the episode had never been
                 claimed.
-            reason: text to record with the attempt.
             discard: whether to drop the episode instead of having it played again.
         """
         try:
@@ -185,16 +182,7 @@ class Runner:
 
 
 def _pace(environment: ConcurrentEnvironment, roles: tuple[str, ...], seats: SeatTable) -> None:
-    """Let the clocks of seats run only while a worker has the seat and knows what it has to answer.
-
-    Args:
-        environment: before its episode.
-        roles: names of the seats.
-        seats: of the episode.
-
-    Raises:
-        RolloutFailed: the environment limits the time of seats by clocks of its own.
-    """
+    """Let the clocks of seats run only while a worker has the seat and knows what it has to answer."""
     if isinstance(environment, MultiAgentEnvironment):
         environment.pace(roles, seats.miss)
         seats.world = environment

@@ -17,7 +17,6 @@ class SeatAgent(Agent):
         """Create the agent of one episode.
 
         Args:
-            table: the seats of the episode.
             player: plays in the place of a worker, with the policy of the seat's role, where the job wants that.
         """
         self._table, self._player = table, player
@@ -35,8 +34,6 @@ def with_seats(agents: Mapping[str, Agent], table: SeatTable, roles: tuple[str, 
 
     Args:
         agents: by name; "" plays all that are not named.
-        table: the seats of the episode.
-        roles: names of the seats.
     """
     players = {role: agents.get(role) or agents.get("") or ModelAgent() for role in roles}
     return {**agents, **{role: SeatAgent(table, player) for role, player in players.items()}}

@@ -20,7 +20,6 @@ class SessionEpisode:
         """Wrap a session.
 
         Args:
-            sessions: the job's.
             session: the episode's, which makes and records model calls.
             algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
         """

@@ -157,9 +157,7 @@ def check_prompts(name: str, tasks: Iterable[Any], reward: RewardFunction) -> No
     """Refuse tasks that can not be asked or scored, before an episode is played; for jobs that are given a reward.
 
     Args:
-        name: name of the argument, for messages.
         tasks: what `resolve_tasks` returned.
-        reward: what scores them.
 
     Raises:
         ConfigError: a task has no `prompt`, or one that can't be asked, or lacks a column that a function needs.
@@ -183,7 +181,6 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
     """Return tasks as a list of JSON objects.
 
     Args:
-        name: name of the argument, for messages.
         tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, or the path of a JSONL file.
         most: number of tasks to take from an iterator, which may be endless; None: all.
 

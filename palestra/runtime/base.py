@@ -99,9 +99,6 @@ class BaseServer:
 async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, LoadedBase]]:
     """Serve a base inside of the block.
 
-    Args:
-        options: of the server.
-
     Raises:
         RunInUse: another process serves from this folder.
         ConfigError: an option can't be used.
@@ -133,7 +130,6 @@ class LoadedBase:
         """Prepare what jobs need of the model.
 
         Args:
-            options: of the server.
             shared: has the model, and what computes with it.
             own_folders: whether each tenant has the folder of its name in `options.runs`, in which all its files are.
         """
@@ -255,11 +251,6 @@ def _files(tokenizer: Any) -> Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]:
 
 async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], stop: asyncio.Event) -> None:
     """Serve until `stop` is set.
-
-    Args:
-        options: of the server.
-        ready: is called when the server listens.
-        stop: ends it.
 
     Raises:
         EngineFailure: the engine can't continue; jobs go on when the server is started again.

@@ -42,10 +42,6 @@ class BaseProcess:
     async def start(self, order: BaseOrder, host: str) -> str:
         """Load the model and serve it; returns the address when the server listens.
 
-        Args:
-            order: which model, and how.
-            host: address to listen on.
-
         Raises:
             PalestraError: the base server can't be started.
         """
@@ -147,12 +143,7 @@ async def _follow(admissions: Admissions, base: LoadedBase, server: BackendServe
 
 
 def _options(order: BaseOrder) -> BaseOptions:
-    """Return the options of the base server, with the folder of its model.
-
-    Raises:
-        ModelError: there is no such model.
-        ServerFailed: the hub can't be reached.
-    """
+    """Return the options of the base server, with the folder of its model."""
     given = {"dtype": order.dtype}
     return BaseOptions(
         model=str(exact_model(order.model)),

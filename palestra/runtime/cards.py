@@ -80,7 +80,6 @@ def trainer_cards(config: JobConfig, is_here: bool) -> int:
     """Return on how many cards of this process the job's trainer computes, always the first ones; 0: on none.
 
     Args:
-        config: the job.
         is_here: whether the trainer shares the cards of this process; otherwise it has bundles of its own, or the
             engine has.
     """
@@ -98,9 +97,6 @@ def deal_cards(cards: Sequence[Card], processes: int, each: int, trainer: int) -
     there are enough; otherwise as few as possible share a card.
 
     Args:
-        cards: that there are.
-        processes: of the engine, at least one.
-        each: cards that one process computes on.
         trainer: cards of the trainer, which are the first ones.
 
     Raises:

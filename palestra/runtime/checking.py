@@ -62,11 +62,7 @@ class Finding:
 
 
 def check_job(config: JobConfig) -> list[Finding]:
-    """Return what the configuration, this machine and the files that the job names make impossible.
-
-    Args:
-        config: the job.
-    """
+    """Return what the configuration, this machine and the files that the job names make impossible."""
     checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices, _engine_server]
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
@@ -228,13 +224,7 @@ def _algorithms(config: JobConfig) -> Iterator[Finding]:
 
 
 def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[Finding]:
-    """Look for what an algorithm needs: episodes of a run, conversations, a policy that teaches.
-
-    Args:
-        config: the job.
-        key: of the algorithm's table.
-        policy: the policy that it trains.
-    """
+    """Look for what an algorithm needs: episodes of a run, conversations, a policy that teaches."""
     settings = config.algorithm_of(policy)
     try:
         algorithm = create_algorithm(settings)
@@ -252,13 +242,7 @@ def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[Finding]:
 
 
 def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | None) -> Iterator[Finding]:
-    """Look for the recorded episodes that an algorithm trains, if any.
-
-    Args:
-        config: the job.
-        policy: the policy that is trained.
-        recorded: where the episodes are; None: they are played.
-    """
+    """Look for the recorded episodes that an algorithm trains, if any."""
     try:
         if recorded is not None and recorded.run_dir is not None:
             policies = learned_policies(recorded.run_dir, recorded.policy, policy)

@@ -31,10 +31,8 @@ def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
     """Serve a checkpoint until standard input ends, and return the exit code.
 
     Args:
-        run: the run's folder.
         name: of the checkpoint, such as `policy@step-20`.
         folder: in which nothing is yet; nothing that is served is recorded, but a server needs one for its keys.
-        out: gets the lines.
     """
 
     def tell(**what: Any) -> None:
@@ -79,11 +77,6 @@ def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
 
 def config_for(run: Path, name: str, folder: Path) -> JobConfig:
     """Return the job that serves a checkpoint; of other policies that the run has trained, the newest one.
-
-    Args:
-        run: the run's folder.
-        name: of the checkpoint.
-        folder: for the files of the server.
 
     Raises:
         NotFound: there is no such checkpoint.

@@ -98,7 +98,6 @@ class CheckpointServer:
 
         Args:
             run: name of the run on the page.
-            folder: of the run.
             checkpoint: by name.
         """
         async with self._changing:

@@ -25,12 +25,7 @@ class Checkpoint(NamedTuple):
 
 
 def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, Checkpoint]:
-    """Return the checkpoints of a run by names such as `policy@step-20`, of each policy the newest first.
-
-    Args:
-        config: the job.
-        run_dir: its folder.
-    """
+    """Return the checkpoints of a run by names such as `policy@step-20`, of each policy the newest first."""
     return {
         f"{policy}@step-{step_of(path)}": Checkpoint(policy, step_of(path), path)
         for policy in config.trained_policies
@@ -42,7 +37,6 @@ def newest_checkpoints(config: JobConfig, run_dir: Path | None = None) -> dict[s
     """Return the newest undamaged checkpoint of each policy that a job trains, by its name; of some there may be none.
 
     Args:
-        config: the job.
         run_dir: its folder; None: the one that it names.
     """
     folder = config.folder if run_dir is None else run_dir

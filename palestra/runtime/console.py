@@ -40,10 +40,8 @@ class Console:
         """Prepare the output; it begins when the console is entered.
 
         Args:
-            config: the job.
             quiet: whether to print nothing.
             file: gets the lines instead of standard output.
-            notes: lines to print first.
         """
         self._notes = notes
         self._config, self._beginning = config, beginning(config)
@@ -92,12 +90,7 @@ class Console:
         self._say(f"data plane at {job.url}, its key in {job.folder.path / 'api_key'}; the page is {job.url}/dashboard")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Print a line for an event of the job, if it is of interest.
-
-        Args:
-            kind: kind of the event.
-            data: data of the event.
-        """
+        """Print a line for an event of the job, if it is of interest."""
         if kind == "numerics":
             self._say_numerics(data)
         elif kind == "running" and data["step"]:
@@ -115,7 +108,6 @@ class Console:
         """Print where the results are, or how to continue, when the job is over or was stopped.
 
         Args:
-            state: the job's last state.
             checkpoints: folders of the newest checkpoints, by the policy's name.
         """
         folder = self._config.folder
@@ -259,12 +251,7 @@ class ServingConsole(Console):
     """Shows an inference job on a terminal, or as plain lines."""
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Print the totals when the job has ended, and what was lost; other events are not shown.
-
-        Args:
-            kind: kind of the event.
-            data: data of the event.
-        """
+        """Print the totals when the job has ended, and what was lost; other events are not shown."""
         if kind == "numerics":
             self._say_numerics(data)
         elif kind == "served":
@@ -274,12 +261,7 @@ class ServingConsole(Console):
             self._say(escape(one_line(data["text"])))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
-        """Print how to serve the model again.
-
-        Args:
-            state: the job's last state.
-            checkpoints: not used: nothing is trained.
-        """
+        """Print how to serve the model again."""
         folder = self._config.folder
         self._out.print(f"stopped; serve it again under the same key with --resume (the run is in {folder})")
 

@@ -29,7 +29,6 @@ def check_trainer(config: JobConfig, places: JobPlaces) -> None:
     """Refuse a trainer that this machine has no device for.
 
     Args:
-        config: the job.
         places: where its processes run; ranks with bundles of their own look at their machines themselves.
 
     Raises:
@@ -49,7 +48,6 @@ def check_reproducible(config: JobConfig, places: JobPlaces) -> None:
     """Refuse a deterministic job that would compute on a GPU, which gives other bits from run to run.
 
     Args:
-        config: the job.
         places: where its processes run; those with bundles of their own are on other machines, perhaps.
 
     Raises:
@@ -65,11 +63,7 @@ def check_reproducible(config: JobConfig, places: JobPlaces) -> None:
 
 
 def not_reproducible(key: str) -> str:
-    """Return what is wrong with a deterministic job that would compute on a GPU.
-
-    Args:
-        key: of the device's setting.
-    """
+    """Return what is wrong with a deterministic job that would compute on a GPU."""
     return (
         "deterministic = true is only kept on a CPU, and this machine would use its GPU; "
         f"set {key} = 'cpu', or deterministic = false"
@@ -94,9 +88,6 @@ def engine_tables(config: JobConfig) -> dict[str, PooledEngineConfig]:
 
 def check_heads(config: JobConfig) -> None:
     """Refuse models whose attention vLLM's build for CPUs can't compute, which it would say after a minute.
-
-    Args:
-        config: the job.
 
     Raises:
         ConfigError: a policy has such a model; or there is no vLLM where the job names it.
@@ -145,9 +136,7 @@ def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -
     """Yield what makes the servers of a table of workers impossible: the key to change, and a sentence.
 
     Args:
-        config: the job.
         key: of the table, such as `engine`.
-        table: of the workers.
     """
     if not isinstance(table, VllmEngineConfig | SglangEngineConfig):
         return
@@ -169,14 +158,7 @@ def impossible_servers(config: JobConfig, key: str, table: PooledEngineConfig) -
 def _impossible_urls(
     config: JobConfig, key: str, table: VllmEngineConfig | SglangEngineConfig, rounds: WeightRounds | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield why servers that run already are not there, or do not fit the job's policy.
-
-    Args:
-        config: the job.
-        key: of the table.
-        table: of the workers, with addresses.
-        rounds: in which they would receive weights; None: they read them from files.
-    """
+    """Yield why servers that run already are not there, or do not fit the job's policy."""
     from palestra.runtime.engine_servers import inspect_servers
     from palestra.runtime.served_models import read_served_models
 

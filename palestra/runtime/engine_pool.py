@@ -52,11 +52,8 @@ async def pooled_parts(
     """Start the engine's workers, and build the other parts of a job in this process.
 
     Args:
-        config: the job.
-        settings: of its engine.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
         pictures: see `build_parts`; the workers read them in the same folder.
-        places: where its processes run.
 
     Raises:
         PalestraError: a worker can't be started; see `build_parts`, and `require_place`.
@@ -145,12 +142,7 @@ async def _opened(
 
 
 def _keep_in(settings: WorkersConfig | MixedEngineConfig, folder: Path | None) -> Keep:
-    """Return a function that keeps weights in the precision in which the workers have them.
-
-    Args:
-        settings: of the engine.
-        folder: that all machines of the job see; None: the workers are on this one.
-    """
+    """Return a function that keeps weights in the precision in which the workers have them."""
     keeper = WeightKeeper(settings.dtype, folder)
 
     async def keep(policy: str, source: WeightSource) -> KeptWeights:

@@ -71,7 +71,6 @@ class EngineProcesses:
             config: the job, with what each worker has of threads and memory.
             weights: folders to load models from, instead of the policies' `model`, by the policy's name.
             pictures: folder in which the pictures of prompts are found; None: models that see are not shown any.
-            start: starts the process of a worker.
             cards: on which the workers compute; None: on no card, or on those that each finds itself.
         """
         self._start, self._cards = start, cards or CardTurns(())
@@ -163,11 +162,7 @@ async def _first(channel: Channel) -> dict[str, Any] | None:
 
 
 async def _serve(number: int) -> None:
-    """Load what the job orders, and serve it until the job has gone.
-
-    Args:
-        number: of the descriptor of the socket.
-    """
+    """Load what the job orders, and serve it until the job has gone."""
     reader, writer = await open_stream(socket.socket(fileno=number))
     channel = Channel(reader, writer, sends_json=True)
     message = await _first(channel)

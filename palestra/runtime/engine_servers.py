@@ -69,9 +69,6 @@ class EngineServers:
         """Start the servers, or find them; `engine` waits until they are ready.
 
         Args:
-            config: the job.
-            settings: of its engine.
-            models: of its policies.
             worker: number of the worker among those of the job, from 0.
             places: what the servers of the policies compute with, which are started; None: they run already.
             rounds: in which the servers of all workers receive whole weights; None: they read them from files.
@@ -159,11 +156,7 @@ def _found(settings: VllmEngineConfig | SglangEngineConfig, model: ServedModel, 
 
 
 def _key(settings: VllmEngineConfig | SglangEngineConfig) -> str:
-    """Return the key of servers that run already; "": they need none.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+    """Return the key of servers that run already; "": they need none."""
     variable = settings.key_variable
     if variable is None:
         return ""
@@ -180,9 +173,6 @@ def _key(settings: VllmEngineConfig | SglangEngineConfig) -> str:
 
 def weight_rounds(settings: VllmEngineConfig | SglangEngineConfig) -> WeightRounds | None:
     """Return in which rounds weights are broadcast to the servers of an engine; None: they are sent as files.
-
-    Args:
-        settings: of the engine.
 
     Raises:
         ConfigError: this process can't broadcast: nothing can listen at `weights_address`, say.
@@ -202,8 +192,6 @@ async def inspect_servers(
     Nothing is changed in a server, and a job that it works for notices nothing.
 
     Args:
-        settings: of the engine, with addresses.
-        model: of the policy.
         rounds: see `EngineServers`; a server that could not take part in them does not fit.
 
     Raises:
@@ -236,15 +224,7 @@ def _api(
     *,
     is_started: bool,
 ) -> EngineApi:
-    """Return the routes of a policy's server.
-
-    Args:
-        settings: of the engine.
-        model: of the policy.
-        address: of the server.
-        rounds: see `EngineServers`.
-        is_started: whether this process has started the server, which then has the policy's model.
-    """
+    """Return the routes of a policy's server."""
     connection, stop_ids, adapter = EngineConnection(address), model.bounds.stop_ids, model.adapter
     sample = None if is_started else tokenized(model.tokenizer)
     if isinstance(settings, SglangEngineConfig):
@@ -288,11 +268,7 @@ def _served(
 
 
 def _weights_folder(parent: Path | None) -> Path:
-    """Make an empty folder for new weights, below one that is given, or in shared memory.
-
-    Raises:
-        ConfigError: it can't be made.
-    """
+    """Make an empty folder for new weights, below one that is given, or in shared memory."""
     try:
         return Path(tempfile.mkdtemp(prefix="palestra-weights-", dir=parent or weight_folder()))
     except OSError as error:

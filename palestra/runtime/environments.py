@@ -26,9 +26,6 @@ _PARTNERS: Mapping[str, type[OpenEnvEnvironment] | type[NemoGymEnvironment]] = {
 def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
     """Return what makes an environment that the job names; None where workers outside play.
 
-    Args:
-        config: the job.
-
     Raises:
         ConfigError: there is no such environment, or a setting is wrong, or there is no key of the server.
         ModuleNotFoundError: the environment needs a package that is not installed.
@@ -52,11 +49,7 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
 
 
 def _partner_settings(chosen: EnvironmentConfig) -> dict[str, Any]:
-    """Return the arguments of an environment of another project's server.
-
-    Raises:
-        ConfigError: a setting is not one of its, or is wrong.
-    """
+    """Return the arguments of an environment of another project's server."""
     make = _PARTNERS[chosen.protocol]
     known = [name for name in inspect.signature(make).parameters if name not in ("url", "key", "system", "clock")]
     if unknown := [name for name in chosen.settings if name not in known]:

@@ -186,14 +186,7 @@ def evaluate_until_stopped(
 
 
 def _outcome(row: EpisodeSummary, roles: Roles, random: Collection[str], trajectory: Trajectory | None) -> TaskOutcome:
-    """Return the outcome of a task, without what frozen policies, past versions and random agents have earned.
-
-    Args:
-        row: the task's episode.
-        roles: of the job.
-        random: agents that draw their moves.
-        trajectory: of the episode, where it was asked for.
-    """
+    """Return the outcome of a task, without what frozen policies, past versions and random agents have earned."""
     names = roles.rivals or (roles.default,)
     policies = roles.of_episode(row.players)
     rewards = {name: reward for name, reward in (row.rewards or {}).items() if not _is_of(name, random)}
@@ -213,13 +206,7 @@ def _outcome(row: EpisodeSummary, roles: Roles, random: Collection[str], traject
 
 
 def _note(outcomes: Sequence[TaskOutcome], roles: Roles, random: Collection[str]) -> str | None:
-    """Return that one policy has played several agents, whose rewards add up to 0 in a game; None: it has not.
-
-    Args:
-        outcomes: of the tasks.
-        roles: of the job.
-        random: agents that draw their moves.
-    """
+    """Return that one policy has played several agents, whose rewards add up to 0 in a game; None: it has not."""
     if roles.rivals:
         return None
     rewarded = dict.fromkeys(agent for outcome in outcomes for agent in outcome.by_agent if not _is_of(agent, random))
@@ -240,15 +227,7 @@ def _is_of(agent: str, names: Collection[str]) -> bool:
 
 
 def _with_random(played: Rollout | RolloutSpec, names: Collection[str]) -> RolloutSpec:
-    """Return what is played with agents that draw their moves.
-
-    Args:
-        played: what says how an episode is played.
-        names: of these agents.
-
-    Raises:
-        ConfigError: it is no environment, or an environment that has no agent of a name.
-    """
+    """Return what is played with agents that draw their moves."""
     if not isinstance(played, RolloutSpec):
         raise ConfigError("only an environment says which moves are legal; a rollout function draws its own")
     roles = tuple(getattr(played.environment(), "roles", ()))

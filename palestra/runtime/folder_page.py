@@ -61,11 +61,8 @@ async def serve_folders(
     """Serve the page until `stop` is set.
 
     Args:
-        runs: what the page shows.
-        host: name or address of this machine.
         port: 0: any free port.
         ready: is called with the page's address and its access when the server listens.
-        stop: ends the server.
 
     Raises:
         ConfigError: the address is in use.
@@ -86,11 +83,7 @@ def create_folder_app(
     """Return the application that shows runs, and serves a checkpoint of one of them to its user.
 
     Args:
-        runs: what the page shows.
         access: the key, and the code of the link.
-        stopping: is set when the server ends.
-        server: of checkpoints.
-        host: on which it listens.
     """
     app = create_page_app(runs, access, stopping, MOST_BYTES)
     known = {run.name: run for run in runs}
@@ -140,9 +133,7 @@ def talk_state(run: Run, now: Served | None, host: str) -> TalkState:
     """Return what the page says of talking to a run's checkpoints.
 
     Args:
-        run: of the page.
         now: what was loaded last, of whatever run; None: nothing was.
-        host: on which the page listens.
     """
     checkpoints: list[str] = []
     try:
@@ -190,15 +181,7 @@ class _Passed(StreamingResponse):
 
     @classmethod
     async def on(cls, served: Served, body: bytes) -> _Passed:
-        """Send a call, and return the answer when its head is there.
-
-        Args:
-            served: what is called.
-            body: of the call.
-
-        Raises:
-            Conflict: its process has ended.
-        """
+        """Send a call, and return the answer when its head is there."""
         headers = {"authorization": f"Bearer {served.key}", "content-type": "application/json"}
         http = async_http_client(timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS))
         try:

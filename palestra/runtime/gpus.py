@@ -40,7 +40,6 @@ class GpuReader:
         Args:
             visible: the cards that are read, as `CUDA_VISIBLE_DEVICES` has them, numbers being those of the driver (and
                 of CUDA with `CUDA_DEVICE_ORDER=PCI_BUS_ID`, or with cards of one kind); None: all.
-            library: imports NVML.
             clock: monotonic seconds.
         """
         self._visible, self._library, self._clock = visible, library, clock
@@ -97,11 +96,7 @@ class GpuReader:
                 yield GpuUse(index=index, problem=f"NVML: {error}")
 
     def _card(self, index: int, handle: Any) -> GpuUse:
-        """Return the figures of a card; those that it has not are None.
-
-        Raises:
-            NVMLError: the card can't be read, because it is lost, for instance.
-        """
+        """Return the figures of a card; those that it has not are None."""
         nvml = self._nvml
         name = self._figure(lambda: nvml.nvmlDeviceGetName(handle))
         memory = self._figure(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -129,11 +124,7 @@ class GpuReader:
 
 
 def card_names(visible: str) -> Iterator[int | str]:
-    """Yield the cards of `CUDA_VISIBLE_DEVICES`: numbers, or ids such as GPU-… and MIG-…
-
-    Args:
-        visible: the variable's value.
-    """
+    """Yield the cards of `CUDA_VISIBLE_DEVICES`: numbers, or ids such as GPU-… and MIG-…"""
     for name in (part.strip() for part in visible.split(",")):
         if name.isdecimal():
             yield int(name)

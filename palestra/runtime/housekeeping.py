@@ -27,8 +27,6 @@ async def looked_after(
     """Expire leases, of seats too, count episodes, and remove pictures that nothing needs, while the block is open.
 
     Args:
-        store: of the run.
-        progress: has the counts.
         seats: of the job's episodes; None: it has none.
         max_episode_seconds: longest duration of one attempt at an episode.
     """

@@ -73,7 +73,6 @@ async def local_job(
     """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
 
     Args:
-        config: the job.
         report: is called with every event of the job, and its data.
         play: what this process plays itself; None: the environment that `config.environment` names, or nothing.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
@@ -226,13 +225,7 @@ async def local_job(
 
 
 def _watchdog(plane: DataPlane, work: Learner | Serving | Scoring, *, plays_itself: bool) -> Watchdog | None:
-    """Return what ends a job that is stuck; None: the job trains nothing.
-
-    Args:
-        plane: of the job.
-        work: what the job does.
-        plays_itself: whether runners of the job's own play its episodes.
-    """
+    """Return what ends a job that is stuck; None: the job trains nothing."""
     if not isinstance(work, Learner):
         return None
     return Watchdog(plane.config.watchdog, plane, plays_itself, plane.store.clock)
@@ -250,14 +243,7 @@ async def _closed(part: str, closing: Awaitable[None]) -> None:
 async def _create_policies(
     config: JobConfig, trainer: Trainer | None, algorithms: Mapping[str, Algorithm], weights: Mapping[str, str]
 ) -> None:
-    """Give the trainer the policies that are trained.
-
-    Args:
-        config: the job.
-        trainer: without them; None: nothing is trained.
-        algorithms: of each of these policies.
-        weights: see `local_job`.
-    """
+    """Give the trainer the policies that are trained."""
     if trainer is not None:
         for name, algorithm in algorithms.items():
             await trainer.create(name, policy_spec(config, algorithm, name, weights))
@@ -299,13 +285,6 @@ async def _begun_again(
     """Return a learner that begins at the newest checkpoint; None: the job trains nothing, and calls may begin.
 
     An engine of this process waits from here on, until the learner has published the checkpoint's weights.
-
-    Args:
-        config: the job.
-        parts: of the job, whose base server or trainer has its policies again.
-        store: of the job.
-        scores: whether the models are scored.
-        learner: makes a learner.
     """
     if parts.renewable is not None:
         await parts.engine.pause()
@@ -345,7 +324,6 @@ async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], N
     """Run a job in the foreground until its steps are done, or until SIGINT or SIGTERM.
 
     Args:
-        config: the job.
         report: is called with every event of the job, and its data.
         ready: is called with the job when its data plane listens.
     """

@@ -49,11 +49,7 @@ class LocalJob:
         """Assemble a job; `run` runs it.
 
         Args:
-            work: trains, serves or scores.
             plane: the state of the job's data plane.
-            engine: the engine that samples.
-            url: URL of the data plane.
-            folder: files of the run.
             resumed: whether workers of an earlier process may come back.
             pool: plays episodes in this process; None: no episodes are played here.
             renewal: what is done when what trains the job is lost; None: that ends with this process.

@@ -64,11 +64,7 @@ def model_facts(folder: Path) -> ModelFacts:
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """Return how many numbers each tensor of a safetensors file has, from its header.
-
-    Raises:
-        ValueError: it is no such file.
-    """
+    """Return how many numbers each tensor of a safetensors file has, from its header."""
     with file.open("rb") as opened:
         (size,) = struct.unpack("<Q", opened.read(8))
         if size > file.stat().st_size:

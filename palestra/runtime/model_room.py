@@ -90,7 +90,6 @@ def check_room(config: JobConfig, weights: Mapping[str, str], places: JobPlaces)
     """Refuse a job whose models can't fit into memory: the kernel would end it after minutes, without a reason.
 
     Args:
-        config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
         places: where its processes run; those with bundles of their own look at their memory themselves.
 
@@ -162,7 +161,6 @@ def shortage(config: JobConfig, sizes: Sizes) -> Shortage | None:
 
     Args:
         config: the job, all of whose processes are on this machine.
-        sizes: of its models.
     """
     room = room_of(config, sizes)
     if room.machine > (free := available_bytes(swap=True)):
@@ -183,12 +181,7 @@ def shortage(config: JobConfig, sizes: Sizes) -> Shortage | None:
 
 
 def room_of(config: JobConfig, sizes: Sizes) -> Room:
-    """Return which memory the models of a job are in.
-
-    Args:
-        config: the job.
-        sizes: of its models.
-    """
+    """Return which memory the models of a job are in."""
     trainer = config.trainer
     trains_on_card = not trainer.cpu_offload and is_on_card(trainer.device)
     trained = sizes.trained + sizes.shared_by(RANKS)
@@ -225,16 +218,7 @@ def amount(size: int) -> str:
 
 
 def _shortage(config: JobConfig, key: str, needed: int, free: int, whose: str, whole: int) -> Shortage:
-    """Return what is missing.
-
-    Args:
-        config: the job.
-        key: to change.
-        needed: bytes.
-        free: bytes.
-        whose: the memory, in words.
-        whole: bytes of this memory, free or not.
-    """
+    """Return what is missing."""
     trains, workers = config.kind == "training", copies_of(config)
     several = f" with {workers} inference workers, each with a copy," if workers > 1 else ""
     remedies = ["choose a smaller model"]

@@ -43,8 +43,6 @@ class ModelServer:
         """Start the job, or resume the run in its folder; returns the URL when the data plane listens.
 
         Args:
-            config: a JobConfig, as a mapping.
-            folder: folder of the job.
             host: address for the data plane to listen on.
             weights: by policy an absolute folder, or a name of the hub, instead of its `model`; None: none.
 
@@ -126,10 +124,6 @@ class ModelServer:
 
 def start_failure(error: Exception, say: Callable[[str], None]) -> PalestraError:
     """Log why a server could not be started, and return the error that says whether another start may help.
-
-    Args:
-        error: why.
-        say: writes to the server's log.
 
     Returns:
         A `ServerFailed` if another start may help; else `error` itself if it is one of ours.

@@ -54,11 +54,7 @@ def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameter
     """Add what a policy takes: in the engine, in the trainer, and of networks beside it.
 
     Args:
-        sizes: are added to.
-        config: the job.
-        name: of the policy.
         model: its weights; of an adapter, its base.
-        parameters: of the model.
         tower: those of them that only see, and are trained only where the policy says so.
     """
     policy, adds = config.policies[name], _Shared(sizes, config)

@@ -48,8 +48,6 @@ async def note_numerics(log: RunLog, now: dict[str, str], deterministic: bool) -
     """Keep what computes with a run.
 
     Args:
-        log: of the run.
-        now: what computes from now on.
         deterministic: whether it may not differ from what computed so far.
 
     Returns:

@@ -22,7 +22,6 @@ def create_job_app(plane: DataPlane, most_replicas: int | None = None) -> FastAP
     """Return the application of a job: its data plane, and the page that shows the job.
 
     Args:
-        plane: the state that the routes share.
         most_replicas: see `add_scaling_route`.
     """
     app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")

@@ -45,7 +45,6 @@ def build_parts(
     A trainer loads its own copy of one that it gets. `pooled_parts` builds the parts of a job whose engine has workers.
 
     Args:
-        config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
         pictures: where the pictures of prompts are found; None: models that see are not shown any.
         places: where the ranks of its trainer run.
@@ -121,10 +120,7 @@ def load_engine(
     """Load the models that a job samples from, and make an engine of them.
 
     Args:
-        config: the job.
-        settings: of the engine.
         weights: see `build_parts`.
-        models: of this process.
     """
     from palestra.engine.embedded.engine import EmbeddedEngine
 
@@ -160,15 +156,7 @@ class LoadedPolicy:
 def _load(
     config: JobConfig, name: str, model: str, settings: EmbeddedEngineConfig, models: LoadedModels
 ) -> LoadedPolicy:
-    """Load the model of one policy.
-
-    Args:
-        config: the job.
-        name: of the policy.
-        model: where its weights are.
-        settings: of the engine.
-        models: of this process.
-    """
+    """Load the model of one policy."""
     from palestra.engine.embedded.engine import token_budget
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.grammars.vocabulary import vocabulary_of
@@ -217,9 +205,6 @@ def parts_with_trainer(
     """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
 
     Args:
-        config: the job.
-        engine: what samples.
-        runtimes: of the policies.
         models: of this process, with which a trainer in it shares weights that never change.
         weights: see `build_parts`.
         pictures: see `build_parts`.

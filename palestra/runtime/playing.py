@@ -62,14 +62,6 @@ def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> 
     """Refuse agents none of which is held to choices, for an algorithm that trains every choice.
 
     What workers outside of this process send is known, and looked at, when the first step is trained.
-
-    Args:
-        config: the job.
-        policy: the policy that the algorithm trains.
-        play: what this process plays; None: what the configuration says.
-
-    Raises:
-        ConfigError: no agent ever has choices.
     """
     environment = _environment(config, play)
     if environment is None:
@@ -122,10 +114,7 @@ def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStart
     """Return the processes that play the job's environment; None: a model is served, and nothing is played.
 
     Args:
-        config: the job.
         plane: whose key they get, and whose episodes they play.
-        url: of the data plane.
-        starter: starts runners.
     """
     count = config.environment.runners
     if count is None or config.kind == "inference":

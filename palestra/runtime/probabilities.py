@@ -79,14 +79,7 @@ def choice_probabilities(
 def _answers(
     policy: TorchPolicy, renderer: Renderer, questions: Sequence[ChoiceQuestion], temperature: float
 ) -> list[dict[str, float]]:
-    """Return the probabilities of the choices of each question; see `choice_probabilities`.
-
-    Args:
-        policy: the model, as the trainer has it.
-        renderer: of the model.
-        questions: any number.
-        temperature: of the replies.
-    """
+    """Return the probabilities of the choices of each question; see `choice_probabilities`."""
     rows: list[TrainSample] = []
     texts: list[list[str]] = []  # for each question the text of each of its replies
     for place, question in enumerate(questions):
@@ -127,15 +120,7 @@ def _message(message: ChatMessage | Mapping[str, Any]) -> ChatMessage:
 
 
 def _row(name: str, prompt: Ids, reply: Sequence[int], grammar: str, temperature: float) -> TrainSample:
-    """Return the row of one reply, all tokens of which count.
-
-    Args:
-        name: in place of an episode's id, for messages.
-        prompt: int32 [P].
-        reply: its tokens.
-        grammar: what it has to match.
-        temperature: of the reply.
-    """
+    """Return the row of one reply, all tokens of which count."""
     ids = np.concatenate([prompt, np.array(reply, np.int32)])
     nothing = np.zeros(len(ids), np.float32)
     return TrainSample(

@@ -52,14 +52,6 @@ def _least_bytes(config: JobConfig, policy: str, model: str) -> int:
 
     Ranks share out weights, gradient and moments, and read each its own rows of the weights. Models that see, and
     adapters that are merged into their base, are loaded whole by every rank (`models.parted_loading`).
-
-    Args:
-        config: the job.
-        policy: its name.
-        model: what it is loaded from.
-
-    Raises:
-        ModelError: the model is not there.
     """
     folder = model_folder(base_of(model))
     if not isinstance(folder, Path) or _uses_cards(config):

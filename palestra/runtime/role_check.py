@@ -26,7 +26,6 @@ def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple
     """Yield (key, sentence) for each seat or role that the environment lacks, and each policy that can learn nothing.
 
     Args:
-        config: the job.
         agents: names of the environment's agents; (): not known before an episode.
     """
     if config.kind != "training" or not agents:
@@ -67,7 +66,6 @@ def check_roles(config: JobConfig, agents: Sequence[str]) -> None:
     """Refuse a job whose seats, roles or policies do not fit the agents of its environment.
 
     Args:
-        config: the job.
         agents: names of the environment's agents; (): not known before an episode.
 
     Raises:
@@ -81,9 +79,6 @@ def odd_roles(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, sentence) for each policy that no role has.
 
     That is possible where workers outside of the job call policies by their names.
-
-    Args:
-        config: the job, which names an environment.
     """
     roles = config.players
     teachers = {config.teacher_of(name) for name in config.trained_policies}

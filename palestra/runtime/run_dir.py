@@ -22,7 +22,6 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
     """Return the configuration with the run's folder: the configured one, or a new `runs/<name>`, `runs/<name>-2`, …
 
     Args:
-        config: the job.
         resume: whether to continue a run; the newest of the job's name if no folder is configured.
         say: is called with a sentence for people if a folder other than `runs/<name>` is chosen.
 
@@ -78,7 +77,6 @@ def newest_of_policy(run_dir: Path, policy: str | None, option: str | None = Non
     """Return the folder of the newest good checkpoint of a policy that a run has trained, and the checkpoint's state.
 
     Args:
-        run_dir: the run's folder.
         policy: by name; None: the only one that the run has trained.
         option: of the command, which names a policy, for the refusal; None: it has none.
 
@@ -99,7 +97,6 @@ def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = N
     """Return the folder of the checkpoints of a policy that a run trains.
 
     Args:
-        run_dir: the run's folder.
         policy: by name; None: the only one that the run trains.
         option: of the command, which names a policy, for the refusal; None: it has none.
 
@@ -178,12 +175,7 @@ def is_running(folder: Path) -> bool:
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Return the lock file of a run, locked by this process.
-
-    Raises:
-        RunInUse: another process has locked it.
-        ConfigError: the file can't be made or locked.
-    """
+    """Return the lock file of a run, locked by this process."""
     for _ in range(ATTEMPTS):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: a run contains prompts

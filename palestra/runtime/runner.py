@@ -12,8 +12,6 @@ async def play_environment(url: str, key: str, worker_id: str, concurrency: int)
     """Play episodes until the job is over.
 
     Args:
-        url: of the job's data plane.
-        key: of the job.
         worker_id: name that is recorded with each episode.
         concurrency: episodes that are played at the same time.
 

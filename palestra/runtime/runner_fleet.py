@@ -60,9 +60,7 @@ class RunnerFleet:
         """Prepare the fleet.
 
         Args:
-            count: number of runners.
             order: what each of them has to know.
-            start: runs one.
             plane: of the job, whose episodes runners claim.
         """
         self._count, self._order, self._start = count, order, start
@@ -143,13 +141,7 @@ class RunnerFleet:
         await self._give_back(runners - self._living, reason, counts=False)
 
     async def _give_back(self, names: Collection[str], reason: str, counts: bool) -> None:
-        """Give back the episodes that runners held when they ended, before their leases run out.
-
-        Args:
-            names: of the runners.
-            reason: is recorded with the attempts.
-            counts: whether they count as attempts.
-        """
+        """Give back the episodes that runners held when they ended, before their leases run out."""
         episodes = self._plane.store.episodes
         for name in names:
             for episode in await episodes.claimed_by(name):

@@ -24,7 +24,6 @@ async def start_process(order: RunnerOrder, worker_id: str) -> None:
     """Run a runner as a process, until the job is over. See `RunnerStarter`.
 
     Args:
-        order: what it has to know.
         worker_id: the name under which it claims episodes.
 
     Raises:

@@ -23,8 +23,6 @@ def add_scaling_route(app: FastAPI, plane: DataPlane, most: int | None) -> None:
     """Add the route that changes the number of inference workers.
 
     Args:
-        app: of the job.
-        plane: checks keys, and has the engine.
         most: workers that may be asked for; None: any number.
     """
 

@@ -52,7 +52,6 @@ def read_served_models(
     """Read the files of all policies' models, except for their weights.
 
     Args:
-        config: the job.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
         pictures: where those of prompts are found; None: there are none.
 
@@ -119,13 +118,7 @@ def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | N
 
 
 def served_runtimes(config: JobConfig, models: Sequence[ServedModel], engine: Engine) -> dict[str, PolicyRuntime]:
-    """Return what the sessions know of the policies, by name.
-
-    Args:
-        config: the job.
-        models: of its policies.
-        engine: that samples from them.
-    """
+    """Return what the sessions know of the policies, by name."""
     from palestra.grammars.pool import Grammars
     from palestra.grammars.vocabulary import vocabulary_of
 

@@ -31,9 +31,6 @@ class ServerWorkers:
         """Look whether there is room for the servers, and start none yet. Blocks for a moment.
 
         Args:
-            config: the job.
-            settings: of its engine.
-            models: of its policies.
             trainer_is_here: whether the trainer shares the cards of this process; see `trainer_cards`.
 
         Raises:

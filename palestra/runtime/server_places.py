@@ -48,10 +48,6 @@ class ServerPlaces:
         """Look at vLLM and at the machine. Blocks for a moment.
 
         Args:
-            config: the job.
-            settings: of its engine.
-            python: interpreter that has vLLM.
-            models: of its policies.
             look: returns the cards that the job may use.
             trainer_is_here: whether the trainer shares these cards; see `trainer_cards`.
 
@@ -76,12 +72,7 @@ class ServerPlaces:
             self._deal(cards, max(trainer, 1) if settings.weight_transfer == "nccl" else trainer)
 
     def _deal(self, cards: Sequence[Card], trainer: int) -> None:
-        """Choose the cards of all servers that there may be, and their part of the memory of each card.
-
-        Raises:
-            ConfigError: there are too few cards, or the servers' parts are more than a whole; or a server would compute
-                on the card from which this process broadcasts weights.
-        """
+        """Choose the cards of all servers that there may be, and their part of the memory of each card."""
         each, policies, settings = self._settings.tensor_parallel, len(self._models), self._settings
         self.most = max(settings.worker_count, max(len(cards) - trainer, 0) // each // policies)
         for share in deal_cards(cards, self.most * policies, each, trainer):

@@ -21,12 +21,7 @@ from palestra.types.states import JobState
 
 
 def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
-    """Return the application of a control plane with its page.
-
-    Args:
-        plane: the state that the routes share.
-        stopping: is set when the server ends.
-    """
+    """Return the application of a control plane with its page."""
     app = create_control_app(plane, public={*PUBLIC, "/", *public_paths()})
     add_service_page(app, _TenantJobs(plane), stopping)
     return app

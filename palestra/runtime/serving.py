@@ -37,9 +37,6 @@ class Serving:
         """Assemble the work; `run` serves.
 
         Args:
-            config: the job.
-            run_log: the store's log of events.
-            folder: files of the run.
             progress: the state that `/status` shows.
             report: is called with every event, as it is recorded.
             counts: the counters of `SessionContext`.

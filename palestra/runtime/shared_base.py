@@ -48,9 +48,6 @@ class BaseConnection:
         """Keep what is needed to begin anew at a server that has forgotten the job.
 
         Args:
-            link: the connection.
-            engine: over the link.
-            trainer: over the link.
             samplers: what each policy of the job is sampled from, by its name.
             deterministic: whether the job's numbers have to be the same bit by bit after a restart.
         """
@@ -110,7 +107,6 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
     """Connect to the base server that a job names, and return the parts of the job.
 
     Args:
-        config: the job, which has a base.
         weights: folders to load models from, instead of the policies' `model`, by the policy's name.
 
     Raises:
@@ -189,11 +185,7 @@ def _runtimes(config: JobConfig, engine: RemoteEngine, base: BaseDescription) ->
 
 
 def _context(policy: PolicyConfig, base: BaseDescription) -> int:
-    """Return the most tokens of prompt and reply together.
-
-    Raises:
-        ConfigError: the policy wants more than the base has.
-    """
+    """Return the most tokens of prompt and reply together."""
     longest = min(base.max_positions, base.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context}, and the base server has room for {longest} tokens")

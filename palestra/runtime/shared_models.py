@@ -61,9 +61,6 @@ class SharedModels:
     def __init__(self, options: SharedModelOptions) -> None:
         """Load the models, and start an engine and a trainer over them.
 
-        Args:
-            options: which, and how.
-
         Raises:
             ConfigError: a model is named twice, is an adapter, or sees.
             ModelError: a model can't be loaded.
@@ -122,7 +119,6 @@ class SharedModels:
         """Return a tenant's place in the queue; jobs and other clients of one tenant have one share together.
 
         Args:
-            tenant: its name.
             weight: its share of the tokens beside those of others.
         """
         from palestra.trainer.tenant_trainer import TenantTrainer
@@ -169,9 +165,6 @@ def policy_of_base(name: str) -> str:
 @contextlib.asynccontextmanager
 async def shared_models(options: SharedModelOptions) -> AsyncIterator[SharedModels]:
     """Have base models loaded inside of the block.
-
-    Args:
-        options: which, and how.
 
     Raises:
         ConfigError, ModelError: see `SharedModels`.

@@ -79,7 +79,6 @@ def describe(now: Situation, still_seconds: float, holders: Sequence[Holder] = (
     """Return a line that describes what a job is doing.
 
     Args:
-        now: the job's situation.
         still_seconds: for how long the job has made no progress.
         holders: holders of its episodes, named after STALLED_SECONDS.
     """

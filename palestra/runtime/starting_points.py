@@ -17,7 +17,6 @@ def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig
     policy takes the checkpoint of the policy of its own name; `RUN/checkpoints/NAME` names that of another one.
 
     Args:
-        config: the job.
         models: a model's name or folder, for the one policy that is not frozen; or the folder of a run that has trained
             several policies, for all policies of the job that are not frozen; or models by the policy's name.
 
@@ -64,12 +63,7 @@ def trained_in(folder: str) -> tuple[str, ...]:
 
 
 def _model_for(policy: str, model: object) -> str:
-    """Return the model of one policy, with the newest checkpoint in place of a run's folder.
-
-    Raises:
-        ConfigError: it is no name, or the run has trained several policies, and none of the policy's name.
-        NotFound: the run has no checkpoint yet.
-    """
+    """Return the model of one policy, with the newest checkpoint in place of a run's folder."""
     if not isinstance(model, str) or not model:
         raise ConfigError(
             f"the model of {policy!r} is {model!r}; give the name of a model, or the folder that it is in"

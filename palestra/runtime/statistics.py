@@ -88,11 +88,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values, with its 95 % interval.
-
-    Args:
-        values: at least one.
-    """
+    """Return the mean of independent values, with its 95 % interval."""
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:

@@ -33,8 +33,6 @@ class TalkCheckpoints:
         """Load nothing.
 
         Args:
-            config: the job.
-            folder: of the run.
             policies: get the one that is loaded, as a past version.
         """
         self._config, self._folder, self._policies = config, folder, policies
@@ -73,13 +71,7 @@ class TalkCheckpoints:
 
 
 def add_checkpoint_route(app: FastAPI, plane: DataPlane, checkpoints: TalkCheckpoints) -> None:
-    """Add the route that loads a checkpoint.
-
-    Args:
-        app: of the job.
-        plane: checks keys.
-        checkpoints: of the job.
-    """
+    """Add the route that loads a checkpoint."""
 
     @app.post("/v1/checkpoints/{name}", tags=["model"])
     async def load(request: Request, name: str) -> LoadedCheckpoint:

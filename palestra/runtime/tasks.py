@@ -24,8 +24,6 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None,
     """Store the tasks from files, or those that the environment generates, if the job names any.
 
     Args:
-        known: tasks in the job's store.
-        config: the job.
         read: result of `read_files`; None: the files are read now.
         given: splits whose tasks a client pushes: the environment generates none of them, and the client says which
             task is the last.

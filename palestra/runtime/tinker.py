@@ -73,7 +73,6 @@ async def tinker_server(
     """Serve the Tinker API inside of the block.
 
     Args:
-        options: of the API.
         models: is entered when folder and port are known to be free; then the base models are loaded.
 
     Raises:
@@ -121,14 +120,7 @@ def _base(name: str, model: Any, tokenizer: Any) -> Base:
 
 
 async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, db: Any) -> TinkerService:
-    """Return the service, which continues what was interrupted.
-
-    Args:
-        options: of the API.
-        shared: what computes.
-        bases: the base models.
-        db: the journal.
-    """
+    """Return the service, which continues what was interrupted."""
 
     async def load(policy: str, folder: Path) -> None:
         await shared.add_policy(policy, str(folder))
@@ -143,12 +135,7 @@ async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, d
 
 
 async def _bring(service: TinkerService, name: str, folder: Path) -> None:
-    """Let every tenant load an adapter of the operator's.
-
-    Raises:
-        ConfigError: the folder has none.
-        NotFound: it is of a base model that is not served.
-    """
+    """Let every tenant load an adapter of the operator's."""
     from palestra.models.adapter_files import saved_adapter
 
     found = await in_thread(lambda: saved_adapter(str(folder)))
@@ -176,12 +163,6 @@ async def serve_tinker(
     models: SharedModelOptions, options: TinkerOptions, ready: Callable[[TinkerServer], None], stop: asyncio.Event
 ) -> None:
     """Serve until `stop` is set.
-
-    Args:
-        models: that are served.
-        options: of the API.
-        ready: is called when the server listens.
-        stop: ends it.
 
     Raises:
         StoreError: the journal can't be written any more.

@@ -176,12 +176,7 @@ class Rollouts:
 
 
 def _check_job(config: JobConfig, splits: Mapping[str, Sequence[TaskData]]) -> None:
-    """Refuse a job that trains nothing, has no tasks, or has tasks of a file and given ones as well.
-
-    Args:
-        config: the job.
-        splits: the tasks that `train` was given, by split.
-    """
+    """Refuse a job that trains nothing, has no tasks, or has tasks of a file and given ones as well."""
     if config.kind != "training":
         raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
     if config.tasks.train is not None and any(splits.values()):

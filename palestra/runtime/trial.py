@@ -168,16 +168,7 @@ def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
 
 
 def _in_trial_folder(config: JobConfig, work: Callable[[Path], T]) -> T:
-    """Return what `work` returns for a new folder, which is removed afterwards.
-
-    Args:
-        config: the job.
-        work: is given the folder.
-
-    Raises:
-        PalestraError: see `work`. Where the message names the log of an engine's server, this log is kept in a folder
-            for temporary files, and the message names it there.
-    """
+    """Return what `work` returns for a new folder, which is removed afterwards."""
 
     def keeping_logs(folder: Path) -> T:
         try:
@@ -199,7 +190,6 @@ def trial_config(config: JobConfig, folder: Path) -> JobConfig:
     """Return the job that is run as the trial.
 
     Args:
-        config: the job.
         folder: the trial's run folder, which does not exist yet.
     """
     at_once = getattr(config.engine, "max_batch", config.rollout.group_size)
@@ -228,14 +218,7 @@ def trial_config(config: JobConfig, folder: Path) -> JobConfig:
 
 
 def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_seconds: float) -> Estimate:
-    """Return what a step of the job takes, from what a step of the trial took.
-
-    Args:
-        config: the job.
-        trial: the job that was run.
-        seen: what was measured of it.
-        trial_seconds: how long that took.
-    """
+    """Return what a step of the job takes, from what a step of the trial took."""
     row, larger = seen.row, config.rollout.groups_per_step / trial.rollout.groups_per_step
     calls = seen.calls / max(seen.episodes, 1) * row["train/episodes"]
     short, full = _reply_limit(trial), _reply_limit(config)
@@ -313,12 +296,7 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
 
 
 def _trained_share(config: JobConfig, teaching_share: float) -> float:
-    """Return the share of the rows that are trained: of policies with a penalty or a bonus in the loss, all.
-
-    Args:
-        config: the job.
-        teaching_share: share of the groups with rewards that differ.
-    """
+    """Return the share of the rows that are trained: of policies with a penalty or a bonus in the loss, all."""
     algorithms = [config.algorithm_of(name) for name in config.trained_policies]
     return sum(1.0 if each.trains_equal_rewards else teaching_share for each in algorithms) / len(algorithms)
 
@@ -375,13 +353,7 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
 
 
 def _of_all_policies(row: Mapping[str, float], rivals: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of a step under the names that they have where one policy is trained.
-
-    Args:
-        row: of a step.
-        rivals: the policies that are trained, where there are several; of their shares the means are taken, of counts
-            of episodes the largest.
-    """
+    """Return the metrics of a step under the names that they have where one policy is trained."""
     if not rivals:
         return dict(row)
     own = [row_of_policy(row, policy, rivals) for policy in rivals]

@@ -55,7 +55,6 @@ def teaching_share_of(played: Iterable[Trajectory], config: JobConfig) -> float:
 
     Args:
         played: episodes, each completed one with a reward to which `LUCK` was added some number of times.
-        config: the job.
     """
     known = [_without_luck(trajectory) for trajectory in played if trajectory.episode.rewards is not None]
     return min(_share_of_policy(known, config, policy) for policy in config.trained_policies)

@@ -89,10 +89,8 @@ class Watchdog:
         """Prepare; `run` watches.
 
         Args:
-            config: of the job.
             plane: whose tokens, steps and workers are looked at.
             plays_itself: whether runners of the job's own play its episodes.
-            clock: of the job.
         """
         self._config, self._plane, self._plays_itself, self._clock = config, plane, plays_itself, clock
 

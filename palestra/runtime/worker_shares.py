@@ -20,8 +20,6 @@ def worker_cards(
     """Return cards for one worker each, as many as there may be workers; none: the workers compute on CPUs.
 
     Args:
-        config: the job.
-        settings: of its engine.
         look: returns the cards that the job may use.
         trainer_is_here: whether the trainer shares these cards; see `trainer_cards`.
 
@@ -42,7 +40,6 @@ def worker_settings(
     """Return the settings of each worker, with its part of the cores, and of the memory for keys and values.
 
     Args:
-        settings: of the engine.
         cards: what `worker_cards` has returned.
         others: processes of the engine that compute on this machine beside these workers.
     """

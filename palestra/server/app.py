@@ -27,7 +27,6 @@ def create_app(
     """Return the application of one job's data plane.
 
     Args:
-        plane: the state that the routes share.
         dialects: the wire formats in which the model can be called.
         public: paths that are answered without a key.
         page: the beginning of paths that the viewer's key opens, too; None: there are none.

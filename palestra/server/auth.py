@@ -57,7 +57,6 @@ class KeyRing:
 
         Args:
             secret: returns the present secret. A new secret makes all keys from the old one invalid.
-            job: the job's name.
             given: a job key to use instead of the derived one.
             seats: names of the seats of the job's episodes, each of which has keys of its own.
         """
@@ -186,10 +185,6 @@ class KeyRing:
     def require_role(self, request: Request, role: str) -> bool:
         """Check that a request carries the job's present key, or the key that claims this seat.
 
-        Args:
-            request: a claim.
-            role: the seat.
-
         Returns:
             Whether the key is that of the seat's role, and not the job's.
 
@@ -209,7 +204,6 @@ class KeyRing:
         """Return the seat of an episode that a request's key opens.
 
         Args:
-            request: a worker's request.
             episode_id: the episode that the request is about.
 
         Raises:
@@ -263,7 +257,6 @@ class KeyRing:
         """Check that a request carries a key of one episode, or of a seat of it, and return what the key opens.
 
         Args:
-            request: a worker's request.
             episode_id: the episode that the request is about.
             episodes: the job's episodes, to tell an unknown episode from a wrong key.
 
@@ -296,9 +289,6 @@ def caller_of(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request
 
     Args:
         kind: kind of the job: a training job has a session for each episode, a served model one for each request.
-        keys: the job's keys.
-        sessions: the job's sessions.
-        request: the model call.
 
     Raises:
         Unauthorized: there is no key, or it is not a key of this job.
@@ -332,8 +322,6 @@ def refuse_episodes(kind: JobKind, keys: KeyRing, request: Request) -> None:
     """Refuse a request about episodes if the job has none.
 
     Args:
-        kind: kind of the job.
-        keys: the job's keys.
         request: a request to a route for episodes.
 
     Raises:

@@ -160,11 +160,7 @@ async def _give_back(plane: DataPlane, key: EpisodeKey | SeatKey, body: AbortEpi
 
 
 def _pushed(algorithm: AlgorithmConfig, body: bytes) -> tuple[PushTasks, list[Task]]:
-    """Return a request and its tasks.
-
-    Raises:
-        InvalidRequest: the body can't be read, or a training task is not what the algorithm learns from.
-    """
+    """Return a request and its tasks."""
     pushed = parse_body(PushTasks, body)
     tasks = [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
     if algorithm.learns_conversations and pushed.split == "train":
@@ -177,17 +173,7 @@ def _pushed(algorithm: AlgorithmConfig, body: bytes) -> tuple[PushTasks, list[Ta
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> EpisodeRecord | None:
-    """Wait for an episode. Returns None when the waiting time is over, or the job is.
-
-    Args:
-        plane: the state of the job.
-        body: the worker's request.
-        request: the HTTP request, whose key is checked again before each attempt.
-
-    Raises:
-        Unauthorized: the job got another key meanwhile; the episode's key would be made from the new secret.
-        ServerStopping: the server is shutting down.
-    """
+    """Wait for an episode. Returns None when the waiting time is over, or the job is."""
     clock, episodes = plane.store.clock, plane.store.episodes
     until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
     while True:
@@ -251,11 +237,7 @@ def _state(plane: DataPlane) -> str:
 
 
 def _check_owners(body: EndEpisode, rewards: Mapping[str, float], config: JobConfig) -> None:
-    """Refuse rewards of TimeSteps that do not say whose they are, where several agents are paid and it matters.
-
-    Raises:
-        InvalidRequest: a trained policy would have to learn from them.
-    """
+    """Refuse rewards of TimeSteps that do not say whose they are, where several agents are paid and it matters."""
     if body.step_rewards is None or body.agent_step_rewards is not None or len(rewards) < 2:
         return
     credits = {getattr(config.algorithm_of(policy), "credit", None) for policy in config.trained_policies}
@@ -269,16 +251,7 @@ def _check_owners(body: EndEpisode, rewards: Mapping[str, float], config: JobCon
 
 
 def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Return the rewards of an episode by agent.
-
-    Args:
-        body: has one reward, rewards by agent, or rewards by name.
-        algorithm: of the policy that plays the agent `agent`; weighs named rewards.
-
-    Raises:
-        InvalidRequest: the body has none of these, or `reward` beside another one, no named reward is scored, or their
-            weighted sum is too large.
-    """
+    """Return the rewards of an episode by agent."""
     given = [body.reward is not None, body.rewards is not None, body.named_rewards is not None]
     if not any(given) or (given[0] and any(given[1:])):
         raise InvalidRequest("give either reward, rewards or named_rewards", "reward")

@@ -23,9 +23,7 @@ class EpisodeRoutes:
         """Prepare to add routes.
 
         Args:
-            app: the application to add them to.
             plane: has the kind of the job, and its keys.
-            tag: the heading.
         """
         self._app, self._plane, self._tag = app, plane, tag
 

@@ -31,13 +31,7 @@ MANY_TOKENS = 4096
 
 
 def add_dialect_routes(app: FastAPI, plane: DataPlane, dialects: Sequence[Dialect[Any]]) -> None:
-    """Add the routes of the dialects: one for replies each, and one for counting tokens where the format has it.
-
-    Args:
-        app: the application to add routes to.
-        plane: the state that the routes share.
-        dialects: the wire formats.
-    """
+    """Add the routes of the dialects: one for replies each, and one for counting tokens where the format has it."""
     for dialect in dialects:
         _add_route(app, dialect, GenerateHandler(plane, dialect).generate)
         if dialect.counter is not None:
@@ -129,11 +123,7 @@ async def _read(
     check: Callable[[DialectRequest[Any], PolicyRuntime], None],
     seat: str | None,
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
-    """Return the parsed request and the runtime of the policy that answers it.
-
-    Raises:
-        Forbidden: the request is a seat's, and names an agent that the seat does not play.
-    """
+    """Return the parsed request and the runtime of the policy that answers it."""
     asked = await read_with(partial(_parsed, parse, request.headers), request, plane.pool)
     policies = plane.sessions.context.policies
     model = asked.policy
@@ -173,11 +163,7 @@ async def _settled(
 
 
 def _agent_of(seat: str, request: Request) -> str:
-    """Return the agent that calls by a seat's key: the seat, unless a header names a subagent of it.
-
-    Raises:
-        Forbidden: the header names an agent that the seat does not play.
-    """
+    """Return the agent that calls by a seat's key: the seat, unless a header names a subagent of it."""
     if AGENT_HEADER not in request.headers:
         return seat
     agent = agent_of(request.headers)

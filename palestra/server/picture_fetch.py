@@ -91,11 +91,7 @@ class PictureFetcher:
                 await answer.aclose()
 
     async def _checked(self, url: httpx2.URL) -> tuple[str, str, int]:
-        """Return name, address and port of an allowed URL.
-
-        Raises:
-            InvalidPicture: its host or address is not allowed.
-        """
+        """Return name, address and port of an allowed URL."""
         if url.scheme not in _PORTS or not url.host or url.userinfo:
             raise InvalidPicture("its URL is no http or https URL of a host")
         host, port = url.host.lower().rstrip("."), url.port or _PORTS[url.scheme]

@@ -46,7 +46,6 @@ class PictureIntake:
 
         Args:
             asked: the request, with the pictures of its messages.
-            runtime: of the policy that answers it.
             charge: counts the bytes of pictures that the run does not have; None: nothing does.
 
         Raises:
@@ -77,7 +76,6 @@ class PictureIntake:
         """Check and decode an uploaded picture, keep it, and return its digest.
 
         Args:
-            data: the file.
             media_type: the type that the client gives; None: none.
             charge: see `settle`.
 

@@ -33,7 +33,6 @@ async def generate(session: CallMaker, calls: Sequence[GenerationRequest]) -> Ge
 
     Args:
         session: the session that makes and records the calls.
-        calls: the calls of one request.
 
     Raises:
         PalestraError: see `Session.generate`.
@@ -52,7 +51,6 @@ async def sample_calls(
 
     Args:
         session: the session that makes and records the calls.
-        calls: the calls of one request.
         listener: is notified of all choices; the choices of the second call are numbered after those of the first.
 
     Returns:
@@ -129,14 +127,7 @@ class WholeAnswer(Response):
     def __init__(
         self, session: CallMaker, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
     ) -> None:
-        """Prepare the answer.
-
-        Args:
-            session: the session that made the calls.
-            calls: the calls as they were requested.
-            chats: the calls as they were recorded.
-            body: the answer as JSON.
-        """
+        """Prepare the answer."""
         note = overruled(calls[0], chats[0].sampling)
         super().__init__(body, 200, None if note is None else {OVERRULED: note}, "application/json")
         self._session, self._chats = session, chats
@@ -168,8 +159,6 @@ class StreamedAnswer(Response):
         Args:
             sessions: the job's sessions, which admit or refuse the request.
             open_session: opens the session to make the calls in.
-            calls: the calls to sample.
-            writer: writes the dialect's events.
             error_form: makes the dialect's form of an error.
         """
         super().__init__()
@@ -266,10 +255,6 @@ class StreamedAnswer(Response):
 
 
 async def _send(send: Send, message: Message) -> None:
-    """Send a message to the client.
-
-    Raises:
-        TimeoutError: the client read nothing for `STALLED_SECONDS`.
-    """
+    """Send a message to the client."""
     async with asyncio.timeout(STALLED_SECONDS):
         await send(message)

@@ -44,12 +44,6 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
 async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: Request) -> ClaimAnswer:
     """Give a worker a seat of an episode that the server plays, or wait for one.
 
-    Args:
-        plane: the state of the job.
-        body: the worker's request.
-        role: the seat.
-        request: the HTTP request.
-
     Raises:
         Forbidden: the key is neither the job's nor that of the seat's role.
         Conflict: the job has no seats, or the worker holds another seat of the episode.

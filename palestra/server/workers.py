@@ -49,12 +49,7 @@ class WorkerRegistry:
         return len(self._workers) - len(self._resting)
 
     def mark_claiming(self, worker_id: str, request_id: str) -> None:
-        """Note that a worker's claim has arrived.
-
-        Args:
-            worker_id: name of the worker.
-            request_id: id of the claim.
-        """
+        """Note that a worker's claim has arrived."""
         worker = self._busy(worker_id)
         worker.seen_at = self._clock.monotonic()
         worker.claiming.add(request_id)
@@ -68,13 +63,7 @@ class WorkerRegistry:
             self._rest(worker_id)
 
     def mark_playing(self, worker_id: str, episode_id: str, fence: int) -> None:
-        """Note that a worker's claim got an episode.
-
-        Args:
-            worker_id: name of the worker.
-            episode_id: id of the episode.
-            fence: number of the episode's lease.
-        """
+        """Note that a worker's claim got an episode."""
         worker = self._busy(worker_id)
         worker.playing.add((episode_id, fence))
         worker.count_loops()
@@ -105,11 +94,7 @@ class WorkerRegistry:
         return worker
 
     def forget(self, worker_id: str) -> None:
-        """Note that a worker has ended and will not come back; one that is not known is ignored.
-
-        Args:
-            worker_id: name of the worker.
-        """
+        """Note that a worker has ended and will not come back; one that is not known is ignored."""
         self._resting.pop(worker_id, None)
         worker = self._workers.pop(worker_id, None)
         for played in () if worker is None else worker.playing:

@@ -57,11 +57,7 @@ def arguments_key(text: str) -> Hashable:
 
 
 def _exact_key(text: str) -> Hashable:
-    """Return the key of a text with numbers that a float may round.
-
-    Raises:
-        ValueError: the text is not JSON.
-    """
+    """Return the key of a text with numbers that a float may round."""
     beyond: list[_Number] = []
 
     def number(written: str) -> int | _Number:
@@ -209,7 +205,6 @@ class History:
         """Add a call, whose parent must have been added before. A call without messages belongs to no conversation.
 
         Args:
-            chat: the call.
             keys: known keys of its messages, by the `id` of the message; see `keys`.
         """
         if chat.is_raw:
@@ -279,7 +274,6 @@ class History:
 
         Args:
             policy: by name.
-            messages: the conversation.
             keys: of those messages that `same` does not cover; None: they are computed here.
         """
         # A message without reasoning may stand for several replies, so there may be several places in the tree.
@@ -330,13 +324,7 @@ class History:
     def _left(
         self, policy: str, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]
     ) -> tuple[Chat | None, ForkReason]:
-        """Return the call from which a conversation deviates, and why.
-
-        Args:
-            policy: name of the policy that is called.
-            others: the messages in place of its first one, of at least one call.
-            rest: its messages after those that it has in common with earlier calls.
-        """
+        """Return the call from which a conversation deviates, and why."""
         if rest[0].role == "assistant":
             for other in others:
                 if other.message is not None and (reason := self._rewritten(policy, rest[0], other.message)):

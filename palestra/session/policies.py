@@ -66,7 +66,6 @@ class PolicySet:
         """Return the policies of a job.
 
         Args:
-            config: the job.
             runtimes: one for each of its policies, by name.
         """
         return cls(runtimes=runtimes, roles=config.players)
@@ -97,7 +96,6 @@ class PolicySet:
 
         Args:
             name: of the version, such as `white@5`.
-            policy: whose version it is.
         """
         now = self.runtimes[policy]
         self.past[name] = replace(now, name=name, config=now.config.model_copy(update={"frozen": True}))
@@ -129,8 +127,6 @@ class PolicySet:
         for the policy of the agent's role, so that an agent plays its role without knowing what the policies are.
 
         Args:
-            model: what the request names.
-            agent: who calls.
             players: who plays the roles of the episode that have a pool, by the role.
 
         Raises:

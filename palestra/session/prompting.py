@@ -122,7 +122,6 @@ class PromptBuilder:
         """Add a call that is on disk, so that later prompts can continue from it.
 
         Args:
-            chat: the call.
             keys: the keys of its messages, if they are known; see `History.add`.
         """
         self.calls += 1
@@ -144,8 +143,6 @@ class PromptBuilder:
         and the earlier call with which most leading ids are in common becomes the parent.
 
         Args:
-            call: the request.
-            renderer: of the call's policy.
             max_context: how many tokens prompt and reply may have together; None: any number.
 
         Raises:
@@ -194,12 +191,6 @@ class PromptBuilder:
         """Build a prompt from text or ids that the caller laid out.
 
         The call of the policy with which it starts becomes its parent.
-
-        Args:
-            call: the request.
-            prompt: of the request.
-            renderer: of the policy.
-            room: the longest prompt, in tokens; None: any.
         """
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
@@ -223,18 +214,7 @@ class PromptBuilder:
         keys: Mapping[int, Hashable],
         room: int | None,
     ) -> Prompt | None:
-        """Build a prompt that keeps the exact ids of the call that the messages continue.
-
-        Args:
-            asked: the request.
-            renderer: of the policy.
-            match: what earlier calls contain of the conversation.
-            keys: of the messages; see `History.add`.
-            room: the longest prompt, in tokens; None: any.
-
-        Returns:
-            None: there is no such call, or the model's format does not allow it.
-        """
+        """Build a prompt that keeps the exact ids of the call that the messages continue."""
         call, tools = match.call, asked.tools
         if call is None or call.tools != tools:
             return None
@@ -270,15 +250,7 @@ class PromptBuilder:
         keys: Mapping[int, Hashable],
         room: int | None,
     ) -> Prompt:
-        """Render the whole conversation, and find out why it does not start with an earlier call, if it should have.
-
-        Args:
-            call: what the agent asks for.
-            renderer: of the call's policy.
-            match: what the conversation has in common with earlier calls.
-            keys: of the messages; see `History.add`.
-            room: the most tokens that the prompt may have. None: any number.
-        """
+        """Render the whole conversation, and find out why it does not start with an earlier call, if it should have."""
         messages, tools = call.messages, call.tools
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
         long = _is_long(messages, tools)
@@ -346,14 +318,7 @@ class _Aside:
     async def run(
         self, messages: Sequence[ChatMessage], tools: Tools, function: Callable[..., T], *arguments: Any
     ) -> T:
-        """Call `function`, in a thread if these messages and tools are long.
-
-        Args:
-            messages: those with which the work grows.
-            tools: those with which the work grows.
-            function: the work.
-            arguments: of `function`.
-        """
+        """Call `function`, in a thread if these messages and tools are long."""
         return await self.run_if(_is_long(messages, tools), function, *arguments)
 
     async def run_if(self, long: bool, function: Callable[..., T], *arguments: Any) -> T:
@@ -362,11 +327,7 @@ class _Aside:
 
 
 def _refuse_images(call: GenerationRequest, renderer: Renderer) -> None:
-    """Refuse images for a model that takes none: a renderer that left them out would change the prompt.
-
-    Raises:
-        UnsupportedField: names the message and the part.
-    """
+    """Refuse images for a model that takes none: a renderer that left them out would change the prompt."""
     if renderer.takes_images:
         return
     for number, message in enumerate(call.messages):
@@ -415,14 +376,7 @@ def _from(media: Sequence[MediaSpan], start: int) -> tuple[MediaSpan, ...]:
 
 
 def _fork(reason: ForkReason, left: Chat | None, message: int, prompt: TokenSequence) -> Fork:
-    """Return the record of where a prompt leaves the ids of the call `left`.
-
-    Args:
-        reason: why.
-        left: the earlier call; None: it is a conversation of its own.
-        message: the first message that differs.
-        prompt: the new prompt.
-    """
+    """Return the record of where a prompt leaves the ids of the call `left`."""
     return Fork(
         reason=reason,
         call=None if left is None else left.index,
@@ -432,14 +386,7 @@ def _fork(reason: ForkReason, left: Chat | None, message: int, prompt: TokenSequ
 
 
 def _drift(call: Chat, prompt: TokenSequence, tools: Tools, decode: Callable[[Sequence[int]], str]) -> Fork:
-    """Return why the ids of a rendered prompt do not start with those of the call that its messages continue.
-
-    Args:
-        call: the earlier call.
-        prompt: the rendered prompt, [P].
-        tools: that are offered now.
-        decode: from ids to text.
-    """
+    """Return why the ids of a rendered prompt do not start with those of the call that its messages continue."""
     ids = prompt.ids
     position = common_tokens(prompt, call.sequence)
     owner = next(chat for chat, end in reversed(list(call.lineage())) if position < end)

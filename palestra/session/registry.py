@@ -52,7 +52,6 @@ class CallRegistry:
 
         Args:
             job_seed: of the job; all seeds follow from it and the episode.
-            episode_id: of the episode.
             recorded: the lease's calls, in any order.
         """
         self._job_seed, self._episode_id = job_seed, episode_id
@@ -143,7 +142,6 @@ class CallRegistry:
         """Record that a call is not being written any more.
 
         Args:
-            chat: the call.
             written: see `recording`.
             kept: whether a retry may ask for the call: it is on disk, and its episode has not ended.
         """
@@ -201,7 +199,6 @@ class Recorder:
         """Record a call, and return when it is on disk. Cancelling the caller does not stop the recording.
 
         Args:
-            chat: the call.
             keys: of its messages; see `History.add`.
 
         Raises:
@@ -230,8 +227,6 @@ def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) ->
     The order in which different calls arrive does not change it, nor does a call that was lost and is sent again.
 
     Args:
-        job_seed: of the job.
-        episode_id: of the episode.
         prompt: see `prompt_digest`.
         occurrence: how many calls with an equal prompt came before.
     """
@@ -246,7 +241,6 @@ def prompt_digest(prompt_ids: Ids, policy: str = "", seat: str = "") -> bytes:
     Args:
         prompt_ids: int32 [P].
         policy: at most 64 ASCII characters; see `CallRegistry.reserve`.
-        seat: see there.
     """
     person = hashlib.blake2b(seat.encode(), digest_size=16).digest() if seat else b""
     digest = hashlib.blake2b(digest_size=16, key=policy.encode(), person=person)

@@ -38,8 +38,6 @@ class ReplyReader:
         """Start with an empty reply.
 
         Args:
-            request: the request that is answered.
-            renderer: of the model.
             min_tokens: how many tokens are sampled before a stop string counts.
             prompt_ids: int32 [P].
             call_ids: prefix of the ids of tool calls.
@@ -136,10 +134,7 @@ async def sample_reply(
     """Have a reply sampled, and parse it. With a listener, or if its text may end it, that is done piece by piece.
 
     Args:
-        request: the request that is answered.
-        runtime: of the request's policy.
         prompt: [P] ids, with their images.
-        sampling: how to sample.
         call_ids: prefix of the ids of tool calls.
         tell: called with each piece of the reply; None: there is no listener.
 
@@ -198,14 +193,7 @@ async def _sample(
     reader: ReplyReader | None,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> list[SampledTokens]:
-    """Have a reply sampled. With a `reader`, sampling stops as soon as the reader finds the end.
-
-    Args:
-        engine: samples.
-        request: what is sampled.
-        reader: parses the reply; None: it is parsed as a whole later.
-        tell: called with each piece of the reply; None: there is no listener.
-    """
+    """Have a reply sampled. With a `reader`, sampling stops as soon as the reader finds the end."""
     stream = engine.generate(request)
     if reader is None:
         return [piece async for piece in stream]
@@ -226,11 +214,7 @@ async def _sample(
 
 
 def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tuple[VersionSpan, ...]]:
-    """Return ids int32 [C], logprobs float32 [C] and versions of all pieces together.
-
-    Raises:
-        EngineFailure: there is no token.
-    """
+    """Return ids int32 [C], logprobs float32 [C] and versions of all pieces together."""
     spans: list[VersionSpan] = []
     for piece in pieces:
         if spans and spans[-1].version == piece.version:

@@ -32,7 +32,6 @@ def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
     If there are tools and a `response_schema`, the reply may be tool calls or an answer, depending on `tool_choice`.
 
     Args:
-        call: the request.
         renderer: writes the grammar in the model's format.
 
     Raises:
@@ -65,11 +64,7 @@ def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
 
 
 def _callable(call: GenerationRequest) -> Tools:
-    """Return the tools that a constrained reply may call.
-
-    Raises:
-        InvalidRequest: there are none.
-    """
+    """Return the tools that a constrained reply may call."""
     tools = call.tools
     if call.tool_name is not None:
         tools = tuple(tool for tool in tools if tool["function"]["name"] == call.tool_name)

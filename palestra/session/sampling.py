@@ -29,7 +29,6 @@ def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
     """Return a request without sampling fields that a training episode can't have.
 
     Args:
-        call: the request.
         ignore: whether such fields are reset; False: they are refused.
 
     Raises:
@@ -63,9 +62,6 @@ def sampling_of(
     """Return how a call is sampled: by the job's settings in training, greedily in validation, else as the caller says.
 
     Args:
-        call: the request.
-        config: of the policy.
-        kind: of the episode.
         prompt_tokens: length of the prompt in tokens, less than `max_context`.
         seed: the call's own, used unless the caller may give one and does.
         choice: the number of the choice, which is added to a caller's seed.
@@ -96,13 +92,7 @@ def sampling_of(
 
 
 def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) -> str | None:
-    """Return which of the caller's values the job replaced, for people to read; None: none of them.
-
-    Args:
-        call: the request.
-        used: how it was sampled.
-        choice: the number of the choice.
-    """
+    """Return which of the caller's values the job replaced, for people to read; None: none of them."""
     notes = []
     if call.temperature is not None and call.temperature != used.temperature:
         notes.append(f"temperature={used.temperature:g}")

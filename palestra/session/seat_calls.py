@@ -34,10 +34,6 @@ class SeatCalls:
         """Note who has made a call, before it is sampled.
 
         Args:
-            role: the seat.
-            fence: of its worker.
-            number: the call's TimeStep.
-            index: of its Chat.
             forget: frees its seed; called if its worker leaves before it acts, also while the call is being written.
         """
         call = _Call(role=role, number=number, fences=set(), forget=forget)
@@ -47,7 +43,6 @@ class SeatCalls:
         """Note that the action of a TimeStep was given.
 
         Args:
-            number: the TimeStep.
             fence: of the worker that gave it, or POLICY, or ENVIRONMENT, where no one has given one in time.
         """
         self._acted_by[number] = fence

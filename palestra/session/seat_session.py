@@ -20,9 +20,6 @@ class SeatSession:
 
         Args:
             session: of the episode, which all of its seats share.
-            table: of the episode's seats.
-            role: the seat.
-            fence: of the seat's worker.
         """
         self._session, self._table, self._role, self._fence = session, table, role, fence
 
@@ -32,7 +29,6 @@ class SeatSession:
         Args:
             request: of the seat, or of a subagent of it. Its TimeStep is that of the observation that waits for the
                 seat's action; one that the request names is not used.
-            listener: follows the choices.
 
         Raises:
             Conflict: no observation waits for an action of the seat.
@@ -57,13 +53,7 @@ class SeatSession:
         self._session.delivered(chat)
 
     def note(self, number: int, start: CallStart, request: GenerationRequest) -> None:
-        """Note a call of this seat before it is sampled.
-
-        Args:
-            number: its TimeStep.
-            start: the call.
-            request: that the call answers.
-        """
+        """Note a call of this seat before it is sampled."""
         forget = partial(self._session.free_seed, start, request.policy, request.agent)
         self._table.calls.note(self._role, self._fence, number, start.index, forget)
 

@@ -39,11 +39,9 @@ class SeatTable:
         """Set up free seats.
 
         Args:
-            episode: that is played.
             config: the seats, and what happens to one that its worker leaves.
             leases: of the seats of all episodes, by `lease_of`.
             max_workers: workers that a seat may lose before the episode is given back.
-            clock: of waiting times.
         """
         self.episode, self.calls, self.changed = episode, SeatCalls(), Notifier()
         self._config, self._leases, self._max_workers, self._clock = config, leases, max_workers, clock
@@ -63,7 +61,6 @@ class SeatTable:
         """Note an observation of any agent.
 
         Args:
-            observation: what the environment shows.
             number: its TimeStep; None: the agent's part is over.
         """
         if number is not None:
@@ -161,11 +158,6 @@ class SeatTable:
     def take(self, role: str, worker_id: str, seconds: float) -> int:
         """Give a free seat to a worker, under a lease, and return the seat's fence.
 
-        Args:
-            role: the seat.
-            worker_id: the worker.
-            seconds: period of the lease.
-
         Raises:
             IllegalTransition: the seat is not free.
         """
@@ -231,8 +223,6 @@ class SeatTable:
         """Return the TimeStep that a model call of a seat belongs to: that of the observation that it has to answer.
 
         Args:
-            role: the seat.
-            fence: of its worker.
             agent: the seat, or a subagent of it; an observation of the agent itself comes first.
 
         Raises:
@@ -247,12 +237,6 @@ class SeatTable:
 
     def act(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
         """Answer an observation. A repeated equal action changes nothing.
-
-        Args:
-            role: the seat.
-            fence: of its worker.
-            observation_id: the observation.
-            action: the worker's message.
 
         Returns:
             Whether the environment gets the action; False: the time for it was over.
@@ -289,25 +273,12 @@ class SeatTable:
         return True
 
     def was_given(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
-        """Return whether an action was taken before, of an episode that may be over.
-
-        Args:
-            role: the seat.
-            fence: of its worker.
-            observation_id: the observation that it answers.
-            action: the worker's message.
-        """
+        """Return whether an action was taken before, of an episode that may be over."""
         seat = self._seats[role]
         return seat.fence == fence and seat.acted.get(observation_id) == action_digest(action)
 
     def was_missed(self, role: str, fence: int, observation_id: str) -> bool:
-        """Return whether the time for an action was over, of an episode that may be over.
-
-        Args:
-            role: the seat.
-            fence: of its worker.
-            observation_id: the observation that the action answers.
-        """
+        """Return whether the time for an action was over, of an episode that may be over."""
         seat = self._seats[role]
         return seat.fence == fence and observation_id in seat.missed
 
@@ -324,8 +295,6 @@ class SeatTable:
         """Return what the worker of a seat may see now.
 
         Args:
-            role: the seat.
-            fence: of its worker.
             events_seen: number of the last event that the worker knows; None: of the last that it was given.
 
         Raises:
@@ -418,12 +387,7 @@ class SeatTable:
                 return
 
     def fail(self, termination: str, reason: str) -> None:
-        """Have the episode given back.
-
-        Args:
-            termination: SEAT_LOST or SEAT_UNCLAIMED.
-            reason: for people.
-        """
+        """Have the episode given back."""
         self._end(RolloutFailed(termination, reason))
 
     def close(self, error: PalestraError) -> list[tuple[str, int]]:
@@ -463,12 +427,7 @@ class SeatTable:
                     asked.answer.exception()  # counts as read, also where the turn was cancelled meanwhile
 
     def _lose(self, seat: Seat, reason: str) -> None:
-        """Give up on a seat that has lost its worker: a forfeit, if the environment scores that, else the episode.
-
-        Args:
-            seat: the seat.
-            reason: for people.
-        """
+        """Give up on a seat that has lost its worker: a forfeit, if the environment scores that, else the episode."""
         if not self.world.forfeits_lost_seats:
             self.fail(SEAT_LOST, reason)
             return

@@ -80,10 +80,7 @@ class SeatBook:
         """Make a book without episodes.
 
         Args:
-            config: the seats.
-            rollout: limits of leases and attempts.
             episodes: of the job, whose ends close tables.
-            clock: of leases and waiting times.
             max_observers: requests that may wait for a seat or an observation at the same time.
         """
         self.roles = tuple(config.roles)
@@ -184,8 +181,6 @@ class SeatBook:
         """Give a worker a free seat, the longest waiting episode's first, or wait for one.
 
         Args:
-            role: the seat.
-            worker_id: the worker.
             request_id: a repeated claim with the same id gets the same seat.
             lease_seconds: period of the lease; None: the job's.
             episode_id: of the only episode to take a seat in; None: any.
@@ -235,7 +230,6 @@ class SeatBook:
         """Return what a seat has to answer, or that it waits, or how the episode ended.
 
         Args:
-            key: of the seat.
             events_seen: number of the last event that the worker knows; a newer one ends the wait. None: of the last
                 one that it was given.
             wait_seconds: the longest wait for an observation.
@@ -263,11 +257,6 @@ class SeatBook:
 
     async def act(self, key: SeatKey, observation_id: str, action: ChatMessage) -> bool:
         """Answer an observation; see `SeatTable.act`.
-
-        Args:
-            key: of the seat.
-            observation_id: the observation.
-            action: the worker's message.
 
         Returns:
             Whether the environment has the action; False: the seat's time for it was over.
@@ -349,11 +338,7 @@ class SeatBook:
         return table is not None and table.was_held
 
     async def _outcome(self, key: SeatKey) -> SeatAnswer:
-        """Return the end of a seat's episode as the store has it.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the episode was not ended under the seat's lease.
-        """
+        """Return the end of a seat's episode as the store has it."""
         episode = await self._episodes.get(key.episode_id)
         if episode.fence != key.fence or episode.state in (EpisodeState.REGISTERED, EpisodeState.CLAIMED):
             raise self._gone(key)
@@ -384,11 +369,7 @@ class SeatBook:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count a request that may wait.
-
-        Raises:
-            TooManyRequests: the limit is reached.
-        """
+        """Count a request that may wait."""
         if self._waiting >= self._max_observers:
             raise TooManyRequests(f"{self._waiting} requests wait for seats or observations, which is the limit")
         self._waiting += 1
@@ -399,11 +380,7 @@ class SeatBook:
 
     @contextmanager
     def _observing(self, key: SeatKey) -> Iterator[None]:
-        """Count a request that observes a seat, so that the requests of one leave room for those of others.
-
-        Raises:
-            TooManyRequests: the limit is reached.
-        """
+        """Count a request that observes a seat, so that the requests of one leave room for those of others."""
         if self._observers[key] >= MOST_OBSERVING:
             raise TooManyRequests(f"{MOST_OBSERVING} requests observe this seat at the moment, which is the limit")
         self._observers[key] += 1

@@ -109,11 +109,6 @@ class Session:
         """Start with the calls that are on disk.
 
         Args:
-            context: the objects that all sessions share.
-            store: where the calls are recorded.
-            episode_id: see the class.
-            fence: see the class.
-            kind: see the class.
             recorded: the calls of this lease, in the order of their indices.
         """
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
@@ -147,7 +142,6 @@ class Session:
         A retry gets those choices that were recorded and were not delivered.
 
         Args:
-            request: what the agent asks for.
             listener: follows the choices while they are sampled.
 
         Returns:
@@ -203,8 +197,6 @@ class Session:
 
         Args:
             call: the one that led to no action, recorded or not.
-            policy: that was called.
-            agent: that has called it.
         """
         self._registry.free(call.index, call.sampling.seed, call.prompt_ids, *self._seeded_for(policy, agent))
 
@@ -253,14 +245,7 @@ class Session:
         listener: Listener | None,
         known: Mapping[int, Chat],
     ) -> _Call:
-        """Check a request, have its grammar compiled, and build its prompt.
-
-        Args:
-            asked: the request as the agent sent it.
-            runtime: of its policy.
-            listener: follows the choices.
-            known: choices that were recorded before, by number; their time step is kept.
-        """
+        """Check a request, have its grammar compiled, and build its prompt."""
         request = asked
         if self.kind == "train" and not runtime.config.frozen:  # what a frozen policy says is not trained on
             request = trainable(asked, self._context.ignore_untrainable)
@@ -343,15 +328,7 @@ class Session:
         return chat
 
     def _record_of(self, call: _Call, number: int, index: int, sampling: SamplingParams, sampled: SampledReply) -> Chat:
-        """Return the record of a choice.
-
-        Args:
-            call: what the choices share.
-            number: of the choice in its request.
-            index: of its Chat.
-            sampling: how it was sampled.
-            sampled: its tokens and message.
-        """
+        """Return the record of a choice."""
         if call.time_step is None:
             call.time_step = self._registry.time_step()
         request, prompt = call.request, call.prompt
@@ -404,8 +381,6 @@ class EpisodeSession(Session):
         """Start with the calls that the store has of this lease.
 
         Args:
-            context: the objects that all sessions share.
-            episode: claimed under the lease.
             recorded: the calls of the lease, in the order of their indices.
         """
         super().__init__(context, context.store.calls, episode.episode_id, episode.fence, episode.kind, recorded)

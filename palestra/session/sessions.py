@@ -33,10 +33,6 @@ class Sessions:
     async def open(self, episode_id: str, fence: int) -> EpisodeSession:
         """Return the session of a lease, rebuilt from the store if it is not in memory, and renew the lease.
 
-        Args:
-            episode_id: of the episode.
-            fence: of the lease.
-
         Raises:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not the episode's, or not any more.
         """
@@ -52,10 +48,6 @@ class Sessions:
 
     async def players(self, episode_id: str, fence: int) -> Mapping[str, str]:
         """Return who plays the roles of an episode that have a pool, by the role.
-
-        Args:
-            episode_id: of the episode.
-            fence: of the lease.
 
         Raises:
             NotFound: there is no such episode.

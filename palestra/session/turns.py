@@ -18,12 +18,7 @@ class Turn:
     """
 
     def __init__(self, subject: str, times: StateTimes) -> None:
-        """Start as PENDING.
-
-        Args:
-            subject: name of the call in errors.
-            times: counts the time in each state.
-        """
+        """Start as PENDING."""
         self._subject, self._times = subject, times
         self.state = TurnState.PENDING
         times.enter(self.state)

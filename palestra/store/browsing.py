@@ -347,15 +347,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
 
 
 def _object(text: str, *kinds: type) -> dict[str, Any]:
-    """Return the JSON object in a text.
-
-    Args:
-        text: of a record.
-        kinds: which the values may have; none: any.
-
-    Raises:
-        ValueError: the text is something else, as that of a damaged record.
-    """
+    """Return the JSON object in a text."""
     found = orjson.loads(text)
     if not isinstance(found, dict) or not (kinds == () or all(isinstance(value, kinds) for value in found.values())):
         raise ValueError(f"{text[:80]!r} is not what a record has")

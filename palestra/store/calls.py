@@ -63,7 +63,6 @@ class Calls:
         """Return an episode and the calls that were recorded under one lease of it, from one consistent read.
 
         Args:
-            episode_id: of the episode.
             fence: of the lease, which need not be the present one.
 
         Raises:

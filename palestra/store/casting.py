@@ -46,8 +46,6 @@ class Casting:
         """Keep what decides.
 
         Args:
-            roles: of the job.
-            seed: of the job.
             max_staleness: how many steps ahead of the training an episode may be played.
         """
         self.roles, self.done = roles, 0
@@ -60,10 +58,6 @@ class Casting:
 
         All episodes of a group get the same, because their rewards are compared with one another: whom an episode
         plays against must not decide whether its moves look good.
-
-        Args:
-            connection: in the transaction of the claim.
-            episode: that is claimed.
         """
         done = self._done_before(connection, episode)
         found: dict[str, str] = {}
@@ -105,8 +99,6 @@ def results(roles: Roles, players: Mapping[str, str], rewards: Mapping[str, floa
     version without a reward of its own is left out.
 
     Args:
-        roles: of the job.
-        players: of the episode.
         rewards: of the episode, by agent.
     """
     cast = roles.of_episode(players)

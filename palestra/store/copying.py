@@ -23,7 +23,6 @@ def completed_until(run_dir: Path, moment: float) -> int:
     """Return how many training episodes of a run were completed until a moment; 0 where there is no run yet.
 
     Args:
-        run_dir: folder of the run.
         moment: Unix seconds.
 
     Raises:
@@ -78,11 +77,7 @@ def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
 
 
 def _copy_pictures(copy: sqlite3.Connection, source: Blobs, target: Blobs) -> None:
-    """Copy the pictures that the calls of a copied store name.
-
-    Raises:
-        NotFound, StoreError: one is gone or damaged, or can't be written.
-    """
+    """Copy the pictures that the calls of a copied store name."""
     for (media,) in copy.execute("SELECT DISTINCT media FROM chats WHERE media IS NOT NULL"):
         for *_, digest in orjson.loads(media):
             if digest not in target:

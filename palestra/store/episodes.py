@@ -50,7 +50,6 @@ class Episodes:
             db: the run's database, with the tables of `tables.SCHEMA`.
             leases: an empty book.
             rollout: the limits of claims, leases and attempts.
-            clock: of the times that are recorded.
         """
         self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
         self.available, self.settled = Notifier(), Notifier()
@@ -66,7 +65,6 @@ class Episodes:
         """Register an episode outside the schedule, and return its id. It is claimed by its id and never trained on.
 
         Args:
-            task: what is played.
             request_id: a repeated request with the same id gets the same episode.
         """
         episode_id = "adhoc-" + hashlib.sha256(request_id.encode()).hexdigest()[:16]
@@ -133,7 +131,6 @@ class Episodes:
         Args:
             worker_id: of the worker that will play them.
             request_id: of this claim; each episode's claim gets an id of its own that begins with it.
-            count: the most episodes to claim.
         """
         seconds, now = self._rollout.lease_seconds, self._clock.now()
 
@@ -173,7 +170,6 @@ class Episodes:
         """Complete an episode with its rewards, in one transaction.
 
         Args:
-            episode_id: of the episode.
             fence: of the lease under which it was played.
             rewards: by agent.
             step_rewards: one for each TimeStep; None: the reward is for the whole episode.
@@ -220,9 +216,7 @@ class Episodes:
         """Give an episode back, or discard it. Calls of this lease are not trained on.
 
         Args:
-            episode_id: of the episode.
             fence: of the lease under which it was played.
-            reason: why, for people.
             discard: whether it must not be played again. It is also discarded when its attempts are used up.
             counts: whether the attempt is one of the job's `max_attempts`; False if the server caused its end.
 
@@ -261,10 +255,6 @@ class Episodes:
 
     async def renew(self, episode_id: str, fence: int) -> None:
         """Start the period of a lease again, as every call of its worker does.
-
-        Args:
-            episode_id: of the episode.
-            fence: of the worker's lease.
 
         Raises:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the worker does not hold the episode.

@@ -63,11 +63,9 @@ class Groups:
         """Register a group and its episodes; a group that exists already is not changed.
 
         Args:
-            kind: of the episodes.
             group_index: position of the group in the canonical order of its kind.
             step: train: the step that trains on it; validation: the number of steps after which it is scored.
             task: what its episodes play; the group's name in lists.
-            size: number of its episodes.
             others: further tasks, which its episodes play in turn with `task`.
         """
         tasks = (task, *others)
@@ -99,8 +97,6 @@ class Groups:
         """Add an episode of the same task for each of some episodes of a group that can't be used.
 
         Args:
-            kind: of the group.
-            group_index: of the group.
             names: ids of these episodes.
         """
 
@@ -125,8 +121,6 @@ class Groups:
 
         Args:
             group_index: position of the group in the canonical order.
-            step: the step that trains on it.
-            recorded: the episode.
 
         Raises:
             InvalidRequest: a reward is not finite.
@@ -177,10 +171,6 @@ class Groups:
         """Return how many tokens some policies have sampled in the completed training episodes of some steps.
 
         Calls of an episode's last lease count, also in groups that were dropped.
-
-        Args:
-            steps: the steps, consecutive.
-            policies: names of the policies.
         """
         wanted = (
             select(chats.c.versions)
@@ -226,8 +216,6 @@ class Groups:
         """Return when no episode of a step is open, or when an episode of its kind was discarded.
 
         Args:
-            kind: of the step's episodes.
-            step: the step to wait for.
             discarded: how many episodes of this kind were discarded when the caller last read it; another number ends
                 the wait, because a group may have to be replaced.
         """
@@ -248,11 +236,6 @@ class Groups:
 
     async def settle(self, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
         """Move a group from OPEN to READY, DROPPED or SKIPPED; does nothing if the group is already in that state.
-
-        Args:
-            kind: of the group.
-            group_index: of the group.
-            following: READY or DROPPED.
 
         Raises:
             IllegalTransition: the group was settled in the other way.
@@ -313,15 +296,7 @@ def _discarded(connection: Connection, kind: EpisodeKind) -> int:
 def _add_episodes(
     connection: Connection, kind: EpisodeKind, group_index: int, first: int, tasks: Sequence[tuple[str, str]]
 ) -> None:
-    """Insert registered episodes into a group.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        kind: of the group.
-        group_index: of the group.
-        first: sample index of the first new episode.
-        tasks: id and data, as JSON, of the task of each new episode.
-    """
+    """Insert registered episodes into a group."""
     connection.execute(
         episodes.insert(),
         [

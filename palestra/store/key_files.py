@@ -103,7 +103,6 @@ def rotate_keys(folder: Path, job: str) -> str:
     the two files, the next start of the job or the next rotation makes them fit each other again.
 
     Args:
-        folder: of the run.
         job: the job's name, as its configuration has it.
 
     Raises:
@@ -135,7 +134,6 @@ def publish_key(folder: Path, key: Callable[[], str]) -> None:
     """Write a job's key where people and workers of this machine find it.
 
     Args:
-        folder: of the run.
         key: returns the key of the moment; a rotation of another process is over by then, or has not begun.
 
     Raises:
@@ -181,13 +179,7 @@ def job_key(secret: bytes, job: str) -> str:
 
 
 def seat_key(secret: bytes, job: str, role: str) -> str:
-    """Return the key that claims one seat of a job's episodes, and nothing else.
-
-    Args:
-        secret: of the run.
-        job: the job's name.
-        role: the seat.
-    """
+    """Return the key that claims one seat of a job's episodes, and nothing else."""
     return "pr-" + sign(secret, job, "seat", role)
 
 
@@ -195,8 +187,6 @@ def sign(secret: bytes, job: str, *parts: str) -> str:
     """Return 160 bits of HMAC-SHA-256 as hexadecimal digits, which only the owner of the secret can compute.
 
     Args:
-        secret: of the run.
-        job: the job's name.
         parts: what the key opens; no part contains a NUL, which separates them.
     """
     message = "\0".join((job, *parts)).encode()

@@ -64,14 +64,7 @@ class LeaseBook:
         return len(self._leases)
 
     def grant(self, episode_id: str, fence: int, seconds: float, worker_id: str = "") -> None:
-        """Start a lease; for a lease that is known already, start its period again.
-
-        Args:
-            episode_id: of the claimed episode.
-            fence: of the claim.
-            seconds: the period of the lease.
-            worker_id: of the worker that claimed it.
-        """
+        """Start a lease; for a lease that is known already, start its period again."""
         now = self._clock.monotonic()
         known = self._leases.get(episode_id)
         if known is not None and known.fence == fence:
@@ -136,8 +129,6 @@ class LeaseBook:
         Entered by one thread at a time.
 
         Args:
-            episode_id: of the claimed episode.
-            fence: of the claim.
             most: bytes that may be added under one lease.
             size: of the picture, in bytes.
 

@@ -64,7 +64,6 @@ def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
     """Return the id of a scheduled episode, which is the same in every run of a job.
 
     Args:
-        kind: of the episode.
         group_index: position of its group in the canonical order of its kind.
         sample_index: position of the episode in its group.
     """
@@ -86,11 +85,7 @@ def read(connection: Connection, episode_id: str) -> EpisodeRecord:
 
 
 def _episode(row: Any, episode_id: str) -> EpisodeRecord:
-    """Return the episode of a row.
-
-    Raises:
-        NotFound: the row is None.
-    """
+    """Return the episode of a row."""
     if row is None:
         raise NotFound(f"there is no episode {episode_id!r}")
     return episode_of(row)
@@ -166,11 +161,6 @@ def claim(
 def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
     """Return the episode if it is claimed under this fence.
 
-    Args:
-        connection: to the store.
-        episode_id: of the episode.
-        fence: of the lease.
-
     Raises:
         EpisodeLeaseExpired, EpisodeEnded: it is not, or not any more.
         NotFound: there is no such episode.
@@ -208,7 +198,6 @@ def complete(
 
     Args:
         connection: in a transaction of the writing thread.
-        episode_id: of the episode.
         fence: of the lease under which it was played.
         rewards: by agent.
         step_rewards: one for each TimeStep; None: the reward is for the whole episode.
@@ -253,11 +242,7 @@ def complete(
 
 
 def _one_for_each_step(connection: Connection, episode: EpisodeRecord, rewards: int) -> None:
-    """Require a reward for each TimeStep that has a call; there may be more, for TimeSteps without a call.
-
-    Raises:
-        InvalidRequest: there are fewer.
-    """
+    """Require a reward for each TimeStep that has a call; there may be more, for TimeSteps without a call."""
     last = _LAST_STEP.row(connection, {"episode_id": episode.episode_id, "fence": episode.fence})[0]
     if last is not None and rewards <= last:
         raise InvalidRequest(
@@ -281,11 +266,8 @@ def give_back(
 
     Args:
         connection: in a transaction of the writing thread.
-        episode_id: of the episode.
         fence: of the lease under which it was played.
-        reason: why, for people.
         discard: whether it must not be played again.
-        max_attempts: how many attempts an episode has.
         now: Unix seconds.
         counts: whether this attempt is one of them; False: the episode has as many attempts left as before the claim.
 

@@ -61,7 +61,6 @@ class RunLog:
         """Write the finished row of a step, in place of an earlier one.
 
         Args:
-            step: number of the step.
             data: the whole row, by name of the metric.
         """
 
@@ -110,7 +109,6 @@ class RunLog:
 
         Args:
             kind: what happened, such as `saved`.
-            data: further values, JSON.
         """
         now = self._clock.now()
         return await self._db.write(lambda connection: insert_event(connection, kind, data, now))
@@ -133,8 +131,6 @@ def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now
 
     Args:
         connection: in a transaction of the writing thread.
-        kind: what happened.
-        data: further values, JSON.
         now: Unix seconds.
     """
     result = connection.execute(events.insert(), {"at": now, "kind": kind, "data": to_json(dict(data))})
@@ -147,9 +143,7 @@ def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
     """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process.
 
     Args:
-        connection: to the store, possibly read-only.
         after: id of the newest event that the caller has; 0: none.
-        limit: the most events to return.
     """
     rows = connection.execute(select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit))
     return [Event(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
@@ -159,7 +153,6 @@ def read_metrics(connection: Connection, last: int | None = None) -> list[dict[s
     """Return finished rows, in order of their steps. Works in any process.
 
     Args:
-        connection: to the store, possibly read-only.
         last: only so many of the newest rows; None: all.
     """
     wanted = select(metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
@@ -182,7 +175,6 @@ def readable_metrics(connection: Connection, last: int | None = None) -> Recorde
     """Return finished rows for people to look at: a damaged one does not hide the others. Works in any process.
 
     Args:
-        connection: to the store, possibly read-only.
         last: only so many of the newest rows; None: all.
     """
     wanted = select(metric_rows.c.step, metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)

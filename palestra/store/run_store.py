@@ -46,7 +46,6 @@ def store_error(path: Path, error: Exception) -> Exception:
     Defects of Palestra and PalestraErrors are returned unchanged.
 
     Args:
-        path: of the store.
         error: raised by SQLite, SQLAlchemy, or the decoding of a record.
     """
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
@@ -74,12 +73,7 @@ def _says_damaged(error: sqlite3.DatabaseError) -> bool:
 
 
 def damaged(path: Path, how: str) -> StoreError:
-    """Return the error for a store whose content can't be trusted any more.
-
-    Args:
-        path: of the store.
-        how: what is wrong, for the message.
-    """
+    """Return the error for a store whose content can't be trusted any more."""
     line = " ".join(how.split())[:200]
     return StoreError(
         f"{path} is not a run store, or is damaged: {line}; go on with a copy of it, or start a new run from the "
@@ -191,7 +185,6 @@ def open_run_store(
     Args:
         path: of its file, `run.db`.
         rollout: the limits of claims, leases and attempts.
-        store: how durable a commit is.
         clock: of times and leases; None: the system's.
         pictures: their limits; None: the defaults.
 

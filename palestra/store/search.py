@@ -108,9 +108,7 @@ def search_episodes(
 
     Args:
         connection: from `browse`.
-        wanted: what is searched for.
         before: `following` of the page before; None: the first page.
-        limit: the most episodes of a page.
         clock: seconds, for the time that one page may take.
     """
     until, found, looked_at = clock() + SEARCH_SECONDS, list[EpisodeSummary | DamagedEpisode](), 0

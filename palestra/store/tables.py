@@ -179,11 +179,7 @@ class Prepared:
         return None if found is None else self._row(found)
 
     def _execute(self, connection: sa.Connection, values: Mapping[str, Any], take: Callable[[sqlite3.Cursor], T]) -> T:
-        """Execute the statement and return what `take` makes of its cursor.
-
-        Raises:
-            sqlalchemy.exc.DBAPIError: SQLite failed; the class has the same name as SQLite's own.
-        """
+        """Execute the statement and return what `take` makes of its cursor."""
         known = {**self._fixed, **values}
         try:
             return take(driver_of(connection).execute(self._sql, [known[name] for name in self._names]))

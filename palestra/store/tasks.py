@@ -98,17 +98,7 @@ def _sealed(connection: Connection) -> bool:
 
 
 def _new_rows(connection: Connection, split: str, new: Sequence[Task], total: int) -> list[dict[str, Any]]:
-    """Return the rows of `tasks` to insert: those of `new` that the split does not have yet.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        split: `train` or `validation`.
-        new: the pushed tasks.
-        total: how many tasks the split has.
-
-    Raises:
-        Conflict: a task id was used before for other data.
-    """
+    """Return the rows of `tasks` to insert: those of `new` that the split does not have yet."""
     known = {
         row.task_id: row.data
         for start in range(0, len(new), MOST_VALUES)
@@ -134,11 +124,7 @@ def _new_rows(connection: Connection, split: str, new: Sequence[Task], total: in
 
 
 def _renamed(task: Task) -> Task:
-    """Return a task under a name made from its key `id` and its data, for data sets whose `id` is not unique.
-
-    Raises:
-        Conflict: its name is not from its data, so whoever named it has given one name to two tasks.
-    """
+    """Return a task under a name made from its key `id` and its data, for data sets whose `id` is not unique."""
     if task.task_id != name_in(task.data):
         raise Conflict(f"task {task.task_id!r} was given before with other data")
     digest = digest_of(task.data)

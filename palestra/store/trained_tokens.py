@@ -47,7 +47,6 @@ class TrainedTokens:
         """Record calls of a step, in place of what an earlier attempt at the step has recorded of them.
 
         Args:
-            step: that trains them.
             calls: of the episodes of the step's manifest.
             steps: how many of the newest steps are kept; at least 1.
         """
@@ -75,8 +74,6 @@ def read_trained(connection: Connection, step: int, episode_id: str) -> dict[int
 
     Args:
         connection: from `browse`.
-        step: whose manifest has the episode.
-        episode_id: of the episode.
     """
     wanted = select(trained_tokens).where(trained_tokens.c.step == step, trained_tokens.c.episode_id == episode_id)
     return {row.idx: trained_call(row) for row in connection.execute(wanted)}

@@ -48,7 +48,6 @@ class Base:
         """Return the configuration of an adapter.
 
         Args:
-            rank: of the product of two matrices.
             attention: whether the layers of attention get one.
             mlp: whether all other linear layers but the head get one.
             unembed: whether the head gets one; the embedding never does, as the API has no key for it.
@@ -77,11 +76,7 @@ class Bases:
     """The base models of one server, by name."""
 
     def __init__(self, bases: Sequence[Base]) -> None:
-        """Serve these models.
-
-        Args:
-            bases: at least one.
-        """
+        """Serve these models."""
         self._bases = {base.name: base for base in bases}
 
     def __iter__(self) -> Any:

@@ -25,14 +25,7 @@ class Copies:
     """Copies checkpoints. A copy keeps its kind, belongs to a model that is never trained, and outlives its source."""
 
     def __init__(self, sessions: Sessions, saved: Saved, limits: Limits, folder: Path) -> None:
-        """Copy nothing yet.
-
-        Args:
-            sessions: the models.
-            saved: the checkpoints.
-            limits: of the tenants.
-            folder: of the server.
-        """
+        """Copy nothing yet."""
         self._sessions, self._saved, self._limits, self._folder = sessions, saved, limits, folder
         self._one_at_a_time = asyncio.Lock()
 
@@ -40,7 +33,6 @@ class Copies:
         """Copy a checkpoint, and return the path of the copy; a request that is sent again has the path of the first.
 
         Args:
-            tenant: who asks.
             asked: which checkpoint, and how long the copy is kept.
             idempotency_key: the same in each attempt of one request; None: the request names a model of a session.
 
@@ -98,12 +90,7 @@ class Copies:
         return path
 
     async def _place(self, tenant: str, asked: CopyWeights, idempotency_key: str | None) -> tuple[str, int]:
-        """Return the session of the copy and its number there; without a session the copy gets one of its own.
-
-        Raises:
-            NotFound: the tenant has no such session.
-            InvalidRequest: neither a session with a number nor a key is given.
-        """
+        """Return the session of the copy and its number there; without a session the copy gets one of its own."""
         if asked.session_id is not None and asked.model_seq_id is not None:
             await self._sessions.session(tenant, asked.session_id)
             return asked.session_id, asked.model_seq_id

@@ -56,10 +56,7 @@ def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: Limits) -
     """Return the rows and the loss of a message `ForwardBackwardRequest`.
 
     Args:
-        request: the message.
-        vocab_size: of the model, V.
         max_tokens: longest input of a datum.
-        limits: of a request.
 
     Raises:
         InvalidRequest: an unknown loss, or inputs that do not fit it; the message names datum, input, shape and dtype.
@@ -97,11 +94,7 @@ def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: Limits) -
 
 
 def _config_of(request: Any) -> dict[str, float]:
-    """Return the parameters of a request's loss.
-
-    Raises:
-        InvalidRequest: one of them is a text.
-    """
+    """Return the parameters of a request's loss."""
     found = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -111,11 +104,7 @@ def _config_of(request: Any) -> dict[str, float]:
 
 
 def _loss_of(name: str, parameters: Mapping[str, float]) -> LossSpec:
-    """Return a loss of the registry.
-
-    Raises:
-        InvalidRequest: it has no such parameter, or the value is not finite.
-    """
+    """Return a loss of the registry."""
     for key, value in parameters.items():
         if not np.isfinite(value):
             raise InvalidRequest(f"loss_fn_config.{key} is {value}, and has to be finite", f"loss_fn_config.{key}")
@@ -128,17 +117,7 @@ def _loss_of(name: str, parameters: Mapping[str, float]) -> LossSpec:
 
 
 def _checked_tokens(datum: Any, place: str, vocab_size: int, max_tokens: int) -> Ids:
-    """Return the tokens of a datum's input, int32 [N].
-
-    Args:
-        datum: the message.
-        place: of the datum in the request, for messages.
-        vocab_size: of the model.
-        max_tokens: longest input.
-
-    Raises:
-        InvalidRequest: there is none, there are too many, or one is none of the model's.
-    """
+    """Return the tokens of a datum's input, int32 [N]."""
     tokens = _tokens(datum, place)
     if not 0 < len(tokens) <= max_tokens:
         raise InvalidRequest(f"{place}.model_input has {len(tokens)} tokens, and a datum has 1 to {max_tokens}", place)
@@ -147,14 +126,7 @@ def _checked_tokens(datum: Any, place: str, vocab_size: int, max_tokens: int) ->
 
 
 def _row(place: str, loss: str, tokens: Ids, inputs: Mapping[str, NDArray[Any]]) -> TrainSample:
-    """Return a row of one datum.
-
-    Args:
-        place: of the datum in the request.
-        loss: its name.
-        tokens: int32 [N], of the datum.
-        inputs: of the loss, [N] each, by name.
-    """
+    """Return a row of one datum."""
     length, targets = len(tokens), inputs["target_tokens"]
     ones, zeros = np.ones(length, np.float32), np.zeros(length, np.float32)
     advantages = inputs.get("advantages", zeros)
@@ -180,11 +152,7 @@ def _row(place: str, loss: str, tokens: Ids, inputs: Mapping[str, NDArray[Any]])
 
 
 def _tokens(datum: Any, place: str) -> Ids:
-    """Return the tokens of a datum's input, int32 [N].
-
-    Raises:
-        InvalidRequest: a part of it is no text.
-    """
+    """Return the tokens of a datum's input, int32 [N]."""
     parts = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
@@ -195,18 +163,7 @@ def _tokens(datum: Any, place: str) -> Ids:
 
 
 def _inputs(datum: Any, place: str, loss: str, length: int, most: int) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a loss by name, [N] each; those of `cross_entropy` may be [N, K].
-
-    Args:
-        datum: the message.
-        place: of the datum in the request, for messages.
-        loss: its name.
-        length: N, tokens of the datum.
-        most: most targets, where positions have several each.
-
-    Raises:
-        InvalidRequest: one is missing, unknown, of another shape or type, or not finite.
-    """
+    """Return the inputs of a loss by name, [N] each; those of `cross_entropy` may be [N, K]."""
     wanted, found = LOSS_INPUTS[loss], dict[str, NDArray[Any]]()
     given = datum.loss_fn_inputs
     if set(given) != set(wanted) and not (loss == "cross_entropy" and set(given) == {"target_tokens"}):
@@ -267,7 +224,6 @@ def loss_without_gradient(batch: Batch, logprobs: Sequence[Floats]) -> float:
     """Return the sum of the losses of a batch whose logprobs were computed without a gradient.
 
     Args:
-        batch: S rows and their loss.
         logprobs: float32 [N + 1] of each row.
     """
     import torch
@@ -297,9 +253,7 @@ def output_of(batch: Batch, logprobs: Sequence[Floats], loss: float) -> bytes:
     """Return the message `ForwardBackwardOutput` of a batch.
 
     Args:
-        batch: S x K rows.
         logprobs: float32 [N + 1] of each row, of which the first is not one.
-        loss: the sum over all targets.
     """
     arrays = [row[1:] for row in logprobs]
     if (several := batch.several) is not None:

@@ -35,7 +35,6 @@ class Links:
         """Keep the keys.
 
         Args:
-            tenants: with their keys.
             clock: by which links end.
         """
         self._tenants, self._clock = tenants, clock
@@ -48,10 +47,6 @@ class Links:
         """Return the path of a link, with its signature.
 
         Args:
-            tenant: whose checkpoint it is.
-            model_id: of the checkpoint.
-            name: of the checkpoint.
-            file: in its folder.
             expires: when the link ends, in Unix seconds.
         """
         path = f"{FILES}{model_id}/{name}/{file}"
@@ -77,14 +72,7 @@ class Links:
 
 
 def add_downloads(app: FastAPI, saved: Saved, links: Links, tenant_of: Any) -> None:
-    """Add the routes that give links to the files of external weights, and the files.
-
-    Args:
-        app: of the API.
-        saved: the checkpoints.
-        links: signs.
-        tenant_of: returns whose key a request has.
-    """
+    """Add the routes that give links to the files of external weights, and the files."""
 
     @app.get("/api/v1/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls")
     async def external_weights_urls(model_id: str, checkpoint_id: str, request: Request) -> Response:

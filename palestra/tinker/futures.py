@@ -15,11 +15,7 @@ class Futures:
     """Tells those who wait for a request when it has a result."""
 
     def __init__(self, journal: Journal) -> None:
-        """Wait for nothing yet.
-
-        Args:
-            journal: has the results.
-        """
+        """Wait for nothing yet."""
         self._journal = journal
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
@@ -31,11 +27,6 @@ class Futures:
 
     async def result(self, tenant: str, request_id: str, seconds: float) -> Request:
         """Return a request with its result, or without one if there is none after some time.
-
-        Args:
-            tenant: whose request it is.
-            request_id: of the request.
-            seconds: how long to wait.
 
         Raises:
             NotFound: the tenant has no such request.
@@ -51,10 +42,7 @@ class Futures:
         """Return which requests to a sampler have results, after waiting for one; see `Journal.completions`.
 
         Args:
-            sampler_id: of the sampler.
-            clone: which of its clients asks.
             after: place of the last that the client knows.
-            seconds: how long to wait.
         """
         with self._waiter(sampler_id) as waiter:
             if found := await self._journal.completions(sampler_id, clone, after):

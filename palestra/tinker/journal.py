@@ -52,7 +52,6 @@ class Journal:
 
         Args:
             db: see `tables.open_journal`.
-            clock: of all recorded times.
         """
         self.db, self.clock = db, clock
 
@@ -71,14 +70,9 @@ class Journal:
         """Record a request, unless it was recorded before; return its id, and whether it is new.
 
         Args:
-            tenant: whose it is.
-            kind: what is to be done.
-            target: the model or the sampler.
             seq_id: number among the requests of the target.
-            body: as it came.
             limits: how many requests of a tenant may have no result, and how long they may be together.
             extra: is done in the same transaction if the request is new.
-            sequences: how many are to be sampled.
             identity: what is the same in a request that is sent again; None: its body.
 
         Raises:
@@ -151,22 +145,12 @@ class Journal:
         """Record the result of a request; of a model's that it is executed, too.
 
         Args:
-            request: which has no result.
-            result: protobuf, or JSON.
             keep_body: whether the request has changed a model, which may have to be restored by doing it again.
-            extra: is done in the same transaction.
         """
         await self._end(request, DONE, result, keep_body, extra)
 
     async def fail(self, request: Request, message: str, category: Category, extra: Operation | None = None) -> None:
-        """Record that a request has failed.
-
-        Args:
-            request: which has no result.
-            message: for people.
-            category: whose fault it is.
-            extra: is done in the same transaction.
-        """
+        """Record that a request has failed."""
         await self._end(request, FAILED, orjson.dumps({"error": message, "category": category}), False, extra)
 
     async def _end(self, request: Request, state: str, result: bytes, keep_body: bool, extra: Operation | None) -> None:
@@ -214,7 +198,6 @@ class Journal:
         """Return requests of one client of a sampler that have a result, in the order in which they got it.
 
         Args:
-            sampler_id: of the sampler.
             clone: which client: its requests have numbers from `clone * CLONE` on.
             after: place of the last that is known already.
         """
@@ -240,7 +223,6 @@ class Journal:
         """Return the requests that have changed a model, as (seq_id, request_id), in order.
 
         Args:
-            model_id: of which model.
             after: number of the newest request that is in the model's checkpoint.
             until: number of the newest request that was executed.
         """
@@ -273,9 +255,6 @@ class Journal:
 
         That a model's request was executed is known for ever, by its number. Requests that a model would be restored
         with are kept.
-
-        Args:
-            limits: how long, and how many.
         """
         table, now = tables.requests, self.clock.now()
         ended, forgotten = table.c.state.in_((DONE, FAILED)), table.c.state == FORGOTTEN

@@ -24,13 +24,7 @@ TenantOf = Callable[[Request], str]
 
 
 def add_listing(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None:
-    """Add the routes.
-
-    Args:
-        app: of the API.
-        service: has what is listed.
-        tenant_of: returns whose key a request has.
-    """
+    """Add the routes."""
     _add_runs(app, service, tenant_of)
     _add_checkpoints(app, service, tenant_of)
     _add_sessions(app, service, tenant_of)
@@ -151,16 +145,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> 
 
 
 def _page(found: Sequence[Any], limit: int, offset: int) -> tuple[Sequence[Any], dict[str, int]]:
-    """Return a part of a list, and where it is.
-
-    Args:
-        found: all of it.
-        limit: most that are returned.
-        offset: how many are left out before.
-
-    Raises:
-        InvalidRequest: one of them is negative.
-    """
+    """Return a part of a list, and where it is."""
     if limit < 0 or offset < 0:
         raise InvalidRequest("limit and offset are not negative", "limit")
     most = min(limit, MOST_LISTED)

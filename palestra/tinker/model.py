@@ -45,10 +45,6 @@ class Model:
         """Prepare to execute; `run` does.
 
         Args:
-            record: the model.
-            workshop: what all models have in common.
-            journal: the requests.
-            sessions: the models.
             settled: is called with the id of each request that has a result.
             make_room: is awaited before the model is loaded; then there is room for it in memory.
         """
@@ -119,11 +115,7 @@ class Model:
                 self.used_at = asyncio.get_running_loop().time()
 
     async def _execute(self, request: Request) -> bool:
-        """Execute a request and record its result. False: the model could not be created, and is gone.
-
-        Raises:
-            StoreError: the journal can't be written.
-        """
+        """Execute a request and record its result. False: the model could not be created, and is gone."""
         first = request.seq_id == 0
         try:
             training = await self._loaded(first)
@@ -153,13 +145,7 @@ class Model:
         return True
 
     async def _failed(self, request: Request, message: str, user: bool) -> None:
-        """Record that a request has failed, and forget what it may have left in memory.
-
-        Args:
-            request: which failed.
-            message: for its client.
-            user: whether it is the user's fault; then nothing was changed.
-        """
+        """Record that a request has failed, and forget what it may have left in memory."""
         first = request.seq_id == 0
         remove = self._sessions.delete_model(self.record.model_id) if first else None
         await self._journal.fail(request, message, "user" if user else "server", remove)
@@ -169,15 +155,7 @@ class Model:
         self._settled(request.request_id)
 
     async def _loaded(self, first: bool) -> Training:
-        """Return the model in memory, restored if it was not there.
-
-        Args:
-            first: whether the request that makes the model is about to be executed.
-
-        Raises:
-            CheckpointError: the checkpoints are damaged, and the requests in them are not in the journal any more.
-            StoreError: the journal can't be read.
-        """
+        """Return the model in memory, restored if it was not there."""
         if self._training is None:
             await self._make_room()
             self._training = Training(self.record, self._shop)
@@ -222,15 +200,7 @@ class Model:
             log.error("no checkpoint of %s: %s", self.record.model_id, error)
 
     async def _save(self, seq_id: int, alone: bool = False) -> None:
-        """Write a checkpoint, and forget the requests that the one before has.
-
-        Args:
-            seq_id: number of the newest request that the model has.
-            alone: whether the model can't be restored from the checkpoints before, because the request has replaced it.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Write a checkpoint, and forget the requests that the one before has."""
         training = self._training
         assert training is not None
         assert not training.gradients, "a checkpoint has no gradient"

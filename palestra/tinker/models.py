@@ -32,11 +32,7 @@ class Models:
         """Begin without a model in memory.
 
         Args:
-            workshop: what all models have in common.
-            journal: the requests.
-            sessions: the models on the disk.
             settled: is called with the id of each request that has a result.
-            spawn: starts a task under a name.
         """
         self._shop, self._journal, self._sessions = workshop, journal, sessions
         self._settled, self._spawn = settled, spawn
@@ -66,7 +62,6 @@ class Models:
         """Accept the creation of a model; return the ids of the request and of the model.
 
         Args:
-            tenant: who asks.
             body: see `wire.CreateModel`.
 
         Raises:
@@ -91,7 +86,6 @@ class Models:
         """Accept the loading of a checkpoint; return the ids of the request and of the model.
 
         Args:
-            tenant: who asks.
             body: see `wire.LoadWeights`; with a session a new model is made of the checkpoint.
 
         Raises:
@@ -132,21 +126,7 @@ class Models:
         data: Mapping[str, Any],
         user_metadata: Mapping[str, Any] | None,
     ) -> ModelRecord:
-        """Return the record of a model that is to be made.
-
-        Args:
-            tenant: whose it will be.
-            number: the session, and the number in it.
-            base: which model it is an adapter of.
-            adapter: rank and layers.
-            seed: of the first weights; None: any.
-            data: what is known of it.
-            user_metadata: of the user.
-
-        Raises:
-            NotFound: the tenant has no such session.
-            InvalidRequest: the session is finished.
-        """
+        """Return the record of a model that is to be made."""
         session = await self._sessions.session(tenant, number[0])
         if session.finished_at is not None:
             raise InvalidRequest(f"the session {number[0]} is finished; make another ServiceClient", "session_id")
@@ -176,11 +156,7 @@ class Models:
         """Accept a request to a model, and return its id; it is executed when all before it are.
 
         Args:
-            tenant: who asks.
-            kind: what is to be done.
-            model_id: of the model.
             seq_id: number among the requests to the model.
-            body: of the request.
 
         Raises:
             NotFound: the tenant has no such model.

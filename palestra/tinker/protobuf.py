@@ -106,7 +106,6 @@ def new(name: str, **fields: Any) -> Any:
 
     Args:
         name: such as `SampleResponse`.
-        fields: values of its fields.
     """
     return _CLASSES[name](**fields)
 
@@ -116,7 +115,6 @@ def parse(name: str, body: bytes) -> Any:
 
     Args:
         name: such as `ForwardBackwardRequest`.
-        body: as it came.
 
     Raises:
         InvalidRequest: the body is no such message.
@@ -132,7 +130,6 @@ def array_of(tensor: Any, name: str, most: int) -> NDArray[Any]:
 
     Args:
         tensor: a message `Tensor`; what a sparse one (compressed rows, [N, K]) does not list is 0.
-        name: what it is called, for messages.
         most: most numbers of a sparse tensor, whose shape can be larger than its message.
 
     Raises:
@@ -158,17 +155,7 @@ def array_of(tensor: Any, name: str, most: int) -> NDArray[Any]:
 
 
 def _densified(tensor: Any, dtype: np.dtype[Any], name: str, most: int) -> NDArray[Any]:
-    """Return a sparse tensor of compressed rows as a dense one, [N, K].
-
-    Args:
-        tensor: a message `Tensor` with `sparse_csr`.
-        dtype: of its values.
-        name: what it is called, for messages.
-        most: most numbers of the dense one.
-
-    Raises:
-        InvalidRequest: its indices do not fit its shape, or it is too large.
-    """
+    """Return a sparse tensor of compressed rows as a dense one, [N, K]."""
     shape, sparse = list(tensor.shape), tensor.sparse_csr
     if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > most:
         raise InvalidRequest(

@@ -59,7 +59,6 @@ class Caller:
 
         Args:
             tenants: by their keys.
-            limits: of bodies.
             links: open files without a key.
         """
         self._tenants, self._limits, self.links = tenants, limits, links
@@ -86,7 +85,6 @@ def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
     """Return the application with all routes.
 
     Args:
-        service: answers.
         tenants: by their keys.
     """
     caller = Caller(tenants, service.limits, Links(tenants, service.saved.clock))
@@ -251,11 +249,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: Caller) -> None:
 
 
 def _whose(body: bytes) -> tuple[str, int]:
-    """Return the model and the number of a message `ForwardBackwardRequest`.
-
-    Raises:
-        InvalidRequest: it is none, or has no number.
-    """
+    """Return the model and the number of a message `ForwardBackwardRequest`."""
     request = protobuf.parse("ForwardBackwardRequest", body)
     if request.seq_id < 1 or not request.model_id:
         raise InvalidRequest("model_id and a seq_id from 1 have to be given", "seq_id")

@@ -20,14 +20,7 @@ class RunRecord:
     """Writes a row of metrics for each optimizer step."""
 
     def __init__(self, folder: Path, model_id: str, base: str, adapter: AdapterConfig) -> None:
-        """Write what the run is of.
-
-        Args:
-            folder: of the run.
-            model_id: names the run.
-            base: name of the base model.
-            adapter: what is trained.
-        """
+        """Write what the run is of."""
         self._folder = RunFolder(folder)
         policy = {"model": base, "adapter": adapter.model_dump()}
         self._folder.write_config(
@@ -62,9 +55,6 @@ class RunRecord:
 
         Args:
             loss: the sum over its tokens.
-            rows: how many datums it had.
-            tokens: how many positions.
-            seconds: that it took.
         """
         self._loss, self._seconds = self._loss + loss, self._seconds + seconds
         self._rows, self._tokens = self._rows + rows, self._tokens + tokens
@@ -74,8 +64,6 @@ class RunRecord:
 
         Args:
             step: its number, from 1.
-            report: of the update.
-            seconds: that it took.
             again: whether the step was done before, and the model is being restored.
         """
         took = self._seconds + seconds

@@ -50,14 +50,7 @@ class Samples:
         """Begin without a request.
 
         Args:
-            engine: samples.
-            adapters: those that the engine has.
-            load: adds an adapter to the engine.
-            bases: the base models.
-            limits: of the tenants.
-            parts: what is on the disk.
             settled: is called with the id of each request that has a result, and with that of its sampler.
-            spawn: starts a task under a name.
         """
         self._engine, self._adapters, self._load = engine, adapters, load
         self._bases, self._limits = bases, limits
@@ -69,7 +62,6 @@ class Samples:
         """Make a sampling session of a base model or of a checkpoint, and return it.
 
         Args:
-            tenant: who asks.
             body: see `wire.CreateSamplingSession`.
 
         Raises:
@@ -116,11 +108,6 @@ class Samples:
     async def accept(self, tenant: str, asked: Sample, body: bytes) -> str:
         """Accept a request for samples, and return its id.
 
-        Args:
-            tenant: who asks.
-            asked: the request.
-            body: the same, as it came.
-
         Raises:
             NotFound: no such sampling session, or its checkpoint is gone.
             InvalidRequest: it can't be answered.
@@ -136,11 +123,7 @@ class Samples:
         return request_id
 
     async def _sampler(self, tenant: str, name: str) -> Sampler:
-        """Return a sampler of which the weights are there.
-
-        Raises:
-            NotFound: there is none of this id, or its checkpoint was deleted or has expired.
-        """
+        """Return a sampler of which the weights are there."""
         sampler = await self._saved.sampler(tenant, name)
         if sampler.model_path is not None:
             await usable(self._saved, tenant, sampler.model_path)
@@ -173,15 +156,7 @@ class Samples:
 
     @contextlib.asynccontextmanager
     async def _policy_of(self, sampler: Sampler, base: Base) -> AsyncIterator[str]:
-        """Have the engine's policy of a sampler loaded inside of the block, and yield its name.
-
-        Args:
-            sampler: of a base model or an adapter.
-            base: the base model.
-
-        Raises:
-            ModelError: the adapter is gone, or can't be read.
-        """
+        """Have the engine's policy of a sampler loaded inside of the block, and yield its name."""
         folder = sampler.folder
         if folder is None:
             yield base.policy

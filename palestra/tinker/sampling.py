@@ -53,9 +53,6 @@ def plan_of(asked: Sample, base: Base, limits: Limits, request_id: str) -> Plan:
     """Check a request for samples.
 
     Args:
-        asked: the request.
-        base: the model that is sampled from.
-        limits: of a request.
         request_id: its seeds are made of it where it has none.
 
     Raises:
@@ -119,11 +116,7 @@ def _check_supported(asked: Sample, limits: Limits) -> None:
 
 
 def _stops_of(stop: str | list[str] | list[int] | None, base: Base) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the tokens and the texts that end a sequence. None: the tokens that end a text.
-
-    Raises:
-        InvalidRequest: an empty text, or too many of them.
-    """
+    """Return the tokens and the texts that end a sequence. None: the tokens that end a text."""
     if stop is None:
         return base.stop_ids, ()
     given: Sequence[Any] = [stop] if isinstance(stop, str) else stop
@@ -144,9 +137,6 @@ async def sample(engine: Engine, policy: str, plan: Plan, base: Base) -> bytes:
     """Return the message `SampleResponse` for a request.
 
     Args:
-        engine: samples.
-        policy: from which.
-        plan: the request.
         base: has the tokenizer, for texts that end a sequence.
 
     Raises:
@@ -163,15 +153,7 @@ async def sample(engine: Engine, policy: str, plan: Plan, base: Base) -> bytes:
 
 
 async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingParams, base: Base) -> Any:
-    """Return the message `SampledSequence` of one reply; what ends it is a part of it.
-
-    Args:
-        engine: samples.
-        policy: from which.
-        plan: the request.
-        sampling: of this reply.
-        base: has the tokenizer.
-    """
+    """Return the message `SampledSequence` of one reply; what ends it is a part of it."""
     ids, logprobs = list[int](), list[float]()
     top_ids, top_logprobs = bytearray(), bytearray()  # as objects they would take twelve times the memory
     stopped = False
@@ -217,13 +199,7 @@ def _tokens_of(piece: SampledTokens) -> list[tuple[int, float, tuple[tuple[int, 
 
 
 def _ends_with(ids: Sequence[int], stops: Sequence[str], base: Base) -> bool:
-    """Return whether the text of a reply has one of the texts that end it.
-
-    Args:
-        ids: of the reply so far, whose last one is new.
-        stops: texts.
-        base: has the tokenizer.
-    """
+    """Return whether the text of a reply has one of the texts that end it."""
     if not stops:
         return False
     # A token has at least one byte, and a character at most four.

@@ -28,7 +28,6 @@ class Saved:
 
         Args:
             db: see `tables.open_journal`.
-            clock: of all recorded times.
         """
         self.db, self.clock = db, clock
 

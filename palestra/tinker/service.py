@@ -66,11 +66,7 @@ class TinkerService:
             trainer_of: returns a tenant's trainer, without a policy of this server yet; it keeps all checkpoints.
             engine: has a policy for each base model.
             adapters: those that the engine has without their being trained.
-            load: adds an adapter to the engine.
-            bases: the base models.
             db: see `tables.open_journal`.
-            folder: of the server.
-            limits: of the tenants.
             clock: of all recorded times; None: the system's.
         """
         known = clock or SystemClock()
@@ -112,10 +108,6 @@ class TinkerService:
     async def create_session(self, tenant: str, data: Mapping[str, Any]) -> str:
         """Begin a session of a tenant, and return its id.
 
-        Args:
-            tenant: whose it is.
-            data: what the client says of it.
-
         Raises:
             TooManyRequests: the tenant has too many sessions.
         """
@@ -156,11 +148,6 @@ class TinkerService:
     async def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
         """Set how long from now on a checkpoint is kept; None: for ever.
 
-        Args:
-            tenant: who asks.
-            path: of the checkpoint.
-            seconds: how long.
-
         Raises:
             NotFound: the tenant has none of this path.
             Forbidden: it is everybody's.
@@ -174,8 +161,6 @@ class TinkerService:
         """Let all tenants load and sample a checkpoint, or its own tenant alone.
 
         Args:
-            tenant: who asks.
-            path: of the checkpoint.
             public: whether all may.
 
         Raises:
@@ -204,9 +189,7 @@ class TinkerService:
         """Let every tenant load and sample an adapter of the operator's; return its paths.
 
         Args:
-            name: of the checkpoint.
             folder: of the adapter, in PEFT's format; it stays where it is, and is never deleted.
-            adapter: rank and layers.
             base: name of the base model, which is served here.
         """
         paths = []

@@ -30,7 +30,6 @@ class Sessions:
 
         Args:
             db: see `tables.open_journal`.
-            clock: of all recorded times.
         """
         self.db, self.clock = db, clock
 
@@ -38,8 +37,6 @@ class Sessions:
         """Record a session, and return its id.
 
         Args:
-            tenant: whose it is.
-            data: what the client says of it.
             limits: how many of a tenant may be alive.
 
         Raises:
@@ -92,7 +89,6 @@ class Sessions:
         """Return an operation that adds a model, or raises TooManyRequests if its tenant has too many.
 
         Args:
-            record: the model.
             most: models of a tenant whose session is alive.
             session_seconds: how long a session is alive after its last heartbeat.
         """
@@ -115,11 +111,7 @@ class Sessions:
         return insert
 
     def insert_copy(self, record: ModelRecord) -> Operation:
-        """Return an operation that adds a model that is never trained, and its session, which is over, unless known.
-
-        Args:
-            record: of the model.
-        """
+        """Return an operation that adds a model that is never trained, and its session, which is over, unless known."""
         table, now = tables.sessions, self.clock.now()
         session = {"session_id": record.session_id, "tenant": record.tenant, "created_at": now, "seen_at": now}
 

@@ -84,12 +84,7 @@ class Training:
     """
 
     def __init__(self, record: ModelRecord, workshop: Workshop) -> None:
-        """Begin without a model in memory.
-
-        Args:
-            record: the model.
-            workshop: what all models have in common.
-        """
+        """Begin without a model in memory."""
         self._record, self._shop = record, workshop
         self._base: Base = workshop.bases.of(record.base)
         self._trainer = workshop.trainer_of(record.tenant)
@@ -114,7 +109,6 @@ class Training:
         """Do what a request asks for.
 
         Args:
-            request: with its body.
             again: whether it was done before, and the model is being restored.
 
         Raises:
@@ -223,14 +217,7 @@ class Training:
         return await self._save_weights(request, asked, EXTERNAL, "save_weights_external")
 
     async def _save_weights(self, request: Request, asked: SaveWeights, kind: str, answer: str) -> Outcome:
-        """Write the adapter alone, in PEFT's format, under a name.
-
-        Args:
-            request: to save.
-            asked: its body.
-            kind: the second part of the checkpoint's path.
-            answer: type of the answer.
-        """
+        """Write the adapter alone, in PEFT's format, under a name."""
         path = self._path(asked, kind)
         before = await self._replaced(path, overwrite=False)  # an expired one
         folder = self._shop.folder / kind / request.request_id
@@ -265,11 +252,7 @@ class Training:
         return Outcome(result=result, changes=True, save=True)
 
     def _path(self, asked: SaveWeights, kind: str) -> str:
-        """Return the path of a checkpoint that is to be saved.
-
-        Raises:
-            InvalidRequest: the name can't be used, or the time for which it is kept.
-        """
+        """Return the path of a checkpoint that is to be saved."""
         name = f"step-{self.steps:06d}" if asked.path is None else asked.path
         if _NAME.fullmatch(name) is None:
             raise InvalidRequest(
@@ -279,16 +262,7 @@ class Training:
         return f"{SCHEME}{self._record.model_id}/{kind}/{name}"
 
     async def _replaced(self, path: str, overwrite: bool) -> Checkpoint | None:
-        """Return the checkpoint that has a path already.
-
-        Args:
-            path: of the new one.
-            overwrite: whether the new one may take its place.
-
-        Raises:
-            InvalidRequest: it may not.
-            TooManyRequests: the tenant has too many.
-        """
+        """Return the checkpoint that has a path already."""
         saved, tenant = self._shop.saved, self._record.tenant
         before = await saved.checkpoint(tenant, path)
         if before is not None and not overwrite and not is_over(before, saved):
@@ -299,15 +273,7 @@ class Training:
         return before
 
     async def _check_number(self, number: int | None) -> None:
-        """Raise unless the session may have a sampler of this number, whose weights have no name.
-
-        Args:
-            number: of the sampling session, as the client counts; None: it has not said.
-
-        Raises:
-            InvalidRequest: there is no number, or another sampler has it, whose weights would be lost.
-            TooManyRequests: the session has too many samplers.
-        """
+        """Raise unless the session may have a sampler of this number, whose weights have no name."""
         if number is None:
             raise InvalidRequest("either path or sampling_session_seq_id has to be given", "path")
         session_id, most = self._record.session_id, self._shop.limits.samplers
@@ -320,13 +286,7 @@ class Training:
             )
 
     async def _checkpoint(self, path: str, folder: Path, asked: SaveWeights) -> Checkpoint:
-        """Return what is recorded of a checkpoint.
-
-        Args:
-            path: by which it is named.
-            folder: where it was written.
-            asked: how long it is kept, and what the user says of it.
-        """
+        """Return what is recorded of a checkpoint."""
         now = self._shop.saved.clock.now()
         size = await in_thread(lambda: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
         return Checkpoint(
@@ -386,7 +346,6 @@ def sampler_id(session_id: str, number: int) -> str:
     """Return the id of a sampling session.
 
     Args:
-        session_id: in which it is made.
         number: of the sampling session in it, as the client counts.
     """
     return f"{session_id}:sample:{number}"
@@ -406,8 +365,6 @@ async def usable(saved: Saved, tenant: str, path: str) -> Checkpoint:
     """Return a checkpoint that can be loaded.
 
     Args:
-        saved: all checkpoints.
-        tenant: who asks.
         path: `tinker://…`.
 
     Raises:

@@ -20,7 +20,6 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]]) -> list[TokenRow
     the others. The trainer computes the prompt, which all rows share, once.
 
     Args:
-        chat: a call with a grammar.
         choices: every reply that could have been sampled, token by token.
 
     Raises:

@@ -52,7 +52,6 @@ def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[Tok
     that passes it or, if there is none, in an additional row. The trainer computes common prefixes of rows once.
 
     Args:
-        trie: the calls of an episode.
         trained: indices of the calls whose tokens are trained; tokens of other calls are context. None: all calls.
     """
     nodes = list(trie.nodes())
@@ -71,7 +70,6 @@ def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[
 
     Args:
         trie: the calls of an episode, as tokens.
-        chats: the same calls.
     """
     last = {chat.agent: chat.index for chat in sorted(chats, key=lambda chat: chat.index)}
     kept = {id(node) for index in last.values() for node in trie.end(index).path()}

@@ -89,7 +89,6 @@ def common_tokens(a: TokenSequence, b: TokenSequence) -> int:
 
     Args:
         a: one sequence of tokens, with the spans that stand for images.
-        b: the other.
     """
     return TokenRun.of(*a).common(TokenRun.of(*b))
 

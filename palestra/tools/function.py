@@ -86,15 +86,7 @@ def tool(function: Callable[..., Any] | None = None, /, *, name: str | None = No
 
 
 def _model_of(function: Callable[..., Any], described: Mapping[str, str]) -> type[BaseModel]:
-    """Return a model with one field for each parameter of a function.
-
-    Args:
-        function: the function.
-        described: descriptions by parameter.
-
-    Raises:
-        TypeError: a parameter has no type, or can't be given by name.
-    """
+    """Return a model with one field for each parameter of a function."""
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -110,11 +102,7 @@ def _model_of(function: Callable[..., Any], described: Mapping[str, str]) -> typ
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of a docstring, and the descriptions of arguments by name.
-
-    Args:
-        text: the docstring, in Google's, NumPy's or Sphinx's style.
-    """
+    """Return the first paragraph of a docstring, and the descriptions of arguments by name."""
     summary = " ".join(text.partition("\n\n")[0].split())
     try:
         parameters = docstring_parser.parse(text).params

@@ -69,7 +69,6 @@ class ToolManager:
         Args:
             tools: the tools; more can be added with `register`. Those of a source, such as an `McpServer`, are there
                 between `open` and `close`.
-            timeout_seconds: limit for each call.
             max_parallel: number of calls of one turn that run at the same time.
             max_result_chars: a longer result is cut, and says so.
 
@@ -131,11 +130,7 @@ class ToolManager:
             await source.close()
 
     def _named(self) -> dict[str, Tool]:
-        """Return the tools of the open sources by name.
-
-        Raises:
-            ValueError: two tools have the same name.
-        """
+        """Return the tools of the open sources by name."""
         found: dict[str, Tool] = {}
         for tool in (tool for source in self._opened for tool in source.tools):
             if tool.name in found or tool.name in self._tools:

@@ -42,7 +42,6 @@ class Tracker(Protocol):
         """Add the row of a step.
 
         Args:
-            step: number of the step.
             values: metrics by name, finite.
             at: Unix seconds at which the job was at this step.
         """

@@ -26,10 +26,6 @@ PIECE = 500  # rows that are read together
 def tracked_run(folder: Path, name: str) -> TrackedRun:
     """Return a run as a tracker names it, and make the folder for the tracker's files.
 
-    Args:
-        folder: of the run.
-        name: of the tracker.
-
     Raises:
         ConfigError: the run has no configuration.
     """
@@ -70,12 +66,7 @@ class Follower:
     """Hands the rows of one run to one tracker, and begins again when rows that it handed over have changed."""
 
     def __init__(self, folder: Path, tracker: Tracker) -> None:
-        """Make a follower that has handed over nothing.
-
-        Args:
-            folder: of the run.
-            tracker: what gets the rows.
-        """
+        """Make a follower that has handed over nothing."""
         self._path, self._folder, self._tracker = folder / "run.db", folder, tracker
         self._count, self._last, self._digest = -1, -1, b""  # of the rows that were handed over
 
@@ -148,7 +139,6 @@ def follow(folder: Path, tracker: Tracker, pause: Callable[[], bool]) -> int:
     """Hand over the rows of a run until there is nothing to wait for, and return how many they were.
 
     Args:
-        folder: of the run.
         tracker: what gets the rows; it is closed at the end.
         pause: waits a little; returns False when the job is over, after which the store is read once more.
     """

@@ -30,7 +30,6 @@ async def tracking(folder: Path, names: Sequence[str]) -> AsyncIterator[None]:
     A process that fails does not end the block; an error is logged, and what it said is in `RUN/tracking/NAME.log`.
 
     Args:
-        folder: of the run, with its configuration.
         names: of the trackers, which `check_trackers` has checked.
     """
     over = asyncio.Event()
@@ -92,12 +91,7 @@ def _kill(process: Process) -> None:
 
 
 async def _too_much(folder: Path, said: Path) -> str:
-    """Wait until a tracker takes the run's disk, and return in words how.
-
-    Args:
-        folder: of the run.
-        said: the tracker's log.
-    """
+    """Wait until a tracker takes the run's disk, and return in words how."""
     # Looked at here, because a tracker that hangs does not come to look itself.
     while True:
         await asyncio.sleep(LOOK_SECONDS)

@@ -22,9 +22,6 @@ class MlflowTracker:
     def __init__(self, run: TrackedRun) -> None:
         """Import the library.
 
-        Args:
-            run: that is tracked.
-
         Raises:
             ModuleNotFoundError: it is not installed.
         """

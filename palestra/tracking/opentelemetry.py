@@ -23,9 +23,6 @@ class OpenTelemetryTracker:
     def __init__(self, run: TrackedRun) -> None:
         """Import the library, and read its variables (`OTEL_…`).
 
-        Args:
-            run: that is tracked.
-
         Raises:
             ModuleNotFoundError: it is not installed.
         """
@@ -68,13 +65,7 @@ class OpenTelemetryTracker:
                 self._add(episode, None, links.get(episode.attributes["palestra.episode.kind"], []))
 
     def _add(self, one: RunSpan, within: Any, links: Sequence[Any]) -> Any:
-        """Add a span and those within, and return it.
-
-        Args:
-            one: the span.
-            within: the library's span around it; None: it begins a trace.
-            links: to other spans.
-        """
+        """Add a span and those within, and return it."""
         trace = self._trace
         self._ids.next = f"{self._run.key} {one.key}"
         span = self._tracer.start_span(

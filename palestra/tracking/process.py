@@ -31,12 +31,7 @@ LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was kill
 
 
 def main(folder: Path, name: str) -> int:
-    """Hand the rows of a running job to a tracker until the job is over, and return the exit code.
-
-    Args:
-        folder: of the run.
-        name: of the tracker.
-    """
+    """Hand the rows of a running job to a tracker until the job is over, and return the exit code."""
     over, killed = threading.Event(), threading.Event()
     atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
     threading.Thread(target=_wait_for_end, args=(over, killed), daemon=True).start()
@@ -57,12 +52,7 @@ def main(folder: Path, name: str) -> int:
 
 
 def _wait_for_end(over: threading.Event, killed: threading.Event) -> None:
-    """Wait for the end of standard input, and end this process a little later, even if its tracker hangs.
-
-    Args:
-        over: is set when the job is over.
-        killed: is set before that if the job was killed.
-    """
+    """Wait for the end of standard input, and end this process a little later, even if its tracker hangs."""
     said = b""
     with contextlib.suppress(OSError):
         # Not by `sys.stdin`, whose lock this thread would hold when an error ends the interpreter, which then aborts.
@@ -77,11 +67,7 @@ def _wait_for_end(over: threading.Event, killed: threading.Event) -> None:
 
 
 def _end_group(killed: threading.Event) -> None:
-    """End what this process has started, and this process, if the job was killed and can't do so.
-
-    Args:
-        killed: whether it was.
-    """
+    """End what this process has started, and this process, if the job was killed and can't do so."""
     if killed.is_set() and os.getpgrp() == os.getpid():  # otherwise the group is that of who started this process
         os.killpg(0, signal.SIGKILL)
 
@@ -100,10 +86,6 @@ def _watch_room(folder: Path, name: str) -> None:
 @contextlib.contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
     """Wait until no other process hands this run to this tracker, and keep others out while the block is open.
-
-    Args:
-        folder: of the run.
-        name: of the tracker.
 
     Raises:
         RunInUse: another one does, for longer than a process may need to end.

@@ -60,7 +60,6 @@ def create_tracker(name: str, run: TrackedRun) -> Tracker:
 
     Args:
         name: one of `known_trackers`.
-        run: that is tracked.
 
     Raises:
         ConfigError: there is none of this name, or its library is not installed.

@@ -49,8 +49,6 @@ def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str,
     A row is written after the evaluation, so the step itself ended before that. Step 0 is an evaluation alone.
 
     Args:
-        step: number of the step.
-        values: its row of metrics.
         at: Unix seconds when the row was written.
     """
     attributes: dict[str, Any] = {"palestra.step": step}

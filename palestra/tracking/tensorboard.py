@@ -14,9 +14,6 @@ class TensorBoardTracker:
     def __init__(self, run: TrackedRun) -> None:
         """Import the library.
 
-        Args:
-            run: that is tracked.
-
         Raises:
             ModuleNotFoundError: it is not installed.
         """

@@ -18,9 +18,6 @@ class TrackioTracker:
     def __init__(self, run: TrackedRun) -> None:
         """Import the library, which reads its folder when it is imported.
 
-        Args:
-            run: that is tracked.
-
         Raises:
             ModuleNotFoundError: the library is not installed.
         """

@@ -16,9 +16,6 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         """Import the library.
 
-        Args:
-            run: that is tracked.
-
         Raises:
             ModuleNotFoundError: it is not installed.
         """

@@ -173,10 +173,6 @@ class Trainer(Protocol):
     async def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy's weights, and give it an optimizer without moments and version 0.0.
 
-        Args:
-            policy: its name, which must be new.
-            spec: the weights that it starts with.
-
         Raises:
             ConfigError: there is a policy of this name, the reference or the teacher has another tokenizer, or the
                 adapter does not fit the model.
@@ -190,8 +186,6 @@ class Trainer(Protocol):
         """Compute numbers of the trained tokens of rows, without a gradient.
 
         Args:
-            policy: its name.
-            batch: S rows.
             outputs: the numbers that are wanted; `old_logprobs` are those of the policy's present weights, `values` and
                 `next_values` those of a critic of states, `action_values` and `target_action_values` of one of actions.
 
@@ -209,10 +203,8 @@ class Trainer(Protocol):
         """Add the gradient of a batch to the gradient that the next `optim_step` applies.
 
         Args:
-            policy: its name.
             batch: S rows, with advantages and loss weights; for a critic's loss with `values` and `returns`.
             loss: the loss of a token, by its name; a critic's loss adds to the gradient of the critic.
-            request_id: names this request.
             logprobs: whether the report has those of the trained tokens under the weights that the gradient is of.
 
         Raises:
@@ -227,9 +219,6 @@ class Trainer(Protocol):
         """Apply the gradient and clear it. The first update after `weights` makes the version's `n` grow by one.
 
         Args:
-            policy: its name.
-            params: the numbers of this update.
-            request_id: names this request.
             network: whose gradient; an update of the critic changes no version.
 
         Raises:
@@ -243,11 +232,6 @@ class Trainer(Protocol):
         The answer depends on the rows alone, so that a repeated step leaves out the same episodes. Faults of the
         trainer itself are raised, here or later. Advantages and loss weights of the rows are not read.
 
-        Args:
-            policy: its name.
-            batch: S rows.
-            request_id: names this request.
-
         Returns:
             For each such episode its id and the reason.
         """
@@ -257,7 +241,6 @@ class Trainer(Protocol):
         """Return every reply that could be sampled under a grammar, token by token, in order of their ids.
 
         Args:
-            policy: its name.
             grammar: what replies have to match, as in `SamplingParams.grammar`.
             max_tokens: longest reply; a longer one is cut there.
             most: how many replies there may be.
@@ -272,10 +255,8 @@ class Trainer(Protocol):
         """Write a checkpoint of a policy and its critic that `load` restores bit by bit; it is whole or not at all.
 
         Args:
-            policy: its name.
             folder: where the policy's checkpoints are; this one becomes `step-NNNNNN` in it.
             state: JSON to keep beside the weights; `step` (int) numbers the checkpoint.
-            request_id: names this request.
 
         Returns:
             The checkpoint's folder.
@@ -289,10 +270,8 @@ class Trainer(Protocol):
         """Write a policy's weights alone, whole or not at all, in a folder that a job can have as a `model`.
 
         Args:
-            policy: its name.
             folder: to write; one that is there is replaced.
             step: after which the policy has these weights.
-            request_id: names this request.
 
         Raises:
             CheckpointError: the disk is full, or can't be written to.
@@ -303,8 +282,6 @@ class Trainer(Protocol):
         """Restore a policy's newest checkpoint whose files are undamaged, or that of one step.
 
         Args:
-            policy: its name.
-            folder: where the policy's checkpoints are.
             step: number of the checkpoint; None: the newest that is undamaged.
 
         Returns:
@@ -334,10 +311,6 @@ class Trainer(Protocol):
         """Set the incarnation of all later versions of a policy.
 
         It says that history before the restart may not have been repeated bit by bit.
-
-        Args:
-            policy: its name.
-            incarnation: how many restarts there have been.
         """
         ...
 

@@ -46,7 +46,6 @@ class BlockAttention:
 
         Args:
             trees: their nodes lie one after another in the flat batch.
-            device: of queries and keys.
         """
         self._trees, self._device = trees, device
         self._count = sum(map(len, trees))
@@ -73,7 +72,6 @@ class BlockAttention:
             query: [1, H, N, D].
             key: [1, K, N, D].
             value: [1, K, N, D].
-            scale: factor of the scores.
             window: how many tokens a token sees, itself included; None: all ancestors.
         """
         if window not in self._masks:

@@ -35,11 +35,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
     any moment leaves either a whole checkpoint or none.
 
     Args:
-        folder: where the checkpoints are.
-        step: number of the checkpoint.
         fill: writes the files into the folder that it gets.
-        state: JSON to keep beside the files.
-        keep: how many checkpoints stay.
 
     Returns:
         The checkpoint's folder.
@@ -54,12 +50,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Remove all finished checkpoints in a folder but the newest.
-
-    Args:
-        folder: of the checkpoints.
-        keep: how many stay.
-    """
+    """Remove all finished checkpoints in a folder but the newest."""
     for old in found(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -71,7 +62,6 @@ def write_weights(folder: Path, step: int, fill: Callable[[Path], object], state
         folder: to write, such as `pool/white@5`.
         step: after which the policy had these weights.
         fill: writes the files into the folder that it gets.
-        state: JSON to keep beside the files.
 
     Raises:
         CheckpointError: the disk is full, or can't be written to.
@@ -92,19 +82,7 @@ def read_weights(folder: Path) -> dict[str, Any] | None:
 def _write_whole(
     final: Path, temporary: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any], point: str
 ) -> None:
-    """Fill the folder `temporary`, hash and sync its files, and rename it to `final`.
-
-    Args:
-        final: the folder to make.
-        temporary: beside it.
-        step: whose weights are written.
-        fill: writes the files.
-        state: JSON to keep beside the files.
-        point: the fault points before and after the rename end with it.
-
-    Raises:
-        CheckpointError: the disk is full, or can't be written to.
-    """
+    """Fill the folder `temporary`, hash and sync its files, and rename it to `final`."""
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -168,7 +146,6 @@ def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder of an undamaged checkpoint and its state; None: there is none.
 
     Args:
-        folder: where the checkpoints are.
         step: number of the checkpoint; None: the newest that is undamaged.
 
     Raises:
@@ -210,7 +187,6 @@ def remove_after(folder: Path, step: int) -> None:
     """Remove the checkpoints of later steps, from which the job does not go on.
 
     Args:
-        folder: where the checkpoints are.
         step: number of the newest checkpoint that stays; 0: none does.
     """
     for path in found(folder):
@@ -253,11 +229,6 @@ def link_model(folder: Path, step: int, target: Path) -> None:
 
     Files are hard links if the file system allows it, so that they take no space and stay when the checkpoint is
     deleted.
-
-    Args:
-        folder: where the checkpoints are.
-        step: number of the checkpoint.
-        target: the folder to make.
 
     Raises:
         CheckpointError: the checkpoint is gone or damaged, or can't be copied.

@@ -51,7 +51,6 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], masks: Gramm
 
     Args:
         samples: rows of a micro-batch, each with its offset and path (see `MicroBatch`).
-        masks: walks the grammars.
         vocab: number of the model's tokens, V.
 
     Returns:
@@ -83,11 +82,8 @@ def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos
     One text may be sampled as different tokens, which are different replies.
 
     Args:
-        grammar: what replies have to match.
         max_tokens: longest reply; a longer one is cut there.
         most: how many replies there may be.
-        grammars: walks the grammar.
-        eos: the token that ends a reply.
 
     Raises:
         ConfigError: there are more than `most`.

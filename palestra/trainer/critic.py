@@ -40,7 +40,6 @@ class Critic:
 
         Args:
             model: a model of the critic's own, or one whose adapter is; what only predicts tokens of it is never used.
-            config: how gradients are computed.
             target: another copy of the model, of a critic of actions; None: it is one of states.
         """
         self._net = _ValueNet(model, config, heads=1 if target is None else 2)
@@ -55,7 +54,6 @@ class Critic:
         """Return numbers of each trained token, float32 [T] for each output, without gradient.
 
         Args:
-            micro: trees of rows.
             outputs: some of the `outputs` of this critic.
         """
         columns = columns_of(micro, self._net.device)
@@ -77,7 +75,6 @@ class Critic:
 
         Args:
             micro: rows with `returns` and, for a loss that reads them, `values`.
-            loss: the loss of a value.
         """
         columns = columns_of(micro, self._net.device)
         with torch.enable_grad():
@@ -148,12 +145,7 @@ class _ValueNet:
         return [*body, *((f"value_head.{name}", parameter) for name, parameter in self._head.named_parameters())]
 
     def __call__(self, micro: MicroBatch, nodes: Tensor | None = None) -> Tensor:
-        """Return the values of nodes, [n, heads], in the precision of the heads' weights, which is float32.
-
-        Args:
-            micro: trees of rows.
-            nodes: int64 [n]; None: all nodes.
-        """
+        """Return the values of nodes, [n, heads], in the precision of the heads' weights, which is float32."""
         hidden = flat_hidden(self._model, micro)
         values: Tensor = self._head(
             (hidden if nodes is None else hidden.index_select(0, nodes)).to(self._head.weight.dtype)
@@ -165,9 +157,7 @@ def copy_weights(parameters: Sequence[tuple[str, nn.Parameter]], weights: dict[s
     """Copy weights of a checkpoint into parameters of the same names.
 
     Args:
-        parameters: each weight once, with its name.
         weights: by name, on the CPU; matrices are [n, d], norms and biases [d].
-        path: of the checkpoint, for the message.
 
     Raises:
         CheckpointError: one is not there, or has another shape.

@@ -39,7 +39,6 @@ class FairShares:
         """Add a tenant, or change the weight of one from the next round on.
 
         Args:
-            tenant: its name.
             weight: its share beside those of others; positive.
         """
         whole = weight * self.quantum

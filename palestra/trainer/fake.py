@@ -133,10 +133,7 @@ class FakeTrainer:
         """Add the rows of `batch` to the hash that stands for a gradient of `policy`; see `Trainer.forward_backward`.
 
         Args:
-            policy: its name.
-            batch: S rows.
             loss: declares the metrics, which are all 0, and decides whether the gradient is the critic's.
-            request_id: names this request.
             logprobs: whether the report has those of the trained tokens, which are the engine's.
 
         Raises:
@@ -199,10 +196,7 @@ class FakeTrainer:
         """Hash a gradient of `policy` into its weights, with the learning rate; see `Trainer.optim_step`.
 
         Args:
-            policy: its name.
             params: the numbers of this update, of which only the learning rate counts.
-            request_id: names this request.
-            network: whose gradient.
 
         Raises:
             ConfigError: there is no critic.
@@ -271,11 +265,7 @@ class FakeTrainer:
         """Do nothing: there are no processes and no memory to free."""
 
     def _policy(self, policy: str) -> _Policy:
-        """Return what is kept of a policy.
-
-        Raises:
-            NotFound: there is no such policy.
-        """
+        """Return what is kept of a policy."""
         found = self._policies.get(policy)
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")

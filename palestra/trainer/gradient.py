@@ -45,13 +45,6 @@ class Gradient:
         """Prepare a batch; nothing is computed yet.
 
         Args:
-            model: the policy's.
-            forward: computes its log-probabilities.
-            version: of its weights.
-            batch: S rows.
-            spec: has the coefficients of the penalties.
-            loss: the loss of a token.
-            micro_batches: the batch, packed.
             logprobs: whether the report has those of the trained tokens.
 
         Raises:
@@ -75,7 +68,6 @@ class Gradient:
         """Add what one micro-batch of `unmeasured` says of its episodes, by a pass without gradient.
 
         Args:
-            micro: the micro-batch.
             hidden: the last hidden states of all its nodes, [N, hidden]; None: they are computed.
         """
         assert self._means is not None
@@ -128,12 +120,7 @@ class Gradient:
         return replace(report, logprobs=tuple(row for micro, found in self._trained for row in rows_of(micro, found)))
 
     def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
-        """Return the inputs of a loss for the tokens of a micro-batch.
-
-        Args:
-            logprobs: float32 [T], of the trained tokens.
-            targets: the columns of the micro-batch.
-        """
+        """Return the inputs of a loss for the tokens of a micro-batch."""
         return LossInputs(
             logprobs=logprobs,
             sampling_logprobs=targets["sampling_logprobs"],
@@ -150,16 +137,7 @@ def _measured_with(batch: Sequence[TrainSample]) -> bool:
 
 
 def _policy_metrics(spec: LossSpec, loss: Loss, reference: bool) -> tuple[LossMetric, ...]:
-    """Return the metrics that a gradient of the policy reports.
-
-    Args:
-        spec: of the loss.
-        loss: the loss itself.
-        reference: whether the rows have the reference's logprobs.
-
-    Raises:
-        ConfigError: divergence is to be punished, and the rows have no logprobs of a reference.
-    """
+    """Return the metrics that a gradient of the policy reports."""
     if spec.kl_coefficient and not reference:
         raise ConfigError("a KL penalty needs rows with `reference_logprobs`")
     return (*TRAINER_METRICS, *(REFERENCE_METRICS if reference else ()), *loss.metrics)
@@ -168,14 +146,7 @@ def _policy_metrics(spec: LossSpec, loss: Loss, reference: bool) -> tuple[LossMe
 def _add_penalties(
     losses: Tensor, inputs: LossInputs, entropy: Tensor, spec: LossSpec
 ) -> tuple[Tensor, dict[str, Reduction]]:
-    """Return the losses [T] with penalty and bonus, and what was measured of both, whatever their coefficients.
-
-    Args:
-        losses: float32 [T], of the algorithm's loss.
-        inputs: of that loss.
-        entropy: float32 [T], with gradient if the bonus has a coefficient.
-        spec: has the coefficients.
-    """
+    """Return the losses [T] with penalty and bonus, and what was measured of both, whatever their coefficients."""
     now = inputs.logprobs.detach()
     # The tokens are of the sampling policy mu, so the mean of k3 with x = log mu - log pi is KL(mu || pi).
     log_ratio = inputs.sampling_logprobs - now
@@ -193,12 +164,7 @@ def _add_penalties(
 
 
 def report_of(micro_batches: Collection[MicroBatch], sums: MetricSums) -> StepReport:
-    """Return the counts of a batch, and its metrics.
-
-    Args:
-        micro_batches: all rows of the batch.
-        sums: has the metrics of each.
-    """
+    """Return the counts of a batch, and its metrics."""
     rows = [sample for micro in micro_batches for sample, _, _ in micro.samples]
     trained = int(sum(sample.loss_mask.sum() for sample in rows))
     return StepReport(
@@ -222,11 +188,7 @@ def rows_of(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
 
 
 def _check_numbers(loss: Loss, micro: MicroBatch, values: Tensor) -> None:
-    """Check what a loss has returned for the trained tokens of a micro-batch, which should be [T].
-
-    Raises:
-        InvalidAlgorithm: `values` are not one number for each token; the message names the episodes.
-    """
+    """Check what a loss has returned for the trained tokens of a micro-batch, which should be [T]."""
     tokens = int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
     if values.shape != (tokens,):
         raise InvalidAlgorithm(

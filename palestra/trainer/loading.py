@@ -32,7 +32,6 @@ class NetworkLoading:
         """Load a model of which all weights or an adapter are trained, float32, and its tokenizer.
 
         Args:
-            spec: of the policy.
             seed: of the weights of a new adapter.
 
         Raises:
@@ -48,11 +47,6 @@ class NetworkLoading:
 
     def frozen(self, spec: PolicySpec, policy: CausalLM, tokenizer: Any) -> dict[ForwardOutput, CausalLM]:
         """Load the models that are never trained, by what they compute, rounded to the precision of products.
-
-        Args:
-            spec: of the policy.
-            policy: the model that they stand beside.
-            tokenizer: of the policy.
 
         Raises:
             ConfigError: one has another tokenizer, so that its ids are other texts, or more or fewer tokens.

@@ -29,7 +29,6 @@ def add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel) -> list[Ex
 
     Args:
         parts: requests of different policies with adapters on the base of `mixed`, with a piece left.
-        mixed: computes the pass.
 
     Returns:
         For each what has failed, or None; the gradient of a policy that fails is as before its request. If the pass

@@ -27,7 +27,6 @@ def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
     """Write the parts of this rank; every rank calls this with tensors of the same names.
 
     Args:
-        folder: where to write.
         moments: by kind and name; DTensors [n, d] or [d], and scalars that are the same on all ranks.
 
     Raises:

@@ -36,11 +36,7 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Named) -> None:
-        """Create the optimizer without moments.
-
-        Args:
-            parameters: each weight once, with its name.
-        """
+        """Create the optimizer without moments."""
         self.parameters = parameters
         self.adamw = torch.optim.AdamW(
             [  # norms and biases, in the second group, do not decay, as in the Trainer of transformers
@@ -69,11 +65,7 @@ class Optimizer:
         return tensor
 
     def step(self, params: OptimParams) -> OptimReport:
-        """Apply the gradient unless it is not finite, and clear it.
-
-        Args:
-            params: the numbers of this update.
-        """
+        """Apply the gradient unless it is not finite, and clear it."""
         (report,) = step_together([(self, params)])
         if isinstance(report, Exception):
             raise report
@@ -84,7 +76,6 @@ class Optimizer:
 
         Args:
             folder: where to write; it has to exist.
-            prefix: of the files' names.
         """
         tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in self.parameters]
         tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in self.parameters if p.grad is not None]
@@ -100,12 +91,7 @@ class Optimizer:
         self._apart = None
 
     def unpark(self, folder: Path, prefix: str) -> None:
-        """Take over what `park` has written, bit by bit.
-
-        Args:
-            folder: where the files are.
-            prefix: of the files' names.
-        """
+        """Take over what `park` has written, bit by bit."""
         found = read_named(folder, f"{prefix}-{_WEIGHT}")
         for name, parameter in self.parameters:
             # Copies: what is read lies at any address, and products of numbers that are not aligned round differently.
@@ -119,7 +105,6 @@ class Optimizer:
 
         Args:
             folder: where to write; it has to exist.
-            prefix: of the files' names.
         """
         state = self.adamw.state
         write_named(
@@ -130,10 +115,6 @@ class Optimizer:
 
     def read(self, folder: Path, prefix: str) -> None:
         """Take over the moments that `write` has written, here or over ranks; a weight without any starts without.
-
-        Args:
-            folder: where they are.
-            prefix: of the files' names.
 
         Raises:
             CheckpointError: they can't be read.
@@ -157,12 +138,6 @@ class Optimizer:
 
         The optimizer itself moves the tensors to the parameters' devices, and `step` to where a fused update reads it;
         those that lie apart are copied there.
-
-        Args:
-            moments: for each weight its state; moments have the weight's shape, [n, d] or [d], and `step` is scalar.
-
-        Raises:
-            CheckpointError: a weight has moments of another shape.
         """
         for name, parameter in self.parameters:
             own = moments.get(name)
@@ -287,7 +262,6 @@ def write_named(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]]
 
     Args:
         folder: where to write; it has to exist.
-        prefix: of the file's name.
         tensors: matrices [n, d], norms and biases [d], or scalar, with names that are unique.
     """
     if named := list(tensors):

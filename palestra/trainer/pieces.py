@@ -85,8 +85,6 @@ class ForwardPieces(Pieces[ForwardOutputs]):
         """Begin with no row.
 
         Args:
-            micro_batches: all rows, packed.
-            outputs: which numbers.
             forward: returns the numbers of one micro-batch, [T] each.
         """
         super().__init__(micro_batches)
@@ -128,13 +126,7 @@ class CriticPieces(_GradientOf):
     """A request that adds the gradient of a batch to a critic's."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], critic: Critic, loss: ValueLoss) -> None:
-        """Begin without a gradient.
-
-        Args:
-            micro_batches: all rows, packed.
-            critic: whose gradient.
-            loss: the loss of a value.
-        """
+        """Begin without a gradient."""
         super().__init__(micro_batches, critic.optimizer)
         self._all, self._critic, self._loss = micro_batches, critic, loss
         self._sums = MetricSums([metric.name for metric in (*CRITIC_METRICS, *loss.metrics)])
@@ -162,7 +154,6 @@ class GradientPieces(_GradientOf):
         """Prepare the losses.
 
         Args:
-            optimizer: of the policy.
             make: returns the losses of the batch, none of which is computed yet.
             base: computes it in common passes with other policies; None: the policy is computed alone.
         """

@@ -21,11 +21,7 @@ class SequenceMeans:
     """The mean of a number over the trained tokens of each episode of a batch."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Find out which micro-batches have a part of an episode only.
-
-        Args:
-            micro_batches: of one batch.
-        """
+        """Find out which micro-batches have a part of an episode only."""
         episodes = [{sample.episode_id for sample, _, _ in micro.samples} for micro in micro_batches]
         parts = Counter(name for names in episodes for name in names)
         self.split = [
@@ -39,7 +35,6 @@ class SequenceMeans:
         """Add the numbers of one of the micro-batches of `split`.
 
         Args:
-            micro: the micro-batch.
             values: [T], of its trained tokens.
         """
         _add(self._sums, micro, values)

@@ -38,7 +38,6 @@ class KnownRequests:
 
         Args:
             policy: the policy of the request; each policy has request ids of its own.
-            request_id: names the request.
 
         Raises:
             Expired: the request was executed, and its result is not kept any more.
@@ -54,13 +53,7 @@ class KnownRequests:
         return found
 
     def remember(self, policy: str, request_id: str, result: asyncio.Future[Any]) -> None:
-        """Keep the result of a request.
-
-        Args:
-            policy: the policy of the request.
-            request_id: names the request.
-            result: is done when the request is.
-        """
+        """Keep the result of a request."""
         self._known[policy, request_id] = result
         own = [key for key in self._known if key[0] == policy]
         for key in own[:-REMEMBERED]:
@@ -117,7 +110,6 @@ class Serial:
         Args:
             policy: the policy of the request; each policy has request ids of its own.
             request_id: names the request; the newest 64 of each policy are remembered.
-            work: the work to do.
         """
         known = self._known.find(policy, request_id)
         if known is None:

@@ -28,12 +28,7 @@ class TenantTrainer:
     """
 
     def __init__(self, queue: TrainingQueue, tenant: str) -> None:
-        """Speak for a tenant.
-
-        Args:
-            queue: has been given the tenant.
-            tenant: its name.
-        """
+        """Speak for a tenant."""
         self._queue, self._tenant, self._trainer = queue, tenant, queue.trainer
 
     def version(self, policy: str) -> PolicyVersion:
@@ -65,10 +60,8 @@ class TenantTrainer:
         """Add the gradient of a batch to a policy, piece by piece; see `Trainer.forward_backward`.
 
         Args:
-            policy: its name.
             batch: S rows, with advantages and loss weights.
             loss: the loss of a token or of a value, by its name.
-            request_id: names this request.
             logprobs: whether the report has those of the trained tokens.
         """
         build_loss(loss)  # a loss that is not known is no request
@@ -85,9 +78,6 @@ class TenantTrainer:
         """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`.
 
         Args:
-            policy: its name.
-            params: the numbers of this update.
-            request_id: names this request.
             network: whose gradient; updates of policies are applied together with those of others.
         """
         name = self._name(policy)
@@ -111,8 +101,6 @@ class TenantTrainer:
         """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
 
         Args:
-            policy: its name.
-            grammar: what replies have to match.
             max_tokens: longest reply.
             most: how many replies there may be.
         """

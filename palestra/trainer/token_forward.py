@@ -42,8 +42,6 @@ def flat_hidden(model: CausalLM, micro: MicroBatch, weights: HeadWeights | None 
     """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden].
 
     Args:
-        model: the policy's, or a reference's.
-        micro: trees of rows.
         weights: of the output layer; see `CausalLM.hidden`.
     """
     return hidden_with(model, micro, flat_picture_rows(model, micro), weights)
@@ -55,8 +53,6 @@ def hidden_with(
     """Return what `flat_hidden` returns, [N, hidden], where the pictures of the micro-batch are computed already.
 
     Args:
-        model: the policy's, or a reference's.
-        micro: trees of rows.
         pictures: of `flat_picture_rows`.
         weights: of the output layer; see `CausalLM.hidden`.
     """
@@ -87,8 +83,6 @@ def flat_positions(model: CausalLM, micro: MicroBatch, positions: Tensor) -> Ten
     A position depends on the tokens before it alone, so rows that share a node agree on it.
 
     Args:
-        model: the one that computes.
-        micro: its rows.
         positions: [N], places of the nodes in their rows; what is returned for all others.
     """
     found = positions
@@ -126,10 +120,7 @@ class TokenForward:
         """Keep the model; nothing is computed yet.
 
         Args:
-            model: the policy's, or a reference's.
             config: how many positions' logits may exist at a time.
-            masks: walks the grammars of constrained replies.
-            device: that computes.
         """
         self._model, self._masks = model, masks
         self._size = min(config.logit_chunk, LOGIT_CHUNK[device.type])
@@ -148,7 +139,6 @@ class TokenForward:
         more positions the logits are computed again in the backward pass.
 
         Args:
-            micro: trees of rows.
             columns: its columns on the model's device (`columns_of`).
             entropy_gradient: whether the entropies have a gradient, as the log-probabilities have.
             hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
@@ -165,8 +155,6 @@ class TokenForward:
         """Return the targets' log-probabilities alone, float32 [T]: for a pass that needs no entropies.
 
         Args:
-            micro: trees of rows.
-            columns: its columns on the model's device.
             hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
         """
         states, chunks = self._chunks(micro, columns, hidden)
@@ -176,13 +164,7 @@ class TokenForward:
     def _chunks(
         self, micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None
     ) -> tuple[Tensor, list[_Chunk]]:
-        """Return the hidden states [T, hidden] that predict the targets, and the chunks of their positions.
-
-        Args:
-            micro: trees of rows.
-            columns: its columns on the model's device.
-            states: the last hidden states of all nodes, [N, hidden]; None: they are computed.
-        """
+        """Return the hidden states [T, hidden] that predict the targets, and the chunks of their positions."""
         weights = self._model.head_weights()
         states = flat_hidden(self._model, micro, weights) if states is None else states
         hidden = states.index_select(0, columns["source"])
@@ -217,12 +199,7 @@ class TokenForward:
         return chunk.call(lambda hidden: token_logprobs_and_entropies(self._scores(hidden, chunk), chunk.target))
 
     def _scores(self, hidden: Tensor, chunk: _Chunk) -> Tensor:
-        """Return the scores [T, V] from which the tokens of a chunk were drawn.
-
-        Args:
-            hidden: [T, hidden], of the chunk.
-            chunk: has the temperatures, and the tokens that could have been sampled.
-        """
+        """Return the scores [T, V] from which the tokens of a chunk were drawn."""
         scores = self._model.logits(hidden, chunk.corrections, chunk.head)
         if chunk.temperature is not None:
             scores = scores / chunk.temperature.unsqueeze(1)

@@ -65,12 +65,10 @@ class TorchPolicy:
         Args:
             model: what is trained of it is float32; it computes in the precision of `config` from here on.
             tokenizer: the model's, which is written beside its weights.
-            config: how gradients are computed.
             frozen: models in the precision of `config` that are never trained, by the output that each computes:
                 `reference_logprobs`, `teacher_logprobs`; None: there are none.
             critic: a copy of the policy's model for a critic, float32; None: there is no critic.
             critic_target: another copy for a critic of actions; None: the critic is one of states.
-            make_optimizer: returns AdamW over weights.
             device: that computes; None: the one that has the weights.
         """
         device = device or model.device
@@ -130,7 +128,6 @@ class TorchPolicy:
         """Return a request for numbers of the trained tokens of rows.
 
         Args:
-            batch: S rows.
             outputs: what `check_outputs` has let pass.
         """
         return ForwardPieces(pack(batch, self.micro_batch_tokens), outputs, self._forward_of)
@@ -152,7 +149,6 @@ class TorchPolicy:
         """Return a request that adds the gradient of a batch.
 
         Args:
-            batch: S rows.
             spec: the loss of a token, or of a value: then the gradient is the critic's, and there are no logprobs.
             logprobs: whether the report has those of the trained tokens.
             merged: whether other policies' pieces may be computed in the same passes, if all have adapters on one base.
@@ -186,7 +182,6 @@ class TorchPolicy:
         """Apply the gradient unless it is not finite, clear it, and count the version; see `Trainer.optim_step`.
 
         Args:
-            params: the numbers of this update.
             network: whose gradient; the critic has no version.
 
         Raises:
@@ -208,13 +203,7 @@ class TorchPolicy:
             self.version, self.changed = self.version.following, True
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
-        """Write a checkpoint that transformers can load without conversion; see `Trainer.save`.
-
-        Args:
-            folder: where the checkpoints are.
-            state: JSON to keep beside the weights.
-            keep: how many checkpoints stay.
-        """
+        """Write a checkpoint that transformers can load without conversion; see `Trainer.save`."""
         full = {**state, "incarnation": self.version.incarnation, "n": self.version.n}
         written = checkpoint.write(folder, int(state["step"]), self._fill, full, keep)
         return_freed_memory()  # here, because a checkpoint takes long in any case and is written every few steps
@@ -224,7 +213,6 @@ class TorchPolicy:
         """Write weights and tokenizer alone; see `Trainer.save_weights`.
 
         Args:
-            folder: to write.
             step: after which the policy has these weights.
         """
         state = {"incarnation": self.version.incarnation, "n": self.version.n}

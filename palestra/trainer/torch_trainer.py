@@ -148,10 +148,8 @@ class TorchTrainer:
         """Add the gradient of a batch to a policy; see `Trainer.forward_backward`.
 
         Args:
-            policy: its name.
             batch: S rows, with advantages and loss weights; for a critic's loss with values and returns.
             loss: the loss of a token or of a value, by its name.
-            request_id: names this request.
             logprobs: whether the report has those of the trained tokens.
         """
         mine = self._policy(policy)
@@ -162,11 +160,6 @@ class TorchTrainer:
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> Pieces[ForwardOutputs]:
         """Prepare a `forward`, which `compute` then does piece by piece.
-
-        Args:
-            policy: its name.
-            batch: S rows.
-            outputs: the numbers that are wanted.
 
         Raises:
             ConfigError: see `forward`.
@@ -183,7 +176,6 @@ class TorchTrainer:
 
         Args:
             policy: its name, of which no other gradient and no update may be computed until the last piece.
-            batch: S rows.
             loss: the loss of a token or of a value, by its name.
             logprobs: whether the report has those of the trained tokens.
 
@@ -247,9 +239,6 @@ class TorchTrainer:
     async def optim_step_together(self, requests: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
         """Apply the gradients of several policies in one pass, as `optim_step` does with each of them.
 
-        Args:
-            requests: of different policies.
-
         Returns:
             For each its report, or what failed.
         """
@@ -292,8 +281,6 @@ class TorchTrainer:
         """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
 
         Args:
-            policy: its name.
-            grammar: what replies have to match.
             max_tokens: longest reply.
             most: how many replies there may be.
         """
@@ -303,14 +290,7 @@ class TorchTrainer:
     async def optim_step(
         self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
     ) -> OptimReport:
-        """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`.
-
-        Args:
-            policy: its name.
-            params: the numbers of this update.
-            request_id: names this request.
-            network: whose gradient.
-        """
+        """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`."""
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.optim_step(params, network))
 
@@ -358,11 +338,7 @@ class TorchTrainer:
         await self._serial.run(work)
 
     def _policy(self, policy: str) -> TorchPolicy:
-        """Return a policy by its name.
-
-        Raises:
-            NotFound: there is no such policy.
-        """
+        """Return a policy by its name."""
         found = self._policies.get(policy)
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")

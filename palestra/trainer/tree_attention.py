@@ -142,7 +142,6 @@ class TreeAttention:
             query: [1, H, N, D].
             key: [1, K, N, D].
             value: [1, K, N, D].
-            scale: factor of the scores.
             window: how many tokens a token sees, itself included; None: all ancestors.
         """
         if self._blocks is not None:
@@ -281,18 +280,7 @@ def _gradients(
     added: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of one call's queries, keys and values by plain products, in at least float32.
-
-    Args:
-        grad: of `out`, [1, K, R, D].
-        rows: queries, [1, K, R, D].
-        keys: [1, K, S, D].
-        values: [1, K, S, D].
-        out: what the call returned, [1, K, R, D].
-        sums: logarithms of the sums of the scores' exponents, [1, K, R].
-        added: to the scores, [R, S]; None: plainly causal.
-        scale: factor of the scores.
-    """
+    """Return the gradients of one call's queries, keys and values by plain products, in at least float32."""
     g, q, k, v, o = (part[0].to(sums.dtype) for part in (grad, rows, keys, values, out))
     if added is None:
         added = torch.full((q.shape[1], k.shape[1]), -torch.inf, dtype=q.dtype).triu_(diagonal=1)

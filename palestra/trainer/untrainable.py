@@ -27,7 +27,6 @@ def not_finite(batch: Sequence[TrainSample], columns: Sequence[Mapping[str, Floa
     One such number would make the gradient of the whole step NaN.
 
     Args:
-        batch: S rows.
         columns: for each row its columns to check, float32 [N], by the name for the message.
     """
     found: dict[str, str] = {}

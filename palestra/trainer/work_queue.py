@@ -85,7 +85,6 @@ class TrainingQueue:
         """Put a queue before a trainer, which from here on gets all requests through it.
 
         Args:
-            trainer: computes.
             shares: says who is next; None: deficit round robin with a quantum of four passes.
             pause: seconds for which the queue waits, after a gradient, for the next request about the policy.
             clock: monotonic seconds.
@@ -122,9 +121,6 @@ class TrainingQueue:
     async def remove_tenant(self, tenant: str) -> None:
         """Remove a tenant and its policies, also in the middle of its requests; those that wait fail.
 
-        Args:
-            tenant: its name.
-
         Raises:
             NotFound: there is no such tenant.
         """
@@ -152,7 +148,6 @@ class TrainingQueue:
         """Queue a request, and return its result, which cancelling the caller must not cancel.
 
         Args:
-            request: of a tenant.
             request_id: names it among those about the policy; None: each is a new one.
 
         Returns:
@@ -181,12 +176,7 @@ class TrainingQueue:
         return self.submit(request)
 
     def submit_removal(self, tenant: str, policy: str) -> asyncio.Future[Any]:
-        """Queue the removal of a policy; ids of earlier requests about the policy are forgotten.
-
-        Args:
-            tenant: whose it is.
-            policy: its name in the trainer.
-        """
+        """Queue the removal of a policy; ids of earlier requests about the policy are forgotten."""
         result = self.submit(Queued(tenant, policy, self._removal(policy)))
         self._known.forget(policy)
         return result
@@ -262,12 +252,7 @@ class TrainingQueue:
             raise
 
     async def _compute_pass(self, first: QueuedPieces, heads: Sequence[Queued]) -> None:
-        """Compute the next piece of a request, and in the same pass those of others that fit.
-
-        Args:
-            first: whose turn it is.
-            heads: the first request about each policy.
-        """
+        """Compute the next piece of a request, and in the same pass those of others that fit."""
         pieces = await self._begin(first)
         if pieces is None:
             return
@@ -333,12 +318,7 @@ class TrainingQueue:
         return [part for part in parts if not part[0].result.done()]  # a tenant may have been removed meanwhile
 
     async def _update(self, first: QueuedUpdate, heads: Sequence[Queued]) -> None:
-        """Apply an update, and in the same pass those of others.
-
-        Args:
-            first: whose turn it is.
-            heads: the first request about each policy.
-        """
+        """Apply an update, and in the same pass those of others."""
         others = (
             head
             for head in heads

@@ -219,9 +219,6 @@ class ArtifactView(Body):
     def place_in(self, folder: Path) -> Path:
         """Return the file's path in a copy of the run.
 
-        Args:
-            folder: of the copy.
-
         Raises:
             Forbidden: the path leads out of the folder.
         """

@@ -132,8 +132,6 @@ def check_transition(subject: str, current: StrEnum, following: StrEnum) -> None
 
     Args:
         subject: what changes its state, in words, for the error.
-        current: state before.
-        following: state after.
 
     Raises:
         IllegalTransition: `TRANSITIONS` does not have this move.

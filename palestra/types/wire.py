@@ -22,9 +22,6 @@ def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the JSON object unchanged if the store can return it unchanged.
 
     NaN would come back as null; integers over 64 bits and lone surrogates would make the store fail.
-
-    Raises:
-        ValueError: the object can't be stored.
     """
     try:
         json.dumps(data, allow_nan=False)
@@ -42,11 +39,7 @@ MAX_REWARDED_STEPS = 10_000
 
 
 def _short(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the JSON object unchanged if it has at most `MAX_METADATA_BYTES` bytes.
-
-    Raises:
-        ValueError: the object is longer.
-    """
+    """Return the JSON object unchanged if it has at most `MAX_METADATA_BYTES` bytes."""
     size = len(orjson.dumps(data))
     if size > MAX_METADATA_BYTES:
         raise ValueError(f"{size} bytes of JSON are over the limit of {MAX_METADATA_BYTES}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,27 @@ def test_a_field_of_a_dataclass_stands_once_with_its_meaning(made):
     assert "\n- `fence: int` – of the lease under which the call was made.\n" in page
     assert "\n- `finished_at: float` – Unix seconds.\n" in page  # which it shares with `started_at`
     assert "Attributes" not in page
+
+
+def _undescribed(found):
+    for name, member in (
+        [("__init__", found.__init__), *vars(found).items()] if isinstance(found, type) else [("", found)]
+    ):
+        if not inspect.isfunction(member) or (name.startswith("_") and name != "__init__"):
+            continue
+        text = inspect.getdoc(member) or ""
+        if "Args:" in text:
+            yield from (
+                f"{found.__name__}.{name}: {parameter}"
+                for parameter in list(inspect.signature(member).parameters)[isinstance(found, type) :]
+                if not re.search(rf"^\s+(\w+, )*\*{{0,2}}{parameter}(, \w+)*:", text, re.MULTILINE)
+            )
+
+
+def test_what_users_import_describes_all_arguments_or_none():
+    assert [
+        line
+        for name in palestra.__all__
+        for line in _undescribed(getattr(palestra, name))
+        if callable(getattr(palestra, name))
+    ] == []

@@ -37,7 +37,6 @@ class Administration:
         """Administer the accounts of a store.
 
         Args:
-            store: the control store.
             identities: forgets the keys that a change concerns.
             random: returns as many random bytes as it is asked for.
         """
@@ -132,8 +131,6 @@ class Administration:
         """Change what a tenant may hold, and return the whole quota. Running jobs are not stopped.
 
         Args:
-            by: the caller.
-            tenant: whose quota it is.
             changes: amounts by the names of `Quota`; None: as much as there is. Amounts that are not named stay.
 
         Raises:
@@ -183,12 +180,6 @@ class Administration:
     async def add_user(self, by: Identity, name: str, role: Role, label: str = "first") -> NewKey:
         """Add a user, and return the user's first key, which has no scope that `by`'s key has not.
 
-        Args:
-            by: the caller.
-            name: of the new user.
-            role: of the new user.
-            label: name of the key, for people.
-
         Raises:
             Conflict: there is, or was, a user of this name.
         """
@@ -206,11 +197,6 @@ class Administration:
 
     async def change_role(self, by: Identity, name: str, role: Role) -> None:
         """Give a user another role. Keys with more scopes than the role allows lose these scopes immediately.
-
-        Args:
-            by: the caller.
-            name: of the user.
-            role: the new role.
 
         Raises:
             NotFound: there is no such user.
@@ -251,7 +237,6 @@ class Administration:
         """Return the keys of a user.
 
         Args:
-            by: the caller.
             user: by name; None: the caller.
         """
         name = by.user if user is None else user
@@ -271,9 +256,7 @@ class Administration:
         """Make a key of a user.
 
         Args:
-            by: the caller.
             user: to whom the key will belong; None: the caller.
-            label: name of the key, for people.
             scopes: what the key may be used for; None: all scopes that both the user's role and the caller's key have.
             lifetime_seconds: until the key expires; None: it does not.
             limits: by the names of `KeyLimits`; only an admin may set them. Those that are not named are the caller's.
@@ -323,8 +306,6 @@ class Administration:
         """Make a new key like an old one, with the same lifetime, and let the old key expire.
 
         Args:
-            by: the caller.
-            key_id: of the old key.
             grace_seconds: how long the old key still works.
 
         Raises:
@@ -424,10 +405,6 @@ def _is_stored(connection: Connection, key: NewKey) -> bool:
 
 
 def _check_user(name: str) -> None:
-    """Refuse a name that no user can have.
-
-    Raises:
-        NotFound: no user can have this name.
-    """
+    """Refuse a name that no user can have."""
     if IDENTIFIER.fullmatch(name) is None:
         raise NotFound("there is no such user")

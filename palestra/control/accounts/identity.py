@@ -46,7 +46,6 @@ class Identity:
         """Return whether the table of permissions allows an action. A private job also has to be seen: `sees`.
 
         Args:
-            action: what is to be done.
             owner: to whom the object of the action belongs; None: to no user in particular, or to the sender.
         """
         rule = PERMISSIONS[action]
@@ -69,7 +68,6 @@ class Identity:
         """Refuse an action that `may` does not allow.
 
         Args:
-            action: what is to be done.
             owner: see `may`.
 
         Raises:

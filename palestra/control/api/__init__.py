@@ -24,7 +24,6 @@ def create_control_app(plane: ControlPlane, public: Collection[str] = PUBLIC) ->
     """Return the application with all routes of the control plane.
 
     Args:
-        plane: the state that the routes share.
         public: paths that are answered without a key; those of `PUBLIC`, and of what is added to the application.
     """
 

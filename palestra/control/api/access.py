@@ -74,7 +74,6 @@ class ControlPlane:
         """Read and check the body of a request. Routes call it after the permission of their caller was checked.
 
         Args:
-            kind: the model of the body.
             request: a request whose body was not read.
 
         Raises:
@@ -86,8 +85,6 @@ class ControlPlane:
         """Return a job to which the caller may do an action. Routes get jobs only by this method.
 
         Args:
-            by: the caller.
-            job_id: of the job.
             action: what is to be done to it.
 
         Raises:

@@ -169,11 +169,7 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 
 def _scope(name: str) -> Scope:
-    """Return a scope by its name.
-
-    Raises:
-        InvalidRequest: there is no such scope.
-    """
+    """Return a scope by its name."""
     try:
         return Scope(name)
     except ValueError:

@@ -48,10 +48,6 @@ def _listed(run: Path) -> list[ArtifactView]:
 async def checked(run: Path, name: str) -> Path:
     """Return the path of a file that may be downloaded.
 
-    Args:
-        run: folder of the run.
-        name: of the file, relative to it.
-
     Raises:
         NotFound: the run has no such file, or it may not be downloaded.
     """

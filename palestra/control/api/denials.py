@@ -28,14 +28,7 @@ class Denials:
         self._left_out: Counter[str] = Counter()  # denials of a key since its last line
 
     async def note(self, by: Identity, action: Action, target: str, error: PalestraError) -> None:
-        """Write one denial, or only count it if the key has had too many.
-
-        Args:
-            by: the sender of the request.
-            action: that was refused.
-            target: method and path.
-            error: the answer.
-        """
+        """Write one denial, or only count it if the key has had too many."""
         key = by.key_id or ""
         try:
             self._rates.count(key, WRITTEN)

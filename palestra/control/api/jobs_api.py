@@ -246,7 +246,6 @@ def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> Job
     """Return a job as users of its tenant see it.
 
     Args:
-        job: the record.
         waits: why a queued job does not start; None: the record's reason is shown.
         place: of a queued job, among all that wait; None: it does not wait, or its turn is not known yet.
     """

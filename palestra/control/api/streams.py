@@ -68,11 +68,7 @@ def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Pla
     """Yield a job's changes of state and what its run reports, as server-sent events.
 
     Args:
-        plane: the control plane.
         by: the reader; the stream ends when the reader's key does not open the job any more.
-        job_id: of the job.
-        run: the folder of its run.
-        place: how far the reader has read.
         wait: whether to wait for future events.
     """
 
@@ -113,7 +109,6 @@ def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bo
     """Yield the changes of state of all jobs of a tenant that the reader sees, as server-sent events.
 
     Args:
-        plane: the control plane.
         by: the reader; the stream ends when the reader's key does not list jobs any more.
         after: number of the last change that was read; None: the stream begins at the newest one, and says which.
         wait: whether to wait for future changes.
@@ -148,11 +143,7 @@ def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int,
     """Yield a job's log from a byte on.
 
     Args:
-        plane: the control plane.
         by: the reader; see `events`.
-        job_id: of the job.
-        path: of the log.
-        offset: number of the first byte.
         wait: whether to wait for further lines.
     """
 

@@ -34,11 +34,6 @@ _LONG_KEY = re.compile(
 async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
     """Return the job that a body requests, checked and complete.
 
-    Args:
-        plane: the control plane.
-        body: of the request.
-        by: the caller.
-
     Raises:
         ConfigError, InvalidRequest: the job can't be run, for the reason in the message.
         NotFound: `from_job` is no job of this tenant, or has no such checkpoint; `from_run` is none, or has no episode.
@@ -75,17 +70,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
 def _completed(
     body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules
 ) -> tuple[JobKind, dict[str, Any], int, Resources]:
-    """Return the kind and the whole configuration of a submission, its adapters on a shared base, and what it holds.
-
-    Args:
-        body: the submission.
-        source: its `from_job`; None: it names none.
-        by: who sends it.
-        rules: the operator's.
-
-    Raises:
-        ConfigError, InvalidRequest: see `request_of`.
-    """
+    """Return the kind and the whole configuration of a submission, its adapters on a shared base, and what it holds."""
     given = _config(body, source)
     config = _checked(given, rules)
     if source is not None:
@@ -96,11 +81,6 @@ def _completed(
 
 def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:
     """Return a configuration that the operator allows, with `max_claimed` lowered to what the caller's key allows.
-
-    Args:
-        given: a JobConfig as JSON.
-        by: the caller.
-        rules: the operator's.
 
     Raises:
         ConfigError: a value is over a cap of the operator's.
@@ -117,10 +97,8 @@ async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, give
     """Return the job whose episodes a job learns from; None: it needs none.
 
     Args:
-        plane: the control plane.
         by: the caller, who has to be allowed to read that job.
         kind: of the new job; one that serves a model reads no episodes.
-        given: its JobConfig as JSON, checked.
 
     Raises:
         NotFound: there is no such job in the caller's tenant, it is another user's private one, or it has no episodes.
@@ -143,12 +121,7 @@ async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: 
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
-    """Return the requested configuration with its kind, or that of `from_job` if none was given.
-
-    Raises:
-        ConfigError: body and configuration name different kinds.
-        InvalidRequest: there is neither a configuration nor `from_job`.
-    """
+    """Return the requested configuration with its kind, or that of `from_job` if none was given."""
     written = _written(body)
     if written is not None:
         given = dict(written)
@@ -164,12 +137,7 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
 
 
 def _written(body: SubmitJob) -> dict[str, Any] | None:
-    """Return the configuration in a body; None: there is none.
-
-    Raises:
-        ConfigError: the configuration is text that is no TOML, or that no configuration can be.
-        InvalidRequest: it is there as JSON and as TOML.
-    """
+    """Return the configuration in a body; None: there is none."""
     if body.config_toml is None:
         return body.config
     if body.config is not None:
@@ -189,11 +157,7 @@ def _written(body: SubmitJob) -> dict[str, Any] | None:
 
 
 def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
-    """Return the parsed configuration, if a tenant may submit it.
-
-    Raises:
-        ConfigError, InvalidRequest: it is not valid, or names files, models or code that tenants may not use.
-    """
+    """Return the parsed configuration, if a tenant may submit it."""
     for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
         value = given.get(section)
         if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
@@ -216,11 +180,7 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
 
 
 def _with_environment_key(config: JobConfig, rules: Rules) -> JobConfig:
-    """Return the configuration with the operator's variable for the key of its environment server, if it has one.
-
-    Raises:
-        InvalidRequest: the operator does not allow jobs to connect to that server.
-    """
+    """Return the configuration with the operator's variable for the key of its environment server, if it has one."""
     environment = config.environment
     if environment.url is None:
         return config
@@ -234,11 +194,7 @@ def _with_environment_key(config: JobConfig, rules: Rules) -> JobConfig:
 
 
 def _check_recorded_sources(given: dict[str, Any]) -> None:
-    """Refuse recorded episodes that are not those of a job.
-
-    Raises:
-        InvalidRequest: `from_run` is a folder, or stands in the table of one policy.
-    """
+    """Refuse recorded episodes that are not those of a job."""
     policies = given.get("policies")
     tables = {"algorithm": given.get("algorithm")}
     for name, policy in (policies if isinstance(policies, dict) else {}).items():
@@ -260,16 +216,7 @@ def _check_recorded_sources(given: dict[str, Any]) -> None:
 
 
 def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None:
-    """Refuse an algorithm that needs what tenants may not use.
-
-    Args:
-        key: of its table.
-        algorithm: that table.
-        rules: the operator's.
-
-    Raises:
-        ConfigError, InvalidRequest: it is code of the tenant's own, or names a server or a model that is not allowed.
-    """
+    """Refuse an algorithm that needs what tenants may not use."""
     # It would be asked from inside of the operator's network, with a variable of the server's environment as its key.
     if algorithm.served_teacher is not None:
         raise InvalidRequest(
@@ -286,17 +233,7 @@ def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None
 
 
 def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:
-    """Return the configuration with the models from which the checkpoint of `source` was made.
-
-    Args:
-        source: the job of `from_job`.
-        given: a JobConfig as JSON.
-        config: the same, parsed.
-
-    Raises:
-        ConfigError: the configuration names another model, or it is not known which weights of the checkpoint a policy
-            starts from.
-    """
+    """Return the configuration with the models from which the checkpoint of `source` was made."""
     before = parse_config(source.config)
     policies = dict(given.get("policies", {}))
     for name, trained in _starting_points(config.trained_policies, before).items():
@@ -311,15 +248,7 @@ def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) 
 
 
 def _starting_points(names: Sequence[str], before: JobConfig) -> dict[str, str]:
-    """Return for each policy that is not frozen the policy of another job from whose weights it starts.
-
-    Args:
-        names: of these policies.
-        before: the other job; where it trains several, each policy starts from the one of its name.
-
-    Raises:
-        ConfigError: it has none of a name, or one for several policies.
-    """
+    """Return for each policy that is not frozen the policy of another job from whose weights it starts."""
     if before.trains_several:
         if unknown := [name for name in names if name not in before.trained_policies]:
             raise ConfigError(

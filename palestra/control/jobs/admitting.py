@@ -43,7 +43,6 @@ class AdmittedJobs:
         """Begin with none.
 
         Args:
-            folder: of the base server.
             jobs: of all jobs, each in a folder of its own.
         """
         self.folder, self._folders = folder, jobs

@@ -73,10 +73,7 @@ class BaseServers:
         """Begin with none; `adopt` finds those of an earlier scheduler.
 
         Args:
-            store: the control store.
-            launcher: starts and stops them.
             jobs: folder of all jobs; that of base servers is beside it.
-            rules: the operator's.
             changed: is notified when there is something to decide.
             stop_job: stops a job whose base server does not come back; it is queued again then.
         """
@@ -131,7 +128,6 @@ class BaseServers:
 
         Args:
             job_id: of a job that `hold` has counted.
-            base_id: of its base server.
             quotas: by tenant, with their weights.
 
         Raises:
@@ -168,7 +164,6 @@ class BaseServers:
         """Watch the base servers of an earlier scheduler again.
 
         Args:
-            live: jobs that hold resources.
             devices: returns GPUs for what holds some on a node; which ones is not known.
         """
         for record in await self._store.read(stored.all_bases):
@@ -279,11 +274,7 @@ class BaseServers:
         await self._forget(base)
 
     async def _serve(self, base: _Base, found: Listening | None) -> tuple[Ended, float]:
-        """Start a base server unless it was found, watch it, and return how it ended and for how long it served.
-
-        Raises:
-            NodeLost: its machine is gone.
-        """
+        """Start a base server unless it was found, watch it, and return how it ended and for how long it served."""
         base_id = base.record.base_id
         try:
             if found is None:
@@ -305,11 +296,7 @@ class BaseServers:
         return ended, self._store.clock.now() - since
 
     async def _order(self, base: _Base) -> BaseOrder:
-        """Return what the launcher is to start, after preparing the folder.
-
-        Raises:
-            ConfigError: the operator does not allow the model any more.
-        """
+        """Return what the launcher is to start, after preparing the folder."""
         record, limits = base.record, self._rules.bases
         await asyncio.to_thread(base.admitted.prepare)
         node = next((node for node in self.nodes if node.node_id == record.node), None)
@@ -366,11 +353,7 @@ class BaseServers:
             base.idle_since = self._store.clock.now()
 
     def _moved(self, base: _Base, state: BaseState, reason: str) -> BaseRecord:
-        """Return the record of a base server with its next state.
-
-        Raises:
-            IllegalTransition: the lifecycle does not have this move.
-        """
+        """Return the record of a base server with its next state."""
         check_transition(f"base server {base.record.base_id}", base.record.state, state)
         return replace(base.record, state=state, reason=reason, changed_at=self._store.clock.now())
 

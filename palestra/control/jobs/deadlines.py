@@ -19,7 +19,6 @@ class Deadlines:
         """Start without jobs.
 
         Args:
-            clock: of the control store.
             absent_seconds: how long the client of an attached job may be gone.
         """
         self._clock, self._absent_seconds = clock, absent_seconds

@@ -73,7 +73,6 @@ class EngineRules:
 
         Args:
             passed: names of the variables that jobs get from this process.
-            variables: the environment of this process.
         """
         found = []
         if self.vllm_python is not None and not os.access(self.vllm_python, os.X_OK):
@@ -114,11 +113,7 @@ class EngineRules:
         return {**config, "engine": filled[0] if "workers" not in given else {**given, "workers": filled}}
 
     def _place_of(self, table: Server) -> dict[str, str]:
-        """Return the keys that say where the servers of an engine are, and how they are reached.
-
-        Raises:
-            ConfigError: the operator does not allow them.
-        """
+        """Return the keys that say where the servers of an engine are, and how they are reached."""
         if table.url is None:
             if self.vllm_python is None:
                 raise ConfigError(
@@ -154,7 +149,6 @@ def load_engine_rules(path: Path, table: Any) -> EngineRules:
 
     Args:
         path: of the file, for errors; a relative interpreter is looked for from its folder.
-        table: of the file.
 
     Raises:
         ConfigError: it has another key, or a value that can't be.
@@ -181,15 +175,7 @@ def load_engine_rules(path: Path, table: Any) -> EngineRules:
 
 
 def _server(where: str, given: Any) -> Server:
-    """Return a server that runs already.
-
-    Args:
-        where: it stands, for errors.
-        given: its table.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return a server that runs already."""
     if not isinstance(given, dict) or not given.keys() <= set(_OF_SERVER) or not isinstance(given.get("url"), str):
         raise ConfigError(f"{where} has the keys kind and url, perhaps key_variable and weights_dir, and no others")
     kind = given.get("kind")

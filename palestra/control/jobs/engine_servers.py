@@ -25,22 +25,14 @@ class ServersInUse:
         self._held.pop(job_id, None)
 
     def waiting(self, jobs: Iterable[JobRecord]) -> dict[str, str]:
-        """Return why jobs can't start now, by the id of each that names a server which another job has.
-
-        Args:
-            jobs: that are queued.
-        """
+        """Return why jobs can't start now, by the id of each that names a server which another job has."""
         held = frozenset[str]().union(*self._held.values())
         taken = {job.job_id: min(found) for job in jobs if (found := _named(job.config) & held)}
         return {job_id: f"waits for the engine's server {url}, which another job uses" for job_id, url in taken.items()}
 
 
 def _named(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the addresses of servers that a job names.
-
-    Args:
-        config: a JobConfig as JSON, which was checked.
-    """
+    """Return the addresses of servers that a job names."""
     engine = config.get("engine") or {}
     urls = [table.get("url") for table in engine.get("workers", [engine])]
     return frozenset(url for one in urls if one is not None for url in ([one] if isinstance(one, str) else one))

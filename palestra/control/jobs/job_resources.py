@@ -88,12 +88,7 @@ def processes_of(config: JobConfig) -> dict[Role, Processes]:
 
 
 def _workers(table: PooledEngineConfig, policies: int) -> Alike:
-    """Return the inference workers of one kind.
-
-    Args:
-        table: of the workers, which the job starts.
-        policies: of the job, each of which has a vLLM server of its own in every worker.
-    """
+    """Return the inference workers of one kind."""
     if isinstance(table, VllmEngineConfig):
         cards = table.tensor_parallel * policies
         return Alike(
@@ -115,8 +110,6 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
     tenant can't have more ranks or workers than it is counted for.
 
     Args:
-        asked: the resources of the submission.
-        config: the job, checked.
         adapters: of the job on a shared base.
 
     Raises:
@@ -166,12 +159,7 @@ def _why_none(role: Role, config: JobConfig) -> str:
 
 
 def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
-    """Return a bundle with its number of processes, which the configuration says.
-
-    Raises:
-        InvalidRequest: another number was asked for; the processes would compute with more cores than they hold, or on
-            other GPUs; or they hold what no machine can give.
-    """
+    """Return a bundle with its number of processes, which the configuration says."""
     key, where = _KEYS[body.role], f"resources.bundles.{number}"
     if body.count not in (None, processes.count):
         raise InvalidRequest(
@@ -201,11 +189,7 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
 
 
 def _check_transfer(config: JobConfig) -> None:
-    """Refuse broadcasts of weights to vLLM in bundles: it is on other machines, where it reads them from a folder.
-
-    Raises:
-        InvalidRequest: they are configured.
-    """
+    """Refuse broadcasts of weights to vLLM in bundles: it is on other machines, where it reads them from a folder."""
     for table in config.engine.tables:
         if isinstance(table, VllmEngineConfig) and table.started_count and table.weight_transfer != "file":
             raise InvalidRequest(
@@ -216,11 +200,7 @@ def _check_transfer(config: JobConfig) -> None:
 
 
 def _check_cards(gpus: float, engine: Processes) -> None:
-    """Refuse too few GPUs for the vLLM servers that run beside the job's own process.
-
-    Raises:
-        InvalidRequest: they take more. Without any GPU each of them computes on CPUs.
-    """
+    """Refuse too few GPUs for the vLLM servers that run beside the job's own process."""
     needed = engine.all_cards
     if gpus < needed and (gpus > 0 or any(kind.needs_cards for kind in engine.kinds)):
         raise InvalidRequest(

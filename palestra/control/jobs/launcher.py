@@ -275,7 +275,6 @@ class FencedLauncher:
         """Wrap a launcher.
 
         Args:
-            launcher: does the work.
             confirmed: raises Superseded where another scheduler has taken over; see `ControlStore.confirmed`.
         """
         self._launcher, self._confirmed = launcher, confirmed
@@ -320,8 +319,6 @@ def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState,
     """Return the next state of a job whose server has ended, the reason, and how many restarts are left.
 
     Args:
-        job: whose server it was.
-        ended: how the server ended.
         now: Unix seconds of the ending, at which the job's time limit may be over.
     """
     left = job.restarts_left

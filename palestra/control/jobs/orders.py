@@ -28,10 +28,6 @@ async def order_of(
     """Prepare a job's folder, and return the order for its server.
 
     Args:
-        job: that starts.
-        folder: of the job.
-        folder_of: returns the folder of another job.
-        rules: the operator's.
         node_ids: where it starts: its own process, then those of its bundles.
         nodes: those that there are, by id.
         base: address of its base server, and the file of its key there; None: the job has none.
@@ -68,13 +64,6 @@ def _with_operators_settings(config: Mapping[str, Any], rules: Rules) -> dict[st
 
     The stored configuration has none of it, so that tenants are not shown it, and a change of the rules counts for jobs
     that wait.
-
-    Args:
-        config: a JobConfig as JSON.
-        rules: the operator's.
-
-    Raises:
-        ConfigError: the operator does not allow a server of the job any more.
     """
     found = rules.engines.filled(config)
     environment = found.get("environment") or {}

@@ -204,11 +204,7 @@ class Rules:
                 )
 
     def _check_picture_hosts(self, config: JobConfig) -> None:
-        """Refuse hosts from which the server would fetch pictures, from inside of the operator's network.
-
-        Raises:
-            ConfigError: the operator has not allowed one.
-        """
+        """Refuse hosts from which the server would fetch pictures, from inside of the operator's network."""
         for key, named, allowed in (
             ("hosts", config.pictures.hosts, self.picture_hosts),
             ("private_hosts", config.pictures.private_hosts, self.private_picture_hosts),
@@ -242,9 +238,6 @@ class Rules:
 
     def environment_variable(self, url: str) -> str:
         """Return the variable that holds the key of an environment server to which jobs may connect.
-
-        Args:
-            url: of the server.
 
         Raises:
             ConfigError: the operator does not allow it, or it is no URL.
@@ -283,7 +276,6 @@ class Rules:
         The models of references stand beside them, as in `JobConfig.named_models`.
 
         Args:
-            config: the job.
             started_from_job: whether the model of the policy that is not frozen is a folder of the job's own.
 
         Raises:
@@ -334,15 +326,7 @@ def load_rules(path: Path) -> Rules:
 
 
 def _bases(path: Path, table: Any) -> BaseLimits:
-    """Return the settings of base servers, from `[bases]`.
-
-    Args:
-        path: of the file, for the error.
-        table: `[bases]`.
-
-    Raises:
-        ConfigError: it has another key, or a value that can't be.
-    """
+    """Return the settings of base servers, from `[bases]`."""
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [bases] is a table")
     for key in table:
@@ -365,15 +349,7 @@ def _bases(path: Path, table: Any) -> BaseLimits:
 
 
 def _hosts(path: Path, table: Any) -> dict[str, str]:
-    """Return the environment servers to which jobs may connect, from `[environment.allowed_hosts]`.
-
-    Args:
-        path: of the file, for the error.
-        table: `[environment]`.
-
-    Raises:
-        ConfigError: it has another key, or one that is no `host:port`, or a value that is no variable's name.
-    """
+    """Return the environment servers to which jobs may connect, from `[environment.allowed_hosts]`."""
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
     for key in table:
@@ -390,16 +366,7 @@ def _hosts(path: Path, table: Any) -> dict[str, str]:
 
 
 def _picture_hosts(path: Path, key: str, data: Mapping[str, Any]) -> frozenset[str]:
-    """Return the hosts from which jobs may fetch pictures.
-
-    Args:
-        path: of the file, for the error.
-        key: of the hosts.
-        data: of the file.
-
-    Raises:
-        ConfigError: they are no list of texts.
-    """
+    """Return the hosts from which jobs may fetch pictures."""
     hosts = data.get(key, [])
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
         raise ConfigError(f"{path}: {key} is a list of hosts, such as ['images.example.com']")
@@ -407,15 +374,7 @@ def _picture_hosts(path: Path, key: str, data: Mapping[str, Any]) -> frozenset[s
 
 
 def _programs(path: Path, table: Mapping[str, Any]) -> bool:
-    """Return whether jobs may play environments that start programs, from `environment.programs`.
-
-    Args:
-        path: of the file, for the error.
-        table: `[environment]`, whose keys have been checked.
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
+    """Return whether jobs may play environments that start programs, from `environment.programs`."""
     allowed = table.get("programs", False)
     if not isinstance(allowed, bool):
         raise ConfigError(f"{path}: environment.programs is true or false, and not {allowed!r}")
@@ -423,11 +382,7 @@ def _programs(path: Path, table: Mapping[str, Any]) -> bool:
 
 
 def _host(url: str) -> str:
-    """Return `host:port` of a URL, with the port that its scheme has by default.
-
-    Raises:
-        ConfigError: it is no URL of a server.
-    """
+    """Return `host:port` of a URL, with the port that its scheme has by default."""
     try:
         parsed = urlsplit(url)
         port = parsed.port or {"http": 80, "https": 443}[parsed.scheme]
@@ -440,16 +395,7 @@ def _host(url: str) -> str:
 
 
 def _cap(path: Path, key: str, value: Any) -> float:
-    """Return a cap of the file; `none` is infinite.
-
-    Args:
-        path: of the file, for the error.
-        key: of the cap.
-        value: from the file.
-
-    Raises:
-        ConfigError: the value is no cap.
-    """
+    """Return a cap of the file; `none` is infinite."""
     if value == "none":
         return float("inf")
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -458,16 +404,7 @@ def _cap(path: Path, key: str, value: Any) -> float:
 
 
 def _place(path: Path, name: str, place: Any) -> str:
-    """Return the folder or the hub's name of a model in the file.
-
-    Args:
-        path: of the file, to which relative folders relate.
-        name: of the model.
-        place: from the file.
-
-    Raises:
-        ConfigError: it is neither a folder nor a name of the hub, or the name is a built-in model's.
-    """
+    """Return the folder or the hub's name of a model in the file."""
     if name in BUILT_IN:
         raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
     if not isinstance(place, str) or not place:
@@ -481,11 +418,7 @@ def _place(path: Path, name: str, place: Any) -> str:
 
 
 def _require_known(path: Path, key: str, known: tuple[str, ...]) -> None:
-    """Refuse a key of the file that is not known, and name the closest one.
-
-    Raises:
-        ConfigError: the key is not known.
-    """
+    """Refuse a key of the file that is not known, and name the closest one."""
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         raise ConfigError(

@@ -92,8 +92,6 @@ class JobScheduler:
         """Create a scheduler, which starts to work in `run`.
 
         Args:
-            store: the control store.
-            launcher: starts and stops model servers.
             folder: of all jobs, each in a folder of its own; every machine has to see it.
             policy: its quotas, and whether it drains, are replaced by the stored ones.
             rules: the operator's, with a list of models; None: the default ones.
@@ -210,8 +208,6 @@ class JobScheduler:
         """Return why a job of a tenant could never start; None: it could.
 
         Args:
-            needs: of the job.
-            tenant: the owner's.
             adapters: that it has on a shared base; 0: it has none.
         """
         limits, quota = self._rules.bases, await self.quota_of(tenant)
@@ -227,8 +223,6 @@ class JobScheduler:
 
         Args:
             tenant: the owner's; None: any.
-            job_id: of the job.
-            reason: why, for people.
 
         Raises:
             NotFound: there is no such job in this tenant.

@@ -39,9 +39,7 @@ def by_base(
     """Return queued jobs as placement sees them: those with a model of their own, and by id those on a shared base.
 
     Args:
-        queue: the jobs.
         kinds: of the base servers that some need, by job.
-        limits: of base servers.
         now: Unix seconds.
     """
     own, shared = list[WaitingJob](), dict[str, WaitingForBase]()
@@ -86,10 +84,6 @@ def adapters_of(config: JobConfig) -> int:
 def check_shared(config: JobConfig, limits: BaseLimits) -> None:
     """Refuse a job that names a base server, or asks for a shared base that can't be.
 
-    Args:
-        config: of a submission.
-        limits: the operator's.
-
     Raises:
         InvalidRequest: the message names the key.
     """
@@ -118,7 +112,6 @@ def at_base(config: Mapping[str, Any], address: str) -> dict[str, Any]:
 
     Args:
         config: a JobConfig as JSON, of a job that asks for a shared base.
-        address: of the base server.
     """
     policies = {name: {**policy, "base": address} for name, policy in config["policies"].items()}
     return {**config, "policies": policies}

@@ -22,7 +22,6 @@ def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
     """Return where the checkpoints of policies are in a run, by policy: those of several are apart.
 
     Args:
-        run: of another job.
         policies: names of the policies that start from its checkpoints; of a run with one policy, any name.
     """
     together = run / CHECKPOINTS
@@ -34,7 +33,6 @@ def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[
     """Return the step of a checkpoint of another job.
 
     Args:
-        run: the other job's run folder.
         job_id: of the other job, for the error.
         wanted: the step; None: the newest that all of the policies have.
         policies: names of those that start from it.
@@ -62,8 +60,6 @@ def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str
 
     Args:
         job: has `from_job` and `from_step`.
-        folder: of the job.
-        source_run: run folder of the other job.
 
     Raises:
         CheckpointError: the checkpoint is gone or damaged.
@@ -93,7 +89,6 @@ def check_recorded(run: Path, job_id: str, moment: float) -> None:
     """Refuse a run without an episode that could be learned from.
 
     Args:
-        run: the other job's run folder.
         job_id: of the other job, for the error.
         moment: Unix seconds; later episodes do not count.
 
@@ -113,10 +108,6 @@ def with_own_episodes(
     At the first start the folder gets the episodes that were completed when the job was submitted.
 
     Args:
-        job: says when it was submitted.
-        config: of the job, as JSON.
-        folder: of the job.
-        source_run: run folder of the other job.
         models: the operator's, by the name under which tenants use them.
 
     Raises:

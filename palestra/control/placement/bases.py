@@ -111,10 +111,6 @@ def part_of_base(limits: BaseLimits, adapters: int) -> Amounts:
 
     So it does not depend on the other jobs there, and is known when the job is submitted. Places that no job has are
     counted for no tenant.
-
-    Args:
-        limits: the operator's.
-        adapters: that the job has there.
     """
     return Amounts(*(amount * adapters // limits.adapters for amount in counted(limits.resources)))
 
@@ -131,9 +127,7 @@ def choose_bases(
 
     Args:
         queue: jobs that wait and ask for a shared base, in the order of their turns.
-        bases: that have not ended.
         nodes: all known nodes; without any it is not known what a base server leaves.
-        limits: the operator's.
         now: Unix seconds.
         stopped: reasons by job, of those that their tenants' quotas stop: they get the room that the others leave, and
             no base server is started or kept for them. Else a tenant could fill the cluster with its queue.

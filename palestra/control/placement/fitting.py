@@ -194,7 +194,6 @@ def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[G
     """Return the devices for a job, chosen so that the least is left over; None: the job does not fit.
 
     Args:
-        gpus: what is needed.
         free: what is free of each device now.
         later: what will be free of each device at the time that matters; the scarcest are taken first.
     """
@@ -214,9 +213,6 @@ def devices_left(
     """Return devices of a node for something that holds as many as it needs; which ones is not known.
 
     Args:
-        node: where it runs.
-        needs: of it.
-        running: all others that hold resources.
         own: places of other processes of the same job.
     """
     free = [SHARES] * node.gpus
@@ -264,8 +260,6 @@ class FreeResources:
         """Take resources away that a job will hold; with `sign` -1, give back what it held.
 
         Args:
-            needs: CPUs and memory of the job.
-            devices: its GPUs.
             sign: 1 or -1.
         """
         self.cpus -= sign * needs.cpus
@@ -277,11 +271,7 @@ class FreeResources:
             self._count()
 
     def hold_all(self, needs: Iterable[Amounts]) -> list[tuple[GpuShare, ...]] | None:
-        """Take resources away for several processes, and return their devices; None: not all of them fit.
-
-        Args:
-            needs: of each process.
-        """
+        """Take resources away for several processes, and return their devices; None: not all of them fit."""
         found = []
         for one in needs:
             devices = devices_for(one.gpus, self.devices, self.devices) if self.fits(one) else None
@@ -388,7 +378,6 @@ class Reservation:
         None: it would.
 
         Args:
-            needs: of the later job.
             ends: its expected end; None: unknown.
         """
         if self.is_over(ends):
@@ -405,8 +394,6 @@ class Reservation:
         """Record that such a job started on the kept node.
 
         Args:
-            needs: of the later job.
-            devices: GPUs that it got.
             ends: its expected end; None: unknown.
         """
         if not self.is_over(ends):
@@ -435,8 +422,6 @@ def reserve(rooms: Iterable[FreeOnNode], job_id: str, needs: Amounts, now: float
 
     Args:
         rooms: the nodes on which jobs may start.
-        job_id: of the job.
-        needs: of the job.
         now: Unix seconds.
         trusting: whether expected ends are used.
     """

@@ -121,7 +121,6 @@ def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
     """Return where the processes of a job go, or which one finds no node. The first of equal nodes is taken.
 
     Args:
-        gang: the processes.
         free: what is free on each node; it is not changed.
     """
     order = sorted(range(len(gang.parts)), key=lambda number: (_turn(gang.parts[number]), -number), reverse=True)
@@ -166,15 +165,7 @@ _Choose = Callable[[GangPart, list[GangPart], Free, Counter[FreeOnNode]], FreeOn
 
 
 def _placed_by(choose: _Choose, gang: Gang, order: Sequence[int], free: Free) -> GangPlaces | NoRoom:
-    """Place one process after another.
-
-    Args:
-        choose: returns the node of a process, of which it knows those that come later, what is free, and how many
-            processes of the job each node has; None: there is none.
-        gang: the processes.
-        order: in which they are placed, by their numbers.
-        free: what is free on each node.
-    """
+    """Place one process after another."""
     left = {node: amounts.copy() for node, amounts in free.items()}
     used: Counter[FreeOnNode] = Counter()
     places: dict[int, tuple[FreeOnNode, tuple[GpuShare, ...]]] = {}
@@ -231,8 +222,6 @@ def reserve_gang(
 
     Args:
         rooms: the nodes on which jobs may start.
-        job_id: of the job.
-        gang: its processes.
         now: Unix seconds.
         trusting: whether expected ends are used.
     """

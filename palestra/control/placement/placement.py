@@ -113,10 +113,8 @@ def place(
     and again after a decision that starts a job, because that changes whose turn it is.
 
     Args:
-        queue: all jobs that wait.
         running: all jobs that hold resources, including those that are starting.
         nodes: all known nodes, including dead and draining ones.
-        policy: quotas and limits.
         now: seconds on the clock of all other times here.
     """
     waiting, held, machines = list(queue), list(running), sorted(nodes, key=lambda node: node.node_id)
@@ -136,10 +134,6 @@ def in_turn(
     """Return the ids of all jobs of a queue in the order of their turns, as long as none of them starts.
 
     Args:
-        queue: all jobs that wait.
-        running: all jobs that hold resources.
-        nodes: all known nodes.
-        policy: quotas and limits.
         now: seconds on the clock of all other times here.
     """
     held = list(running)
@@ -153,8 +147,6 @@ def over_quota(
 
     Args:
         queue: the jobs, in any order; they have their turns as in `place`.
-        running: all jobs that hold resources.
-        policy: quotas, and how jobs age.
         now: seconds on the clock of all other times here.
     """
     found: dict[str, str] = {}

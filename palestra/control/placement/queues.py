@@ -89,7 +89,6 @@ class TenantQueue:
         """Sort the waiting jobs of one tenant.
 
         Args:
-            account: of the tenant.
             jobs: that wait, in any order.
             running: of the tenant, in any order.
             aging: seconds of waiting that raise a job by one class.

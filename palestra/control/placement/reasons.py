@@ -34,9 +34,6 @@ def refusal(
     Dead and draining nodes count, because they may come back. Without any node no job is refused.
 
     Args:
-        needs: of the job.
-        nodes: all known nodes.
-        tenant: the owner's.
         quota: of the tenant; None: no limits.
         beside: counted for the tenant beside the needs.
     """
@@ -146,7 +143,6 @@ def behind(turn: QueueEntry, first: QueueEntry, kept: str | None) -> str:
     """Return the reason of a job that would fit, but is kept back for the first one.
 
     Args:
-        turn: of the job that waits.
         first: of the job that must not be delayed.
         kept: the nodes that are kept for the first job, with their verb; None: none is named.
     """
@@ -168,7 +164,6 @@ class Shortage:
 
         Args:
             rooms: the nodes on which jobs may start.
-            nodes: all nodes.
         """
         self._rooms, self._nodes = rooms, sorted(nodes, key=lambda node: node.node_id)
 

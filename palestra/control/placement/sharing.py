@@ -61,11 +61,7 @@ def place_all(
     Args:
         queue: jobs that wait and have a model of their own.
         shared: jobs that wait and ask for a shared base.
-        running: all jobs that hold resources.
         bases: all base servers that have not ended.
-        nodes: all known nodes.
-        policy: quotas and limits.
-        limits: of base servers.
         now: Unix seconds.
     """
     own, jobs, known, machines = list(queue), list(running), list(bases), list(nodes)
@@ -136,12 +132,6 @@ def _ended_for_room(
     """Return idle base servers without which one more job could start.
 
     Those that no job waits for end first, and of these the ones that were idle longest.
-
-    Args:
-        chosen: base server by job, of jobs that would start on one that there is.
-        decision: of `place` with what idle base servers hold.
-        idle: base servers without jobs, on which no job starts now.
-        without: decides as if some base servers were not there.
     """
     if not idle or not decision.waiting:
         return []
@@ -180,11 +170,6 @@ def no_room(needs: Resources, limits: BaseLimits, nodes: Sequence[Node]) -> str 
     """Return why a job can never start for which a base server has to be started; None: it can.
 
     Dead and draining nodes count, because they may come back. Without any node no job is refused.
-
-    Args:
-        needs: of the job.
-        limits: of base servers.
-        nodes: all known nodes.
     """
     job, base, sizes = counted(needs), counted(limits.resources), sizes_of(nodes)
     if (refusal := too_large(job, sizes)) is not None:

@@ -77,7 +77,6 @@ class TenantUsage:
 
         Args:
             tenant: by name.
-            quota: of the tenant.
             total: what the whole cluster has, for shares.
         """
         self.tenant, self.limits, self._total = tenant, quota.limits, total
@@ -97,7 +96,6 @@ class TenantUsage:
         """Add a job of this tenant that holds resources.
 
         Args:
-            needs: of the job.
             ends: expected end; infinite: it runs until it is stopped; None: unknown.
         """
         self.used = [used + need for used, need in zip(self.used, (*needs, 1), strict=True)]
@@ -142,12 +140,7 @@ def in_units(amount: int, unit: int) -> str:
 
 
 def format_amount(amount: int, kind: int) -> str:
-    """Return an amount with its name: `2 GPUs`, `0.5 GPU`, `16 GiB`.
-
-    Args:
-        amount: as it is counted.
-        kind: index in KINDS.
-    """
+    """Return an amount with its name: `2 GPUs`, `0.5 GPU`, `16 GiB`."""
     name = KINDS[kind] if kind == MEMORY or amount > UNITS[kind] else KINDS[kind][:-1]
     return f"{in_units(amount, UNITS[kind])} {name}"
 

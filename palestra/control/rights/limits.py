@@ -74,7 +74,6 @@ class RequestRates:
         """Count one request of a key.
 
         Args:
-            key_id: of the key.
             limits: of the key; a change starts a new bucket.
 
         Raises:

@@ -63,7 +63,6 @@ def add_tenant(connection: Connection, name: str, now: float) -> None:
 
     Args:
         connection: in a transaction of the writing thread.
-        name: of the tenant.
         now: Unix seconds.
 
     Raises:
@@ -76,11 +75,6 @@ def add_tenant(connection: Connection, name: str, now: float) -> None:
 
 def user(connection: Connection, tenant: str, name: str) -> UserRecord:
     """Return a user who was not removed.
-
-    Args:
-        connection: to the store.
-        tenant: the user's.
-        name: of the user.
 
     Raises:
         NotFound: there is no such user.
@@ -104,9 +98,7 @@ def add_user(connection: Connection, tenant: str, name: str, role: Role, now: fl
 
     Args:
         connection: in a transaction of the writing thread.
-        tenant: the user's.
         name: of the user; the name of a removed user is not used again, so that the audit log stays clear.
-        role: of the user.
         now: Unix seconds.
 
     Raises:
@@ -123,9 +115,6 @@ def change_role(connection: Connection, tenant: str, name: str, role: Role) -> N
 
     Args:
         connection: in a transaction of the writing thread.
-        tenant: the user's.
-        name: of the user.
-        role: the new role.
 
     Raises:
         NotFound: there is no such user.
@@ -142,8 +131,6 @@ def remove_user(connection: Connection, tenant: str, name: str, now: float) -> N
 
     Args:
         connection: in a transaction of the writing thread.
-        tenant: the user's.
-        name: of the user.
         now: Unix seconds.
 
     Raises:
@@ -166,8 +153,6 @@ def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
 
     Args:
         connection: in a transaction of the writing thread.
-        record: of the key.
-        digest: of its secret.
 
     Raises:
         NotFound: there is no such user.
@@ -202,11 +187,6 @@ def stored_key(connection: Connection, key_id: str) -> StoredKey | None:
 def key(connection: Connection, tenant: str, key_id: str) -> KeyRecord:
     """Return the record of one key of a tenant.
 
-    Args:
-        connection: to the store.
-        tenant: the key's.
-        key_id: of the key.
-
     Raises:
         NotFound: there is no such key, or it is another tenant's.
     """
@@ -220,8 +200,6 @@ def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRe
     """Return the keys of a user, newest first.
 
     Args:
-        connection: to the store.
-        tenant: the user's.
         name: of the user; None: all users of the tenant.
     """
     wanted = select(keys).where(keys.c.tenant == tenant).order_by(keys.c.created_at.desc(), keys.c.key_id)
@@ -235,7 +213,6 @@ def revoke_key(connection: Connection, key_id: str, now: float) -> None:
 
     Args:
         connection: in a transaction of the writing thread.
-        key_id: of the key.
         now: Unix seconds.
     """
     connection.execute(keys.update().where(keys.c.key_id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now))
@@ -246,8 +223,6 @@ def replace_key(connection: Connection, key_id: str, following: str, expires_at:
 
     Args:
         connection: in a transaction of the writing thread.
-        key_id: of the old key.
-        following: id of the new key.
         expires_at: Unix seconds at which the old key expires, unless it expires earlier anyway.
     """
     earlier = func.coalesce(keys.c.expires_at, expires_at) < expires_at
@@ -260,18 +235,13 @@ def touch_key(connection: Connection, key_id: str, now: float) -> None:
 
     Args:
         connection: in a transaction of the writing thread.
-        key_id: of the key.
         now: Unix seconds.
     """
     connection.execute(keys.update().where(keys.c.key_id == key_id).values(last_used_at=now))
 
 
 def _require_another_admin(connection: Connection, last: UserRecord) -> None:
-    """Refuse a change after which the tenant would have no admin.
-
-    Raises:
-        Conflict: `last` is the only admin.
-    """
+    """Refuse a change after which the tenant would have no admin."""
     others = select(func.count()).where(
         users.c.tenant == last.tenant,
         users.c.name != last.name,

@@ -40,7 +40,6 @@ def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry
 
     Args:
         connection: in a transaction of the writing thread.
-        tenant: whose log it is.
         entry_id: unique, so that a commit whose answer was lost can be repeated.
         entry: the line; its number is chosen here.
     """
@@ -67,10 +66,7 @@ def page(connection: Connection, tenant: str, before: int | None, limit: int) ->
     """Return lines of a tenant's log, newest first.
 
     Args:
-        connection: to the store.
-        tenant: whose log it is.
         before: only lines with a smaller number; None: from the newest on.
-        limit: the most lines to return.
     """
     wanted = select(audit).where(audit.c.tenant == tenant).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:

@@ -111,11 +111,7 @@ def _begin_epoch(connection: sa.Connection) -> Fence:
 
 
 def _lock_file(path: Path) -> Callable[[], None]:
-    """Lock a file, and return a function that unlocks it.
-
-    Raises:
-        StoreError: another process holds the lock for longer than `LOCK_SECONDS`.
-    """
+    """Lock a file, and return a function that unlocks it."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -170,17 +166,7 @@ def _open_postgres(url: sa.URL) -> Backend:
 
 
 def _lock_session(connection: Any, own: set[int]) -> None:
-    """Take the lock for a new session. If another session holds it, the new one is closed.
-
-    Args:
-        connection: psycopg's.
-        own: process ids, in PostgreSQL, of the sessions of this backend that had the lock; the new one is added.
-
-    Raises:
-        StoreUnreachable: the lock is still held by a session of this backend that was cut off.
-        Superseded: another scheduler holds the lock, and this one had it.
-        StoreError: another scheduler holds the lock, and this one never had it.
-    """
+    """Take the lock for a new session. If another session holds it, the new one is closed."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         taken = connection.execute("SELECT pg_try_advisory_lock(%s)", (LOCK_NUMBER,)).fetchone()[0]

@@ -25,12 +25,8 @@ def add(
 
     Args:
         connection: in a transaction of the writing thread.
-        tenant: whose job it is.
-        job_id: of the job.
         change_id: unique, so that a commit whose answer was lost can be repeated.
         previous: state before; None: the job was submitted.
-        following: state after.
-        reason: why, for people.
         now: Unix seconds.
     """
     last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
@@ -58,8 +54,6 @@ def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
     """Return the changes of a job in order.
 
     Args:
-        connection: to the store.
-        job_id: of the job.
         number: only changes with a larger number are returned.
     """
     rows = connection.execute(
@@ -72,11 +66,8 @@ def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | No
     """Return changes of the jobs of a tenant in order.
 
     Args:
-        connection: to the store.
-        tenant: whose jobs.
         number: only changes with a larger number are returned.
         viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
-        limit: the most changes to return.
     """
     wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
     if viewer is not None:

@@ -141,9 +141,6 @@ class ControlStore:
         """Add a job in QUEUED. The same `request_key` with the same request returns the same job.
 
         Args:
-            tenant: the owner's.
-            user: the owner.
-            request: the job.
             request_key: the client's idempotency key, which counts within the tenant; None: there is none.
             most_open: how many jobs of the user may be open, including this one; None: any number.
 
@@ -169,7 +166,6 @@ class ControlStore:
 
         Args:
             tenant: the owner's; None: any tenant, which only the scheduler may ask for.
-            job_id: of the job.
 
         Raises:
             NotFound: there is no such job, or it is another tenant's.
@@ -192,13 +188,11 @@ class ControlStore:
         """Return a page of a tenant's jobs, newest first. Pages do not shift while jobs are added.
 
         Args:
-            tenant: whose jobs.
             states: only jobs in one of these; (): in any.
             user: only jobs of this user; None: of all.
             name: only jobs of this name; None: of any.
             kind: only jobs of this kind; None: of any.
             cursor: from the page before; None: the first page.
-            limit: the most jobs to return.
             viewer: user who does not see private jobs of others; None: all jobs are returned.
 
         Raises:
@@ -226,11 +220,7 @@ class ControlStore:
         STARTING counts a start; a job that is no longer live has no URL.
 
         Args:
-            job_id: of the job.
             expected: the state, or states, in which the caller believes the job to be.
-            following: the new state.
-            reason: why, for people.
-            fields: other columns to set.
 
         Raises:
             NotFound: there is no such job.
@@ -251,8 +241,6 @@ class ControlStore:
 
         Args:
             tenant: the owner's; None: any.
-            job_id: of the job.
-            reason: why, for people.
 
         Raises:
             NotFound: there is no such job in this tenant.
@@ -276,7 +264,6 @@ class ControlStore:
 
         Args:
             tenant: the owner's; None: any.
-            job_id: of the job.
             after: only changes with a larger number are returned.
 
         Raises:
@@ -289,10 +276,8 @@ class ControlStore:
         """Return changes of all jobs of a tenant, oldest first.
 
         Args:
-            tenant: whose jobs.
             after: only changes with a larger number are returned.
             viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
-            limit: the most changes to return.
         """
         return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), viewer, limit))
 
@@ -306,11 +291,7 @@ class ControlStore:
         """Append a line to the audit log. Secrets of keys in any of the texts are hidden first.
 
         Args:
-            tenant: whose log it is.
-            who: name of the user.
             key_id: of the key that was used; None: none.
-            what: an Action.
-            target: what it was done to.
             outcome: "ok", or the code of an error.
         """
         entry_id = secrets.token_hex(16)
@@ -323,9 +304,7 @@ class ControlStore:
         """Return lines of a tenant's audit log, newest first.
 
         Args:
-            tenant: whose log it is.
             before: only lines with a smaller number; None: from the newest on.
-            limit: the most lines to return.
         """
         _check_limit(limit)
         return await self.read(lambda c: audit.page(c, tenant, None if before is None else _number(before), limit))
@@ -345,20 +324,12 @@ def _number(given: int) -> int:
 
 
 def _check_job_id(job_id: str) -> None:
-    """Refuse a text that can't be the id of a job, without asking the database.
-
-    Raises:
-        NotFound: no job can have this id.
-    """
+    """Refuse a text that can't be the id of a job, without asking the database."""
     if not (can_match(job_id) and job_id.isascii() and job_id.isprintable()):
         raise NotFound("there is no such job")
 
 
 def _check_limit(limit: int) -> None:
-    """Refuse a page size that is out of range.
-
-    Raises:
-        InvalidRequest: it is not from 1 to `MOST_ROWS`.
-    """
+    """Refuse a page size that is out of range."""
     if not 1 <= limit <= MOST_ROWS:
         raise InvalidRequest(f"limit is {limit}; it has to be from 1 to {MOST_ROWS}", "limit")

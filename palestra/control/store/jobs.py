@@ -83,10 +83,6 @@ def submit(
 
     Args:
         connection: in a transaction of the writing thread.
-        tenant: the owner's.
-        user: the owner.
-        request: the job.
-        job_id: of the new job.
         request_key: the client's idempotency key; None: there is none.
         most_open: how many jobs of the user may be open; None: any number.
         now: Unix seconds.
@@ -160,9 +156,7 @@ def read(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
     """Return one job.
 
     Args:
-        connection: to the store.
         tenant: the owner's; None: any.
-        job_id: of the job.
 
     Raises:
         NotFound: there is no such job, or it is another tenant's; the answer is the same.
@@ -186,12 +180,8 @@ def page(
     """Return a page of a tenant's jobs, newest first.
 
     Args:
-        connection: to the store.
-        tenant: whose jobs.
-        equal: values that columns must have.
         states: only jobs in one of these; empty: in any.
         before: id of the last job of the page before; None: the first page.
-        limit: the most jobs to return.
         viewer: user who does not see private jobs of others; None: all jobs are returned.
 
     Raises:
@@ -236,12 +226,8 @@ def change_state(
 
     Args:
         connection: in a transaction of the writing thread.
-        job_id: of the job.
         change_id: of this change; if it is known, the change was made before.
         expected: states in which the job may be.
-        following: the new state.
-        reason: why, for people.
-        fields: other columns to set.
         now: Unix seconds.
 
     Raises:
@@ -283,9 +269,7 @@ def request_cancel(
     Args:
         connection: in a transaction of the writing thread.
         tenant: the owner's; None: any.
-        job_id: of the job.
         change_id: of the change of state, if there is one.
-        reason: why, for people.
         now: Unix seconds.
 
     Raises:
@@ -305,9 +289,7 @@ def changes_of(connection: Connection, tenant: str | None, job_id: str, after: i
     """Return the changes of one job, oldest first.
 
     Args:
-        connection: to the store.
         tenant: the owner's; None: any.
-        job_id: of the job.
         after: only changes with a larger number are returned.
 
     Raises:
@@ -327,11 +309,7 @@ def _count_open(connection: Connection, tenant: str, user: str) -> int:
 
 
 def _check_adapters(connection: Connection, tenant: str, adapters: int) -> None:
-    """Refuse a job with more adapters on shared bases than its tenant's quota leaves.
-
-    Raises:
-        TooManyRequests: the message says what frees some.
-    """
+    """Refuse a job with more adapters on shared bases than its tenant's quota leaves."""
     quota = decisions.quota_of(connection, tenant) if adapters else None
     if quota is None or quota.adapters is None:
         return
@@ -346,11 +324,7 @@ def _check_adapters(connection: Connection, tenant: str, adapters: int) -> None:
 
 
 def _checked(fields: JobFields) -> dict[str, Any]:
-    """Return fields that may be set, with keys in texts hidden.
-
-    Raises:
-        TypeError: another field was given, such as the state, which is a defect of the caller.
-    """
+    """Return fields that may be set, with keys in texts hidden."""
     unknown = fields.keys() - JobFields.__annotations__.keys()
     if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))} can't be set")

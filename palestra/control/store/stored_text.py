@@ -45,10 +45,6 @@ def can_match(text: str) -> bool:
 def check_identifier(text: str, field: str) -> str:
     """Return the name of a tenant or user, if it is allowed.
 
-    Args:
-        text: the name.
-        field: of the request, for the error.
-
     Raises:
         InvalidRequest: it is not an identifier, or it contains a key.
     """
@@ -64,8 +60,6 @@ def check_name(text: str, field: str, may_be_empty: bool = False) -> str:
     """Return a name that a person chose for something, if it is allowed: any script, on one line.
 
     Args:
-        text: the name.
-        field: of the request, for the error.
         may_be_empty: whether "" is allowed.
 
     Raises:
@@ -78,11 +72,7 @@ def check_name(text: str, field: str, may_be_empty: bool = False) -> str:
 
 
 def _refuse_secret(text: str, field: str) -> None:
-    """Refuse a text that contains a key.
-
-    Raises:
-        InvalidRequest: it does.
-    """
+    """Refuse a text that contains a key."""
     if has_secret(text):
         raise InvalidRequest(f"there is a key in {field}; revoke it, for it may have been seen", field)
 

@@ -144,11 +144,7 @@ audit = Table(
 
 
 def _read_version(connection: sa.Connection) -> int:
-    """Return the version of a control store; 0: the database has none of its tables.
-
-    Raises:
-        StoreError: the database holds tables of another program.
-    """
+    """Return the version of a control store; 0: the database has none of its tables."""
     names = set(sa.inspect(connection).get_table_names())
     if "meta" in names:
         text = connection.execute(sa.select(meta.c.value).where(meta.c.key == VERSION_KEY)).scalar()

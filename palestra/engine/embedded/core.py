@@ -62,13 +62,7 @@ class EngineCore:
         return served
 
     def add(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
-        """Take one more policy.
-
-        Args:
-            name: of the policy, which is new.
-            policy: its model.
-            version: of the model's weights.
-        """
+        """Take one more policy."""
         self.scheduler.add_policy(self._serve(name, policy, version))
 
     def remove(self, name: str) -> None:

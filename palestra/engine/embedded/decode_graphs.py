@@ -51,7 +51,6 @@ class DecodeGraphs:
 
         Args:
             bucket: with at least one row. Places without a row are computed as well, into their own first position.
-            policy: of all its rows.
             ids: [rows], the newest token of each.
             compute: the pass. It must not read anything from the device, nor change anything but the storage.
         """

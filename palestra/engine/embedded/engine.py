@@ -48,7 +48,6 @@ class EmbeddedEngine:
 
         Args:
             policies: by name; no two of them share a model, because each has weights of its own.
-            config: limits, memory and threads.
             deterministic: whether a reply must be the same bit for bit, no matter what is computed beside it.
             version: of the weights that the models have now.
 
@@ -107,7 +106,6 @@ class EmbeddedEngine:
         Its keys and values are dropped afterwards; for that time they are beyond `cache_gib`.
 
         Args:
-            policy: whose present weights are asked.
             prompt: [P] ids, and the pictures among them.
 
         Raises:
@@ -127,7 +125,6 @@ class EmbeddedEngine:
         `in_flight_updates` says; while the engine is paused they can't be finished, and so continue.
 
         Args:
-            policy: whose weights these are.
             version: what tokens that are sampled from them say.
             source: tensors of the model's names and shapes.
         """
@@ -147,7 +144,6 @@ class EmbeddedEngine:
         """Copy the model of a policy, and load other weights into the copy; see `Engine.add_policy`.
 
         Args:
-            name: of the new policy.
             like: name of the policy whose model is copied.
             version: what tokens that are sampled from it say.
             source: tensors of the model's names and shapes; None: those of `like`.
@@ -173,9 +169,7 @@ class EmbeddedEngine:
         An adapter on a base of another policy shares its passes.
 
         Args:
-            name: of the new policy.
             policy: its model, which no other policy has.
-            version: of the model's weights.
 
         Raises:
             ModelError: there is a policy of this name; or the engine is deterministic, and products of the model's
@@ -235,12 +229,7 @@ class EmbeddedEngine:
         return self._policies[name]
 
     async def _on_thread(self, work: Command, via: Callable[[Command], None] = lambda run: run()) -> None:
-        """Run something on the engine's thread, between two turns, and wait for it.
-
-        Args:
-            work: what to run; its error is raised here.
-            via: is given the command on the engine's thread, and runs it now or lets it be run later.
-        """
+        """Run something on the engine's thread, between two turns, and wait for it."""
         future = self._commands.future()
 
         def run() -> None:

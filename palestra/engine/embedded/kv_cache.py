@@ -118,11 +118,6 @@ class KVCache:
         """Make an empty cache.
 
         Args:
-            layers: of the model.
-            heads: key heads of a layer.
-            dim: of a head.
-            dtype: of keys and values.
-            device: where they are.
             capacity: of the bucket for a sequence of so many positions.
             kept_bytes: buckets without rows stay while they have at most so many bytes together.
         """
@@ -219,7 +214,6 @@ class DecodeAttention(CachedRows):
         product larger.
 
         Args:
-            layer: number of the layer.
             query: [1, heads, T, head dim].
             key: [1, key heads, T, head dim], of the tokens of this pass.
             value: as `key`.
@@ -258,16 +252,7 @@ class DecodeAttention(CachedRows):
 def _attended(
     new: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, lengths: Tensor, scale: float, mask: Tensor
 ) -> Tensor:
-    """Put keys and values of one token a row into a cache, and return what it sees, [R, H, D].
-
-    Args:
-        new: queries [1, H, R, D], keys and values [1, K, R, D].
-        keys: [R, K, C, D], written to.
-        values: as `keys`.
-        lengths: int64 [R], how many positions are filled.
-        scale: factor of the scores.
-        mask: added to the scores, [R, 1, 1, C].
-    """
+    """Put keys and values of one token a row into a cache, and return what it sees, [R, H, D]."""
     query, key, value = (one[0].transpose(0, 1) for one in new)
     index = torch.arange(len(lengths), device=lengths.device)
     keys[index, :, lengths] = key
@@ -295,7 +280,6 @@ class PrefillAttention:
         above one row.
 
         Args:
-            layer: number of the layer.
             query: [1, heads, T, head dim].
             key: [1, key heads, T, head dim], of the tokens of this pass.
             value: as `key`.

@@ -71,7 +71,6 @@ class ModelRunner:
         """Prepare to run a model, for no policy yet.
 
         Args:
-            model: of the first policy.
             deterministic: whether results must not depend on what is computed beside them.
         """
         # Rows of adapters never see pictures, so a model that does has no passes in common with others.
@@ -169,12 +168,7 @@ class ModelRunner:
         return order, sampled
 
     def _next_scores(self, buckets: Sequence[Bucket], order: Sequence[Request]) -> Tensor:
-        """Compute the newest tokens of all rows of some buckets; returns scores of all tokens, float32 [rows, V].
-
-        Args:
-            buckets: with at least one row each.
-            order: the request of each row.
-        """
+        """Compute the newest tokens of all rows of some buckets; returns scores of all tokens, float32 [rows, V]."""
         if self._graphs is None:
             return self._launched(order, DecodeAttention.of(buckets))
         pieces, start = list[Tensor](), 0
@@ -221,7 +215,6 @@ class ModelRunner:
         """Return the log-probability of each token of a prompt but the first, at temperature 1, [P - 1].
 
         Args:
-            policy: whose weights are asked.
             prompt: [P] ids, and the pictures among them.
             piece: the most tokens of a pass; None: all, as in a deterministic engine.
         """
@@ -244,14 +237,7 @@ class ModelRunner:
         return found
 
     def _placed(self, prompt: TokenSequence, first: int, count: int, row: int) -> list[Placed]:
-        """Return the pictures of a prompt with the rows of their placeholders in a pass.
-
-        Args:
-            prompt: [P] ids.
-            first: position of the first of its tokens in the pass.
-            count: how many of its tokens are in the pass.
-            row: of the first of them.
-        """
+        """Return the pictures of a prompt with the rows of their placeholders in a pass."""
         vision = self.model.vision
         if vision is None or not prompt.media:
             return []
@@ -269,15 +255,7 @@ class ModelRunner:
         policies: Sequence[tuple[str, int]],
         pictures: Sequence[Placed] = (),
     ) -> Tensor:
-        """Return the hidden states of N tokens, [N, hidden], and of a few more where N are too few to round as many.
-
-        Args:
-            ids: [N].
-            positions: [N], or [3, N].
-            attention: knows which tokens see each other.
-            policies: how many of the tokens, in order, belong to which policy.
-            pictures: those whose placeholders may be among the tokens, with their rows.
-        """
+        """Return the hidden states of N tokens, [N, hidden], and of a few more where N are too few to round as many."""
         lacking = self._min_rows - len(ids)
         if lacking > 0:
             ids = torch.cat((ids, ids[:1].expand(lacking)))
@@ -300,12 +278,7 @@ class ModelRunner:
         return self._mixed.hidden(ids, positions, attention, self._runs(policies, lacking))
 
     def _logits(self, hidden: Tensor, policies: Sequence[tuple[str, int]]) -> Tensor:
-        """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden].
-
-        Args:
-            hidden: of rows, and behind them of copies of the first.
-            policies: how many of the rows, in order, belong to which policy.
-        """
+        """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden]."""
         if self._mixed is None:
             return self.model.logits(hidden)
         return self._mixed.logits(hidden, self._runs(policies, len(hidden) - sum(count for _, count in policies)))
@@ -369,7 +342,6 @@ def check_determinism(model: CausalLM, max_batch: int) -> None:
     with `MIN_ROWS` to `max_batch` rows, are tried: all layers' weights once, on random input.
 
     Args:
-        model: whose weights are multiplied.
         max_batch: the most replies that are decoded at the same time.
 
     Raises:
@@ -392,13 +364,7 @@ def check_determinism(model: CausalLM, max_batch: int) -> None:
 def _products(
     model: CausalLM, rows: int, draw: torch.Generator
 ) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """Yield each product of a model's layers: its name, the width of its input, and a function of rows [N, width].
-
-    Args:
-        model: whose weights are multiplied.
-        rows: the most rows that a function will get.
-        draw: of matrices in place of an adapter's, which are zero at first.
-    """
+    """Yield each product of a model's layers: its name, the width of its input, and a function of rows [N, width]."""
     for name, weight in model.named_parameters():
         if model.vision is not None and model.vision.owns(name):  # one picture a pass, always of the same shape
             continue

@@ -47,7 +47,6 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
 
     Args:
         logits: [B, V], any floating type.
-        rows: B rows.
     """
     scores = logits.float()
     changed = any(_changes(row) for row in rows)
@@ -77,10 +76,6 @@ def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
 
     The function is added up over blocks of tokens first, and token by token in one block alone: over the whole
     vocabulary in float64 it takes as long as all the rest of sampling.
-
-    Args:
-        weights: probabilities, float32 [B, V].
-        uniforms: B numbers in [0, 1).
     """
     blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
     sums = blocks.sum(dim=-1).double()
@@ -143,13 +138,7 @@ def _change(scores: Tensor, rows: Sequence[RowSampling]) -> None:
 
 
 def _exclude(scores: Tensor, banned: Sequence[tuple[int, int]], masks: Mapping[int, Tensor]) -> None:
-    """Give tokens probability 0, unless a row's grammar allows nothing else.
-
-    Args:
-        scores: [B, V], changed in place.
-        banned: rows, each with a token.
-        masks: what the grammar of a row allows.
-    """
+    """Give tokens probability 0, unless a row's grammar allows nothing else."""
     if not banned:
         return
     at, tokens = torch.tensor(banned, device=scores.device).unbind(1)
@@ -162,13 +151,7 @@ def _exclude(scores: Tensor, banned: Sequence[tuple[int, int]], masks: Mapping[i
 
 
 def _keep_top(scores: Tensor, numbers: Sequence[int], sampling: Sequence[SamplingParams]) -> None:
-    """Exclude all but the most probable tokens.
-
-    Args:
-        scores: [B, V], changed in place.
-        numbers: of the rows that have a top k or a top p.
-        sampling: of all B rows.
-    """
+    """Exclude all but the most probable tokens."""
     device, size = scores.device, scores.shape[1]
     at = torch.tensor(numbers, device=device)
     ordered, places = scores[at].sort(dim=-1, descending=True, stable=True)

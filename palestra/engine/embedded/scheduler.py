@@ -203,7 +203,6 @@ class Scheduler:
         """Keep what was computed for a request, for prompts to come; not what replaced weights have computed.
 
         Args:
-            request: the request.
             tokens: [N] of its prompt and reply.
             keys: [layers, 2, key heads, N, head dim], their keys and values.
         """

@@ -34,9 +34,7 @@ class ServedPolicy:
 
         Args:
             policy: the model, and what ends its replies.
-            version: of its present weights.
             prefix_tokens: the most tokens whose keys and values are kept for prompts to come.
-            runner: computes its passes.
         """
         self.model, self.stops, self._grammars = policy.model, policy.stop_ids, policy.grammars
         self.version, self.runner = version, runner

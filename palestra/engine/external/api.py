@@ -89,7 +89,6 @@ class EngineApi(Protocol):
         """Stream a reply. Closing the iterator cancels it at the server.
 
         Args:
-            request: what is asked for.
             adapter: name of a loaded adapter, whose replies name no versions; None: the server's own weights.
 
         Raises:
@@ -122,7 +121,6 @@ class EngineApi(Protocol):
 
         Args:
             path: a safetensors file, or what the server needs beside it in the same folder.
-            version: of the weights.
         """
         ...
 

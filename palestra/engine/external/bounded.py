@@ -15,10 +15,6 @@ MOST_BYTES = 64 * 2**20
 async def read_body(answer: httpx2.Response, where: str) -> bytes:
     """Return the body of an answer.
 
-    Args:
-        answer: of a stream that is open.
-        where: the route, for messages.
-
     Raises:
         EngineFailure: it is longer than `MOST_BYTES`.
     """
@@ -32,10 +28,6 @@ async def read_body(answer: httpx2.Response, where: str) -> bytes:
 
 async def read_lines(answer: httpx2.Response, where: str) -> AsyncGenerator[bytes, None]:
     """Yield the lines of an answer as they arrive, without their line ends.
-
-    Args:
-        answer: of a stream that is open.
-        where: the route, for messages.
 
     Raises:
         EngineFailure: a line is longer than `MOST_BYTES`.

@@ -53,11 +53,7 @@ class EngineConnection:
     """Sends requests to one server. All of them come from one event loop."""
 
     def __init__(self, address: Address) -> None:
-        """Prepare to connect; nothing is sent yet.
-
-        Args:
-            address: of the server.
-        """
+        """Prepare to connect; nothing is sent yet."""
         self._address = address
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         socket = address.socket
@@ -77,7 +73,6 @@ class EngineConnection:
         """Return the JSON of the answer to a GET request; None: the answer is empty.
 
         Args:
-            path: of the route.
             seconds: how long the server may take.
 
         Raises:
@@ -89,7 +84,6 @@ class EngineConnection:
         """Return the JSON of a route that says what a server is.
 
         Args:
-            path: of the route.
             seconds: how long the server may take.
             program: that the server has to be, such as `vLLM`.
 
@@ -119,10 +113,7 @@ class EngineConnection:
         """Return the JSON of the answer to a POST request; None: the answer is empty.
 
         Args:
-            path: of the route.
-            body: sent as JSON.
             seconds: how long the server may take, and the sending.
-            query: parameters behind the path.
 
         Raises:
             InvalidRequest: the server refuses the request.
@@ -134,8 +125,6 @@ class EngineConnection:
         """Send a POST request, and return when the server has answered that it succeeded. The answer's text is ignored.
 
         Args:
-            path: of the route.
-            body: sent as JSON.
             seconds: how long the server may take.
 
         Raises:
@@ -148,10 +137,6 @@ class EngineConnection:
         """Yield the JSON of each event of an answer, until `[DONE]`. Closing the iterator closes the connection.
 
         There is no limit on the time between two events: a paused engine sends none.
-
-        Args:
-            path: of the route.
-            body: sent as JSON.
 
         Raises:
             InvalidRequest: the server refuses the request.

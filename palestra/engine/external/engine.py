@@ -89,7 +89,6 @@ class ExternalEngine:
         """Let the server compute a prompt; see `Engine.score`.
 
         Args:
-            policy: whose present weights are asked.
             prompt: [P] ids.
 
         Raises:
@@ -118,7 +117,6 @@ class ExternalEngine:
         A server that is not paused while its layers are replaced dies, so there is no update without a pause.
 
         Args:
-            policy: whose weights these are.
             version: what tokens that are sampled from them say.
             source: tensors of the model's names and shapes.
         """

@@ -60,9 +60,6 @@ class ServerProcess:
 
         Args:
             name: for messages, such as `vLLM`.
-            command: program and arguments.
-            variables: the whole environment of the process.
-            log: file to which the server writes.
             folders: of its sockets, and of weights; they are removed when it has ended, also where the job was killed.
 
         Raises:
@@ -95,7 +92,6 @@ class ServerProcess:
         """Block until the server answers.
 
         Args:
-            address: where it is going to listen.
             path: of a route that answers as soon as the server is ready.
             seconds: how long it may take.
 

@@ -40,9 +40,7 @@ class Reply:
         """Expect the first token.
 
         Args:
-            request: what was asked for.
             began: version of the weights when the request was sent.
-            bounds: of the policy.
         """
         self._began, self._vocab = began, bounds.vocab_size
         self._stops = bounds.stop_ids | set(request.sampling.stop_ids)
@@ -58,7 +56,6 @@ class Reply:
         """Yield what of the reply is certain with one more chunk.
 
         Args:
-            chunk: as the server has sent it.
             sent: versions of the weights that were sent to the server since the request was.
 
         Raises:

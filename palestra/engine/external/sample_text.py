@@ -36,7 +36,6 @@ async def check_tokenizer(http: EngineConnection, sample: SampleText, seconds: f
     """Have a server tokenize the sample text; vLLM and SGLang have the same route for that.
 
     Args:
-        http: to the server.
         sample: the text, and what its tokens have to be.
         seconds: how long the server may take.
 

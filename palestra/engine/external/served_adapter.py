@@ -111,11 +111,7 @@ class ServedAdapter(ServedPolicy):
         return WrittenWeights(folder, is_own=False)  # it stays as long as the server may read it
 
     def _layers(self, matrices: Mapping[str, Tensor]) -> set[str]:
-        """Return the layers of an adapter, of whose matrices, [r, d] and [n, r], these are the names.
-
-        Raises:
-            ModelError: a matrix does not fit its layer, or its layer can't have one at a server.
-        """
+        """Return the layers of an adapter, of whose matrices, [r, d] and [n, r], these are the names."""
         layers = {name.partition(".lora_")[0] for name in matrices}
         for layer in sorted(layers):
             out, width = (*self.shapes.get(f"{layer}.weight", ()), 0, 0)[:2]
@@ -133,9 +129,7 @@ class ServedAdapter(ServedPolicy):
         """Load an adapter, and let requests that begin from now on be sampled from it; see `ServedPolicy`.
 
         Args:
-            name: of the policy.
             new: what `prepare` has returned.
-            version: of the weights.
             finish: without effect: replies always end under the version with which they began.
             paused: without effect: a server loads adapters while it is paused, too.
         """
@@ -154,7 +148,6 @@ class ServedAdapter(ServedPolicy):
         """Let a further policy be sampled from the present weights of another one.
 
         Args:
-            name: of the new policy.
             like: name of a policy of this server.
         """
         self._replace(name, self._loaded[like])

@@ -144,12 +144,7 @@ class ServedPolicy:
 
     @contextlib.asynccontextmanager
     async def turn(self, may_run: asyncio.Event, name: str) -> AsyncIterator[Turn]:
-        """Wait until a request may be sent, and count it while the block is open.
-
-        Args:
-            may_run: set unless the engine is paused.
-            name: of the policy that is asked.
-        """
+        """Wait until a request may be sent, and count it while the block is open."""
         async with self._room:
             while not (self._open.is_set() and may_run.is_set()):
                 await may_run.wait()
@@ -170,20 +165,11 @@ class ServedPolicy:
         yield Turn(self.version, None, self.sent, len(self.sent))
 
     def expecting(self, source: WeightSource) -> contextlib.AbstractContextManager[None]:
-        """Say that this server is going to take weights, so that others which take them can wait for it.
-
-        Args:
-            source: the weights.
-        """
+        """Say that this server is going to take weights, so that others which take them can wait for it."""
         return contextlib.nullcontext()
 
     def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
         """Write new weights for the server. A file that a server of this machine can read is left as it is.
-
-        Args:
-            name: of the policy.
-            source: the weights.
-            version: of the weights.
 
         Raises:
             ModelError: they do not fit the server's model, or there is no room for the file.
@@ -202,9 +188,6 @@ class ServedPolicy:
     def fitting(self, source: WeightSource) -> list[tuple[str, Tensor]]:
         """Return all weights with their names, [n, d] or [d], after they were compared with the server's model.
 
-        Args:
-            source: the weights.
-
         Raises:
             ModelError: one is missing, is not known, or has another shape.
         """
@@ -220,9 +203,7 @@ class ServedPolicy:
         """Let the server read new weights while it is paused.
 
         Args:
-            name: of the policy.
             new: what `prepare` has returned.
-            version: of the weights.
             finish: whether replies that are being sampled are finished first; others go on under the new weights.
             paused: whether the engine is paused already, and stays so.
 

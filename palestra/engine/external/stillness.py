@@ -23,7 +23,6 @@ class Stillness:
 
         Args:
             now: seconds of the same clock.
-            progress: the numbers at this look.
             may_move: whether the server has requests and is not paused; otherwise it does not stand still.
         """
         if progress != self._progress or not may_move:

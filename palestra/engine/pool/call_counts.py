@@ -18,11 +18,7 @@ class CallCounts:
 
     @contextlib.contextmanager
     def counted(self, reply: Replay) -> Iterator[None]:
-        """Count a request while the block runs.
-
-        Args:
-            reply: what its caller has.
-        """
+        """Count a request while the block runs."""
         self._open.add(reply)
         try:
             yield

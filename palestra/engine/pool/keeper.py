@@ -29,8 +29,6 @@ class WorkerKeeper:
         """Prepare to keep workers.
 
         Args:
-            state: of the pool.
-            start: starts a worker.
             start_seconds: how long that may take.
         """
         self._state, self._start, self._start_seconds = state, start, start_seconds
@@ -74,12 +72,7 @@ class WorkerKeeper:
             worker.lose(f"could not be paused: {error}")
 
     async def _serve(self, worker: InferenceWorker) -> str:
-        """Start a worker and let it serve; return why it ended.
-
-        Raises:
-            EngineFailure: it did not start.
-            PalestraError: it can't be started.
-        """
+        """Start a worker and let it serve; return why it ended."""
         worker.served_since = None
         async with asyncio.timeout(self._start_seconds):
             started = await self._start(worker.number)
@@ -116,11 +109,7 @@ class WorkerKeeper:
         return await worker.lost()
 
     def _drop(self, refused: WantedPolicy | None, error: ModelError) -> None:
-        """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does.
-
-        Raises:
-            ModelError: it is no added policy, and without it there is nothing to sample from.
-        """
+        """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does."""
         if refused is None or refused.like is None or self._state.wanted.get(refused.name) is not refused:
             raise error
         log.error("%r can't be sampled from any more: %s", refused.name, error)

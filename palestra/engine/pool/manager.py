@@ -48,10 +48,8 @@ class InferenceManager:
         """Prepare a pool; `open` starts its workers.
 
         Args:
-            start: starts a worker.
             policies: names of those that every worker has from its start.
             keep: keeps weights of a policy, named first, for workers that need them later.
-            options: how the pool behaves.
             check_room: is asked before workers are added to a pool that serves; None: there is room.
         """
         self._first, self._keep, self._options = frozenset(policies), keep, options
@@ -136,15 +134,7 @@ class InferenceManager:
         return serving[place(len(request.prompt.ids), found)]
 
     async def _serving(self, refusals: Mapping[str, InvalidRequest]) -> list[InferenceWorker]:
-        """Return the workers that take a request, at least one; those that start are waited for.
-
-        Args:
-            refusals: of the request, by the kind of worker.
-
-        Raises:
-            InvalidRequest: all kinds have refused the request.
-            EngineFailure: the pool was closed, or has failed.
-        """
+        """Return the workers that take a request, at least one; those that start are waited for."""
         while True:
             self._state.check_open()
             able = [worker for worker in self._workers if worker.kind not in refusals]
@@ -227,11 +217,7 @@ class InferenceManager:
             await self._hand_out()
 
     async def _want(self, policy: WantedPolicy) -> None:
-        """Have every worker take a policy.
-
-        Raises:
-            ModelError: the first worker refuses the weights; all then keep what they had.
-        """
+        """Have every worker take a policy."""
         self._state.check_open()
         before = self._state.wanted.get(policy.name)
         self._state.wanted[policy.name] = policy
@@ -247,11 +233,7 @@ class InferenceManager:
         self._state.check_open()
 
     async def _hand_out(self) -> None:
-        """Bring all workers to what is wanted; one that starts meanwhile takes it before it serves.
-
-        Raises:
-            ModelError: the first of them refuse the weights.
-        """
+        """Bring all workers to what is wanted; one that starts meanwhile takes it before it serves."""
         rolling = self._options.sync == "rolling"
         async with self._rolling if rolling else contextlib.nullcontext():
             workers = [worker for worker in self._workers if worker.is_ready]
@@ -352,9 +334,6 @@ class InferenceManager:
         Workers that are taken away get no new requests, finish those that they have, and are ended then. Workers that
         are added start one after another. The change is carried out also where the caller is cancelled.
 
-        Args:
-            replicas: at least one.
-
         Raises:
             Conflict: the pool has workers of several kinds; or another call has asked for another number meanwhile.
             PalestraError: there is no room for the workers, or one of them can't be started, and those that serve go
@@ -378,11 +357,7 @@ class InferenceManager:
             raise error
 
     def _check_number(self, replicas: int) -> None:
-        """Refuse a number of workers that the pool can't have.
-
-        Raises:
-            InvalidRequest: it is too small or too large.
-        """
+        """Refuse a number of workers that the pool can't have."""
         if replicas < 1:
             raise InvalidRequest("a pool has at least one worker", "replicas")
         if self._options.most is not None and replicas > self._options.most:
@@ -391,11 +366,7 @@ class InferenceManager:
             )
 
     async def _check_room_for(self, replicas: int) -> None:
-        """Refuse workers for which the machine has no room, before one of them is started.
-
-        Raises:
-            PalestraError: there is no room for them.
-        """
+        """Refuse workers for which the machine has no room, before one of them is started."""
         stay = self._staying()
         if replicas > len(stay) and self._check_room is not None:
             # Also those that start now or again are still to take their memory.
@@ -442,11 +413,7 @@ class InferenceManager:
         return next((worker.problem for worker in starting if worker.problem is not None), None)
 
     def _added_worker(self, *, later: bool) -> InferenceWorker:
-        """Begin to start one more worker.
-
-        Args:
-            later: whether others serve already, so that the pool stays if this one does not start.
-        """
+        """Begin to start one more worker."""
         options = self._options
         kind = options.kinds[self._numbers] if options.kinds else ""
         worker = InferenceWorker(self._numbers, options.prefix_tokens, options.stuck_seconds, kind, later=later)

@@ -39,10 +39,6 @@ def place(prompt_tokens: int, candidates: Sequence[Candidate]) -> int:
     Workers that take new weights come last. Of the others the one with the least work gets the request: what of the
     prompt it does not know, and `REQUEST_TOKENS` for each request that it has. Of equal ones the longest known
     beginning decides, then the newer weights, then the order.
-
-    Args:
-        prompt_tokens: length of the prompt.
-        candidates: the workers, at least one.
     """
 
     def order(number: int) -> tuple[bool, int, int, tuple[int, int], int]:

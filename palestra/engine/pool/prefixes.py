@@ -54,7 +54,6 @@ class PrefixIndex:
         """Return how many tokens of a sequence's beginning are known.
 
         Args:
-            policy: whose prompt it is.
             hashes: of `block_hashes`.
         """
         blocks = self._blocks.get(policy)

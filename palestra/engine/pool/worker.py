@@ -197,7 +197,6 @@ class InferenceWorker:
         """Return what a placement has to know of this worker.
 
         Args:
-            policy: whose prompt is to be placed.
             hashes: of the prompt, see `block_hashes`.
         """
         return Candidate(

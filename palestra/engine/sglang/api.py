@@ -45,8 +45,6 @@ class SglangApi:
         """Prepare to ask a server.
 
         Args:
-            connection: to the server.
-            bounds: of the policy.
             stop_ids: tokens that end every reply of the policy.
             folder: of the policy's model, whose configuration lies beside new weights.
             sample: by which another tokenizer is found; None: the tokenizer is not looked at.
@@ -224,15 +222,7 @@ def _adapter(name: str | None) -> dict[str, str]:
 
 
 def _check_echo(event: Any, ids: list[int]) -> None:
-    """Refuse an answer to another prompt than was sent, where the server says which it answers, or its length.
-
-    Args:
-        event: as SGLang has sent it.
-        ids: of the prompt.
-
-    Raises:
-        EngineFailure: the server has read other tokens.
-    """
+    """Refuse an answer to another prompt than was sent, where the server says which it answers, or its length."""
     meta = event.get("meta_info") if isinstance(event, dict) else None
     count = meta.get("prompt_tokens") if isinstance(meta, dict) else None
     said = event.get("prompt_token_ids") if isinstance(event, dict) else None
@@ -241,16 +231,7 @@ def _check_echo(event: Any, ids: list[int]) -> None:
 
 
 def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
-    """Return what is new in an event, and how many tokens the reply has with it.
-
-    Args:
-        event: as SGLang has sent it.
-        seen: tokens of the events before.
-        top: how many of the most probable tokens were asked for.
-
-    Raises:
-        EngineFailure: it can't be read, or tokens are missing.
-    """
+    """Return what is new in an event, and how many tokens the reply has with it."""
     try:
         meta = event["meta_info"]
         said, count = meta.get("output_token_logprobs") or [], meta["completion_tokens"]

@@ -27,7 +27,6 @@ def chunk_of(choice: Mapping[str, Any], top: int, owner: str | None) -> Chunk:
     """Return a choice of vLLM's answer as a chunk.
 
     Args:
-        choice: as vLLM has sent it.
         top: how many of the most probable tokens were asked for.
         owner: whose weights the server has to have; None: the versions that vLLM names are not those of the policy.
 
@@ -58,11 +57,7 @@ def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[i
 
 
 def _spans(said: Sequence[Mapping[str, Any]], owner: str) -> tuple[VersionSpan, ...]:
-    """Return which versions have sampled a reply, from its first token to its last without a gap.
-
-    Raises:
-        EngineFailure: they are of another engine than the owner.
-    """
+    """Return which versions have sampled a reply, from its first token to its last without a gap."""
     spans, at = [], 0
     for each in said:
         version, _, whose = str(each["version"]).rpartition("-")

@@ -79,8 +79,6 @@ class VllmApi:
         """Prepare to ask a server.
 
         Args:
-            connection: to the server.
-            bounds: of the policy.
             stop_ids: tokens that end every reply of the policy.
             owner: name of this engine alone. A reply that names another owner was sampled from another job's weights.
             seeded: whether the seeds of calls are sent.
@@ -275,9 +273,7 @@ class VllmApi:
         """Let the server's workers join a group, and return when all of its ranks have met.
 
         Args:
-            name: of the group.
             first_rank: of this server's workers, whose number is `ranks`.
-            size: number of ranks.
 
         Raises:
             EngineServerError: they can't reach the others, or these do not come in time.
@@ -287,13 +283,7 @@ class VllmApi:
         await self._greet(group, 2 * self._rendezvous.seconds)
 
     async def _greet(self, group: Mapping[str, Any], seconds: float) -> None:
-        """Tell the server's workers where the trainer is, and which group they join there.
-
-        Args:
-            group: fields of the group; none: the workers only try to reach the trainer, and abandon what another one
-                has left unfinished.
-            seconds: how long that may take.
-        """
+        """Tell the server's workers where the trainer is, and which group they join there."""
         assert self._rendezvous is not None
         told = {"host": self._rendezvous.host, "port": self._rendezvous.port, "seconds": self._rendezvous.seconds}
         await self._ask_workers("palestra_join", told | dict(group), seconds)
@@ -301,37 +291,20 @@ class VllmApi:
     async def receive(self, layout: WeightLayout) -> None:
         """Let the paused server's workers receive all weights from rank 0 of their group; `finish_update` follows.
 
-        Args:
-            layout: of the weights.
-
         Raises:
             EngineServerError: they have not got all of them, and can be given them again.
         """
         await self._ask_workers("palestra_receive", asdict(layout), _DAY)
 
     async def _ask_workers(self, method: str, argument: Mapping[str, Any], seconds: float) -> None:
-        """Call a method of Palestra's module in all workers of the server.
-
-        Args:
-            method: its name.
-            argument: of the method.
-            seconds: how long it may take.
-
-        Raises:
-            EngineServerError: a worker answers that something went wrong.
-            EngineFailure: the server does not answer, or has no such method.
-        """
+        """Call a method of Palestra's module in all workers of the server."""
         body = {"method": method, "args": [orjson.dumps(argument).decode()]}
         problems = list_of(await self._http.post("/collective_rpc", body, seconds), "results")
         if wrong := [shown(problem) for problem in problems if problem]:
             raise EngineServerError(f"{self.address}: {wrong[0]}")
 
     async def finish_update(self, version: PolicyVersion) -> None:
-        """Let the server use weights of which it has all, and forget what the old ones have computed.
-
-        Args:
-            version: of the weights.
-        """
+        """Let the server use weights of which it has all, and forget what the old ones have computed."""
         await self._http.post("/finish_weight_update", {"weight_version": f"{version}-{self._owner}"}, _LOADING)
         self._weights = str(version)
         await self._http.post("/reset_prefix_cache", {}, _QUICK)
@@ -374,12 +347,6 @@ class VllmApi:
 
         Its pictures are hundreds of megabytes, perhaps. So only a few requests that have some are prepared and sent at
         a time, the others wait; and a request that was sent is not kept while the server answers it.
-
-        Args:
-            prompt: what is read.
-            adapter: name of the adapter that reads it; None: the server's own weights.
-            settings: the request's other fields.
-            upload: is closed when all of the request was sent; the caller closes it in any case.
         """
         body = settings | {"token_ids": prompt.ids.tolist()} | ({} if adapter is None else {"model": adapter})
         if not prompt.media:
@@ -424,15 +391,7 @@ def _count(line: str) -> float:
 
 
 def _check_echo(event: Any, ids: list[int]) -> None:
-    """Refuse an answer to another prompt than was sent, where the server repeats the prompt.
-
-    Args:
-        event: as vLLM has sent it.
-        ids: of the prompt.
-
-    Raises:
-        EngineFailure: it repeats other tokens.
-    """
+    """Refuse an answer to another prompt than was sent, where the server repeats the prompt."""
     said = event.get("prompt_token_ids") if isinstance(event, dict) else None
     if said is not None and said != ids:
         raise EngineFailure("the engine answers to another prompt than the one that it was sent")

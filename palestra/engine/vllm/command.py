@@ -110,10 +110,7 @@ def vllm_command(
     """Return the command that starts a server.
 
     Args:
-        config: of the engine.
-        folder: of the model.
         max_context: most tokens of a prompt and its reply.
-        address: where it listens.
         place: what it computes with. The build for CPUs reads the memory for its cache from the environment.
         adapter: what the server needs room for; None: it gets whole weights.
 
@@ -159,10 +156,8 @@ def vllm_variables(
     """Return the environment of a server.
 
     Args:
-        config: of the engine.
         address: where it listens, with the key that it asks for.
         private: folder for the sockets between its processes.
-        place: what it computes with.
     """
     kept = {
         key: value
@@ -207,7 +202,6 @@ def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number
     Args:
         allowed: numbers of the cores that this process may use.
         threads: of each server; None: an equal part of the cores.
-        servers: that compute at the same time.
         number: of the server among them, from 0.
         parts: processes that share each server's model. They have cores of their own, as far as there are enough,
             divided by `|`; vLLM does not choose these itself.

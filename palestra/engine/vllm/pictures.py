@@ -39,7 +39,6 @@ class VllmPictures:
 
         Args:
             processor: of the model that the server has.
-            pictures: where those of prompts are found.
             trained: whether the tower changes with the weights; otherwise the server computes a picture once.
         """
         self.processor, self.pictures, self._trained = processor, pictures, trained
@@ -53,7 +52,6 @@ class VllmPictures:
 
         Args:
             prompt: ids, and the pictures among them.
-            weights: which the server has.
 
         Raises:
             PalestraError: no picture has this digest, or it can't be decoded.

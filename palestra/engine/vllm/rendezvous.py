@@ -36,7 +36,6 @@ class Rendezvous:
             address: of this machine, by which the servers reach it, with a port behind a colon or without; None: all
                 servers are on this machine.
             backend: `gloo` or `nccl`.
-            seconds: see the attribute.
 
         Raises:
             ConfigError: nothing can listen there, or this process has no device for the backend.
@@ -69,10 +68,6 @@ class Rendezvous:
 
     def meet(self, name: str, size: int) -> WeightGroup:
         """Return a group of which this process is rank 0; blocks until the other ranks are there.
-
-        Args:
-            name: of the group.
-            size: number of ranks.
 
         Raises:
             RuntimeError: they do not come in time.

@@ -23,7 +23,6 @@ def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: b
     processed_logprobs`): after bias, penalties, grammar, temperature, top k and top p, as `SampledTokens` has them.
 
     Args:
-        sampling: what was asked for.
         stop_ids: tokens that end every reply of the policy.
         seeded: whether the call's seed is sent.
         streamed: whether each token is sent by itself; otherwise the first one is, and then some at a time.
@@ -63,11 +62,7 @@ def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: b
 
 
 def _structured(grammar: str) -> dict[str, str]:
-    """Return a grammar as vLLM takes it for llguidance: a JSON schema, or rules in Lark's syntax.
-
-    Raises:
-        InvalidRequest: it is of several grammars, which vLLM has no field for.
-    """
+    """Return a grammar as vLLM takes it for llguidance: a JSON schema, or rules in Lark's syntax."""
     if not grammar.lstrip().startswith("{"):
         return {"grammar": grammar}
     parts = json.loads(grammar).get("grammars", [])

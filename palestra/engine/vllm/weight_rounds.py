@@ -78,7 +78,6 @@ class WeightRounds:
         """Begin without groups.
 
         Args:
-            rendezvous: see the attribute.
             bucket_bytes: see `WeightLayout`.
         """
         self.rendezvous, self._bucket_bytes = rendezvous, bucket_bytes
@@ -112,10 +111,7 @@ class WeightRounds:
         """Return when a paused server has received all weights.
 
         Args:
-            receiver: the server.
-            source: of the weights.
             named: all of them, [n, d] or [d], with their names.
-            dtype: precision in which they are sent.
 
         Raises:
             EngineFailure: the server did not get them; what it has is not to be used.
@@ -143,13 +139,7 @@ class WeightRounds:
         self._leave([receiver])
 
     async def _lead(self, led: _Round, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        """Wait for the servers that are expected, and send the weights until each has got them or is given up.
-
-        Args:
-            led: the round.
-            named: all weights, [n, d] or [d], with their names.
-            dtype: precision in which they are sent.
-        """
+        """Wait for the servers that are expected, and send the weights until each has got them or is given up."""
         key, limit = id(led.source), self.rendezvous.seconds
         try:
             with contextlib.suppress(TimeoutError):  # those that are late get a round of their own
@@ -227,14 +217,7 @@ class WeightRounds:
         named: Sequence[tuple[str, Tensor]],
         layout: WeightLayout,
     ) -> tuple[bool, Problems]:
-        """Send the weights over a group, and return whether it can be used again, and which servers did not get all.
-
-        Args:
-            group: of this process and the servers' workers.
-            receivers: the servers.
-            named: all weights, [n, d] or [d], with their names.
-            layout: of the weights.
-        """
+        """Send the weights over a group, and return whether it can be used again, and which servers did not get all."""
         loop, limit, moved = asyncio.get_running_loop(), 2 * self.rendezvous.seconds, [0]
 
         def sent(size: int) -> None:

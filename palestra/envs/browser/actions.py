@@ -40,11 +40,7 @@ class PageActions:
     """
 
     def __init__(self, page: Callable[[], BrowserPage]) -> None:
-        """Create the actions.
-
-        Args:
-            page: returns the open page.
-        """
+        """Create the actions."""
         self._page = page
 
     def tools(self, view: View) -> list[Tool]:

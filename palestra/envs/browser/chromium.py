@@ -189,11 +189,8 @@ class EpisodeBrowser:
         """Take a browser that has been started; `BrowserDriver.launch` starts one.
 
         Args:
-            browser: playwright's.
-            process: id of its main process.
             profile: folder of its profile, which is removed with it.
             refuses: the proxy's socket, which is closed with it.
-            memory_mib: limit for its memory.
         """
         self.ended_for: str | None = None
         self._browser, self._process, self._profile, self._refuses = browser, process, profile, refuses
@@ -277,11 +274,7 @@ async def _ended(end: Callable[[], Awaitable[None]]) -> None:
 
 
 def _main_process(mark: str) -> tuple[int, Path]:
-    """Return the process and the profile of the browser that was started with an argument that no other has.
-
-    Raises:
-        EnvironmentFailed: it has ended.
-    """
+    """Return the process and the profile of the browser that was started with an argument that no other has."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         words = _words(path)
         if mark in words:

@@ -51,12 +51,7 @@ class BrowserPage:
         """Take a page; `open_page` makes one.
 
         Args:
-            browser: of the episode.
-            context: the page's context.
-            page: playwright's page.
-            view: what the agent sees.
             max_chars: a longer description is cut, and says so.
-            seconds: limit for one operation.
         """
         self.page = page
         self._browser, self._context, self._view, self._max_chars, self._seconds = (

@@ -50,7 +50,6 @@ class Display:
 
         Args:
             box: where the screen, its window and xdotool run.
-            owned: descriptors that are closed with it.
             requests: pipe for lines of JSON to the window's program.
             answers: pipe with its answers, a line each.
             size: of the screen in pixels, wide and high.

@@ -154,11 +154,7 @@ class DesktopEnvironment(ActingEnvironment):
             await display.close()
 
     async def _xdotool(self, *arguments: str) -> str:
-        """Run xdotool on the screen.
-
-        Raises:
-            EpisodeForfeited: it takes too long, or fails.
-        """
+        """Run xdotool on the screen."""
         found = await self._ask({"xdotool": arguments, "seconds": self._seconds})
         if found.get("code") != 0:
             self._failure = EpisodeForfeited(f"xdotool failed with {found.get('code')}: {found.get('said')}")
@@ -166,11 +162,7 @@ class DesktopEnvironment(ActingEnvironment):
         return DONE
 
     async def _ask(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the answer of the window's program; without a request, what the window says of itself.
-
-        Raises:
-            EpisodeForfeited, EnvironmentFailed: see `check_alive`.
-        """
+        """Return the answer of the window's program; without a request, what the window says of itself."""
         self.check_alive()
         try:
             return await self._opened().ask(request or {}, self._seconds + 1)

@@ -35,7 +35,6 @@ class ServerAddress:
         """Check and keep an address.
 
         Args:
-            url: the server's URL.
             key: of the server; None: the variable `PALESTRA_ENVIRONMENT_KEY`.
             retry_seconds: how long to try again while the server can't be reached.
             wait_seconds: how long to wait for a session while all are in use.
@@ -58,7 +57,6 @@ class ServerAddress:
         """Return the URL of a session's WebSocket.
 
         Args:
-            session_id: name of the session.
             received: number of the last message that the client has.
         """
         scheme, _, rest = self.url.partition(":")
@@ -104,11 +102,7 @@ class ServerAddress:
                     )
 
     async def _send(self, http: httpx2.AsyncClient, body: str, timeout_seconds: float) -> SessionAnswer:
-        """Send the request for a session until the server answers it.
-
-        Raises:
-            PalestraError: the server refuses the request, or can't be reached.
-        """
+        """Send the request for a session until the server answers it."""
         steps = exchange(
             self.endpoint,
             lambda: self._request("POST", "/v1/sessions", timeout_seconds, body),

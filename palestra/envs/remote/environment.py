@@ -200,11 +200,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
         return self._link
 
     async def _listen(self, link: SessionLink) -> None:
-        """Take what the server shows until the episode is over.
-
-        Raises:
-            PalestraError: the episode has failed on the server, or the session has ended.
-        """
+        """Take what the server shows until the episode is over."""
         while True:
             event = await link.next()
             if isinstance(event, Over):
@@ -219,11 +215,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
                 self.withdraw(event.observation_id, event.action)
 
     def _show(self, event: Observed) -> None:
-        """Show an observation.
-
-        Raises:
-            EnvironmentFailed: very many have not been seen, or not been answered: the server waits for none of them.
-        """
+        """Show an observation."""
         if max(len(self._open), self._unseen.qsize()) >= MOST_WAITING:
             raise EnvironmentFailed(f"{self._address.url} shows more than {MOST_WAITING:,} observations at a time")
         observation = observation_of(event, self.clock.now(), self._pictures)

@@ -29,7 +29,6 @@ def message_of(
     means "not scored", of a reward that is no number.
 
     Args:
-        observation: what the environment has shown.
         alone: whether nothing can happen until the observation is answered.
         survives_failure: whether the environment scores that its agent fails.
         sent: digests of the pictures whose files earlier messages had; those of this message are added. None: none.
@@ -72,11 +71,7 @@ def _pictures(content: tuple[ChatMessage, ...], sent: set[str]) -> dict[str, Any
 
 
 def _with_files(message: Observed, known: set[str]) -> tuple[ChatMessage, ...]:
-    """Return the messages of an observation, whose pictures have their files where these came with it.
-
-    Raises:
-        EnvironmentFailed: a file is not that of its digest, or a picture's file was never sent.
-    """
+    """Return the messages of an observation, whose pictures have their files where these came with it."""
     files = {}
     for digest, encoded in message.pictures.items():
         try:
@@ -104,7 +99,6 @@ def observation_of(message: Observed, observed_at: float, known: set[str] | None
     """Return the observation that a message holds.
 
     Args:
-        message: from the server.
         observed_at: Unix seconds of the client, whose clock times the actions too.
         known: digests of the pictures whose files earlier messages had; those of this message are added. None: none.
 

@@ -61,12 +61,7 @@ class SessionLink:
     """
 
     def __init__(self, address: ServerAddress, created: SessionCreated) -> None:
-        """Create the link; `open` begins to connect.
-
-        Args:
-            address: of the server.
-            created: its answer.
-        """
+        """Create the link; `open` begins to connect."""
         self.created = created
         self._address = address
         self._stream = MessageStream(created.max_message_bytes)
@@ -199,12 +194,7 @@ class SessionLink:
             self._soon()
 
     def _take(self, ack: int, messages: tuple[ServerMessage, ...]) -> None:
-        """Handle the messages of a frame that have not been handled before.
-
-        Raises:
-            InvalidRequest: a number is left out, or of no message.
-            EnvironmentFailed: the server goes on although none of its messages is taken.
-        """
+        """Handle the messages of a frame that have not been handled before."""
         self._stream.acknowledge(ack)
         for message in self._stream.accept(messages):
             if isinstance(message, Done | Over | Failed):
@@ -259,12 +249,7 @@ def error_of(message: Failed) -> PalestraError:
 
 
 def _refusal(url: str, error: Exception) -> PalestraError:
-    """Return the error of a connection that was not made; ConnectionLost: it may be made later.
-
-    Args:
-        url: of the server.
-        error: why there is no connection.
-    """
+    """Return the error of a connection that was not made; ConnectionLost: it may be made later."""
     if isinstance(error, InvalidStatus):
         status = error.response.status_code
         if status == 404:

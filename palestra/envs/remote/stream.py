@@ -68,9 +68,6 @@ class MessageStream:
     def acknowledge(self, number: int) -> None:
         """Forget the messages that the other side has. A number that is lower than an earlier one changes nothing.
 
-        Args:
-            number: of the last one.
-
         Raises:
             InvalidRequest: no message with this number was sent.
         """

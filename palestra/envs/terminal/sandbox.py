@@ -68,7 +68,6 @@ class Sandbox:
         """Take a program that has been started; `start_sandbox` starts one.
 
         Args:
-            process: bubblewrap's process.
             init: process id, on the machine, of the first process in the sandbox.
             home: descriptor of the home folder, which the sandbox takes over.
             limits: what the processes may use.
@@ -245,14 +244,7 @@ def check_installed() -> None:
 
 
 def _bubblewrap(limits: Limits, info: int, names: int, calls: int) -> list[str]:
-    """Return the command that makes the namespaces.
-
-    Args:
-        limits: sizes of what can be written to.
-        info: descriptor that the process id is written to.
-        names: descriptor with the contents of `/etc/passwd`.
-        calls: descriptor with the filter of system calls.
-    """
+    """Return the command that makes the namespaces."""
     size = str(limits.disk_mib * _MIB)
     known = [f"--ro-bind-try /{name} /{name}" for name in ("etc/alternatives", "etc/ld.so.cache", "etc/ld.so.conf.d")]
     linked = [f"--symlink usr/{name} /{name}" for name in ("bin", "sbin", "lib", "lib64")]
@@ -298,10 +290,6 @@ def _files(home: int, limits: Limits) -> dict[str, bytes]:
 
     Left out is what a program can make to harm its reader: files that can't be read, folders deeper than `_MAX_DEPTH`,
     and what is beyond the limits of files and bytes, as files with holes may be.
-
-    Args:
-        home: descriptor of the folder.
-        limits: of the sandbox.
     """
     found: dict[str, bytes] = {}
     room = limits.disk_mib * _MIB

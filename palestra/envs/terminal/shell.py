@@ -40,9 +40,6 @@ class Shell:
         """Take a shell that has been started; `start_shell` starts one.
 
         Args:
-            sandbox: where it runs.
-            owned: descriptors that are closed with it.
-            terminal: the pseudo-terminal's own end.
             status: pipe with the exit code of each command.
             commands: pipe from which the shell takes its commands.
             take: what is typed to make it take one.
@@ -165,9 +162,6 @@ class Shell:
 
         Any program in the sandbox can say that a command has ended, or make the pipe smaller: a pipe that is still
         full must not keep this process waiting.
-
-        Raises:
-            BadArguments: the shell has not taken the last command, or can't take this one.
         """
         try:
             taken = os.write(self._commands, command)

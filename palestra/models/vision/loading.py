@@ -17,7 +17,6 @@ def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple
 
     Args:
         folder: or the name of a model on the hub.
-        dtype: in which the weights are read.
         attention: name of the attention of the text model; the tower has torch's own.
 
     Raises:

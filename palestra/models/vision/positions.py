@@ -33,7 +33,6 @@ def plane_positions(count: int, pictures: Iterable[tuple[PlacedPicture, Plane]])
     A position depends only on the tokens before it: sequences that begin alike have equal positions there.
 
     Args:
-        count: N.
         pictures: those of the sequence, in order.
 
     Raises:

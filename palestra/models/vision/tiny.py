@@ -19,11 +19,7 @@ IMAGE_TOKENS = (
 
 
 def chat_template(picture: str) -> str:
-    """Return a template of ChatML, in which the content of a message is a text or a list of parts.
-
-    Args:
-        picture: what it writes for one.
-    """
+    """Return a template of ChatML, in which the content of a message is a text or a list of parts."""
     return (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -38,7 +34,6 @@ def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, 
     """Write weights, tokenizer, processor and chat template of a tiny model that sees.
 
     Args:
-        folder: to write to.
         width: of the text model; the tower has half of it.
         longest: the longer side of a picture before it is cut into tiles, in pixels.
         splits: whether pictures are cut into tiles; otherwise each is one tile.

@@ -23,8 +23,6 @@ def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64
     A picture gets 4 to 16 embeddings, as many as its size in pixels asks for.
 
     Args:
-        folder: to write to.
-        family: whose architecture it has.
         width: of the text model; the tower has half of it.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText

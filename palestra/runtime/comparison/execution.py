@@ -76,7 +76,6 @@ class GridRunner:
             runs: all runs of the plan, in their order.
             command: returns the command line that runs the run of a record.
             checkpoints: which checkpoints stay when a run is finished: `newest` or `none`.
-            progress: shows how far the grid is.
             finished: is called whenever a run is finished or has failed.
         """
         self._runs, self._command, self._checkpoints = runs, command, checkpoints
@@ -100,11 +99,7 @@ class GridRunner:
         return failed
 
     def _run_one(self, number: int, run: PlannedRun) -> bool:
-        """Run one run, and return whether it is finished.
-
-        Raises:
-            GridStopped: a signal was received.
-        """
+        """Run one run, and return whether it is finished."""
         run.folder.parent.mkdir(parents=True, exist_ok=True)
         record = run.settings | {"checkpoints": self._checkpoints, "state": STARTED}
         write_record(run.record, record)
@@ -145,9 +140,6 @@ class GridRunner:
 
 def check_records(runs: Sequence[PlannedRun]) -> None:
     """Refuse a plan that differs from the runs that its folder has already.
-
-    Args:
-        runs: all runs of the plan.
 
     Raises:
         ConfigError: a run was started with other settings; the message names the first that differs.

@@ -35,7 +35,6 @@ class KeptResults:
         """Read the file, if it is there.
 
         Args:
-            path: of the file.
             folder: of compare.toml, to which paths in settings are relative.
 
         Raises:
@@ -69,10 +68,6 @@ class KeptResults:
     def add(self, run: PlannedRun, rows: Sequence[Row]) -> None:
         """Keep the result of a finished run; `write` puts it on disk.
 
-        Args:
-            run: the run.
-            rows: all rows of its metrics.
-
         Raises:
             ConfigError: the file has runs of this scenario and algorithm with other settings.
         """
@@ -105,11 +100,7 @@ class KeptResults:
             raise ConfigError(f"{self._path} could not be written: {cause_of(error)}; {AGAIN}") from error
 
     def _check(self, run: PlannedRun) -> None:
-        """Refuse a run that was made with other settings than those in the file.
-
-        Raises:
-            ConfigError: a setting differs.
-        """
+        """Refuse a run that was made with other settings than those in the file."""
         entry = self._runs.get(_key(run))
         if entry is None:
             return
@@ -131,11 +122,7 @@ class KeptResults:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the runs of a file by scenario and algorithm; none where there is no file.
-
-    Raises:
-        ConfigError: the file can't be read, or has no results.
-    """
+    """Return the runs of a file by scenario and algorithm; none where there is no file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -174,12 +161,7 @@ def _key(run: PlannedRun) -> str:
 
 
 def _reduced(rows: Sequence[Row], policies: Sequence[str]) -> list[Row]:
-    """Return a row for each validation and one for the end, from which `result_of` makes the same result.
-
-    Args:
-        rows: all rows of a run's metrics.
-        policies: those whose rewards are compared.
-    """
+    """Return a row for each validation and one for the end, from which `result_of` makes the same result."""
     kept = (TOKENS, TOTAL, *map(reward_name, policies))
     found, seconds = list[Row](), 0.0
     for number, row in enumerate(rows, 1):

@@ -36,14 +36,7 @@ scenario. Where the differences of all seeds are equal there is no t-test, and t
 
 
 def write_page(comparison: ComparisonConfig, runs: Sequence[PlannedRun], results: Results, path: Path) -> None:
-    """Write the page and its pictures, which lie beside it and begin with its name.
-
-    Args:
-        comparison: the comparison.
-        runs: all runs of the plan.
-        results: what the runs have reached.
-        path: of the page.
-    """
+    """Write the page and its pictures, which lie beside it and begin with its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [f"# {comparison.title}", MADE]
     parts += [text.strip() for text in (comparison.about,) if text]
@@ -82,16 +75,7 @@ def _scenario(
     curves: Mapping[str, Curve],
     picture: str,
 ) -> list[str]:
-    """Return the paragraphs of one scenario, or of one of several policies that are trained in it.
-
-    Args:
-        scenario: the scenario.
-        title: its heading.
-        runs: its planned runs.
-        found: its finished runs, by algorithm.
-        curves: their curves, by algorithm.
-        picture: name of its picture.
-    """
+    """Return the paragraphs of one scenario, or of one of several policies that are trained in it."""
     config = runs[0].config
     models = ", ".join(policy.model for policy in config.policies.values())
     seeds = len({run.seed for run in runs})
@@ -239,12 +223,6 @@ def _assignments(table: Mapping[str, Any], above: str = "") -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return a table in Markdown.
-
-    Args:
-        head: names of the columns.
-        rows: the cells of each row.
-        left: number of columns, from the first, that are aligned to the left.
-    """
+    """Return a table in Markdown."""
     rule = ["---" if number < left else "--:" for number in range(len(head))]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, rule, *rows))

@@ -36,8 +36,6 @@ def curve_of(results: Sequence[Result], token_budget: int, places: int) -> Curve
     Runs validate after whole steps, so each run's rewards are taken on a line between two of its validations.
 
     Args:
-        results: one a seed.
-        token_budget: of each run.
         places: number of places after the first, evenly over the budget; those that a seed has not reached are left
             out.
     """
@@ -56,9 +54,7 @@ def draw_curves(scenario: ScenarioEntry, title: str, curves: Mapping[str, Curve]
 
     Args:
         scenario: its threshold and best possible reward are drawn as lines.
-        title: heading of the picture.
         curves: by the name of the algorithm.
-        path: of the PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

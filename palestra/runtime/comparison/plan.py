@@ -89,7 +89,6 @@ def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
     One seed of every scenario and algorithm comes before the next seed, so that a part of the grid is a comparison.
 
     Args:
-        comparison: the comparison.
         load: imports a function by its name.
 
     Raises:
@@ -122,7 +121,6 @@ def given_by(play: str, arguments: Table, load: Load) -> dict[str, Any]:
     """Call the function of a scenario and return what `palestra.train` is given.
 
     Args:
-        play: name of the function.
         arguments: its arguments, by keyword.
         load: imports a function by its name.
 
@@ -166,15 +164,7 @@ def _base_job(key: str, scenario: ScenarioEntry, load: Load) -> tuple[Table, dic
 
 
 def _config(comparison: ComparisonConfig, key: str, algorithm: str, seed: int, base: Table) -> JobConfig:
-    """Return the whole configuration of one run.
-
-    Args:
-        comparison: the comparison.
-        key: key of the scenario.
-        algorithm: key of the algorithm.
-        seed: seed of the run.
-        base: the scenario's job, with its overrides.
-    """
+    """Return the whole configuration of one run."""
     scenario, entry = comparison.scenarios[key], comparison.algorithms[algorithm]
     tuned = scenario.tuned.get(algorithm)
     data = _merged(base, _checked(entry.overrides, f"algorithms.{algorithm}"))
@@ -197,11 +187,7 @@ def _config(comparison: ComparisonConfig, key: str, algorithm: str, seed: int, b
 
 
 def _checked(overrides: Table, place: str) -> Table:
-    """Return overrides that set no key of the comparison itself.
-
-    Raises:
-        ConfigError: they do; the message says where the value belongs.
-    """
+    """Return overrides that set no key of the comparison itself."""
     for name in overrides:
         if name in SET_BY_COMPARISON:
             raise ConfigError(f"{place}.overrides sets {name!r}, which a comparison gives: {SET_BY_COMPARISON[name]}")

@@ -27,7 +27,6 @@ class GridProgress:
 
         Args:
             runs: all runs of the plan, in their order.
-            console: gets the lines.
         """
         self._runs, self._out = runs, console
         self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
@@ -37,12 +36,7 @@ class GridProgress:
         self._seconds: dict[Path, tuple[PlannedRun, float]] = {}
 
     def begin(self, number: int, run: PlannedRun) -> None:
-        """Note that a run begins, or is continued.
-
-        Args:
-            number: its place in the plan.
-            run: the run.
-        """
+        """Note that a run begins, or is continued."""
         self._number, self._started, self._tokens, self._read_at = number, time.monotonic(), 0.0, (0.0, 0)
         self._seconds = seconds_by_run(self._runs)
         if self._live is not None:
@@ -54,7 +48,6 @@ class GridProgress:
         """Show the present state of a run.
 
         Args:
-            run: the run.
             stopping: whether it is being saved after a signal.
         """
         budget = run.config.token_budget or 1
@@ -70,7 +63,6 @@ class GridProgress:
         """Print what a run has reached, or why it failed.
 
         Args:
-            run: the run.
             reason: why it failed; None: it is finished.
         """
         if self._live is not None:
@@ -144,10 +136,6 @@ def seconds_by_run(runs: Sequence[PlannedRun]) -> dict[Path, tuple[PlannedRun, f
 
 def expected_seconds(run: PlannedRun, known: Mapping[Path, tuple[PlannedRun, float]]) -> float | None:
     """Return how long a run will take: as long as those of its algorithm in its scenario, or others of its scenario.
-
-    Args:
-        run: the run.
-        known: finished runs and their durations.
 
     Returns:
         Seconds; None: no run of its scenario is finished.

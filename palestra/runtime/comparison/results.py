@@ -128,11 +128,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _row(line: bytes, number: int, path: Path) -> Row:
-    """Return a row of metrics, given its line, the number of the line, and the file for the error.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return a row of metrics, given its line, the number of the line, and the file for the error."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -154,7 +150,6 @@ def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> Result:
     """Return the result of a run.
 
     Args:
-        seed: of the run.
         rows: all rows of its metrics, of which one has a validation at least.
         policy: the policy whose rewards count; "" where one is trained.
     """
@@ -187,7 +182,6 @@ def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) ->
     """Read what the runs of a plan have reached.
 
     Args:
-        runs: all runs of the plan.
         kept: results of runs whose folders are elsewhere; a run that is finished here is added. None: there are none.
 
     Raises:

@@ -39,7 +39,6 @@ class SubmittedGrid:
 
         Args:
             runs: all runs of the plan, in their order, which `check_submittable` has passed.
-            control: of the control plane.
             resources: what each job holds while it runs.
             checkpoints: which checkpoints are fetched when a run is finished: `newest` or `none`.
             say: is called with every line for people.
@@ -146,11 +145,7 @@ class SubmittedGrid:
 
 
 def newest_below(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders of a job's newest checkpoints, each with a slash at its end: one, or one of each policy.
-
-    Args:
-        paths: of the job's files.
-    """
+    """Return the folders of a job's newest checkpoints, each with a slash at its end: one, or one of each policy."""
     steps: dict[str, set[str]] = {}
     for path in paths:
         found = re.match(r"(checkpoints/(?:[^/]+/)?)(step-\d+)/", path)
@@ -164,7 +159,6 @@ def check_submittable(runs: Sequence[PlannedRun], url: str) -> None:
 
     Args:
         runs: the runs that are to be submitted.
-        url: of the control plane.
 
     Raises:
         ConfigError: a run is of a function or files of this machine, or is unfinished here or at another control plane.

@@ -206,11 +206,7 @@ def _config(players: Mapping[str, str] | Path | str, config: JobConfig | None, s
 def _environment(
     environment: EnvironmentMaker | str | None, config: JobConfig, tasks: list[dict[str, Any]]
 ) -> tuple[EnvironmentMaker, list[dict[str, Any]]]:
-    """Return what makes the environment, and the tasks.
-
-    Raises:
-        ConfigError: there is none of either.
-    """
+    """Return what makes the environment, and the tasks."""
     from palestra.envs.catalog import catalog_entry
 
     chosen = config.environment.name if environment is None else environment
@@ -282,11 +278,7 @@ def _pairs(plan: _Plan) -> list[tuple[str, str]]:
 
 
 async def _roles(plan: _Plan, clock: Clock) -> tuple[str, str]:
-    """Return the names of the environment's two roles.
-
-    Raises:
-        ConfigError: it has another number of roles, or does not say which.
-    """
+    """Return the names of the environment's two roles."""
     made = plan.make()
     roles = tuple(getattr(made, "roles", ()))
     if len(roles) != 2:
@@ -323,15 +315,7 @@ async def _all_games(
 async def _game(
     runner: Runner, store: RunStore, task: Task, number: int, attempts: int
 ) -> tuple[dict[str, float] | None, int]:
-    """Play one game, and return its rewards by role, or None if every attempt failed, and how often it was replayed.
-
-    Args:
-        runner: plays.
-        store: has the episode of the game.
-        task: of the game.
-        number: of the game, by which its episode is known.
-        attempts: at most so many are made.
-    """
+    """Play one game, and return its rewards by role, or None if every attempt failed, and how often it was replayed."""
     name = await store.episodes.register_adhoc(task, f"game-{number}")
     for replays in range(attempts):
         episode = await store.episodes.claim(runner.worker_id, uuid.uuid4().hex, None, name)

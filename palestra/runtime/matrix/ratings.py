@@ -67,12 +67,7 @@ def ratings_of(points: NDArray[np.float64]) -> list[Rating]:
 
 
 def _information(played: NDArray[np.float64], strength: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the Fisher information [P, P] of the strengths [P]; its rows add up to 0, as only differences matter.
-
-    Args:
-        played: [P, P] games of each pair.
-        strength: [P], log odds.
-    """
+    """Return the Fisher information [P, P] of the strengths [P]; its rows add up to 0, as only differences matter."""
     share = 1.0 / (1.0 + np.exp(strength[None, :] - strength[:, None]))
     between = played * share * (1.0 - share)
     found: NDArray[np.float64] = np.diag(between.sum(axis=1)) - between

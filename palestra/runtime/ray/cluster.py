@@ -154,11 +154,7 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
 
 
 def _wait(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
-    """Wait until the cluster can be joined.
-
-    Raises:
-        ConfigError: the cluster has ended, or takes too long.
-    """
+    """Wait until the cluster can be joined."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if head.poll() is not None:

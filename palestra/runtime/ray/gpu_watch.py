@@ -33,11 +33,7 @@ class GpuWatch:
         self._due: dict[str, float] = {}
 
     async def read(self, nodes: Iterable[Node]) -> dict[str, GpuReading]:
-        """Return what is known of each living machine with cards, by its id.
-
-        Args:
-            nodes: of the cluster.
-        """
+        """Return what is known of each living machine with cards, by its id."""
         wanted = [node.node_id for node in nodes if node.alive and node.gpus]
         for gone in self._actors.keys() - set(wanted):
             self._forget(gone)

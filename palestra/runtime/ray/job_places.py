@@ -19,11 +19,7 @@ _BESIDE = "beside"  # numbers of the processes in a job's own bundle whose memor
 
 
 def beside(folder: Path) -> Path:
-    """Return where processes in the job's own bundle say that they run; see `memory_watch.join`.
-
-    Args:
-        folder: of the job.
-    """
+    """Return where processes in the job's own bundle say that they run; see `memory_watch.join`."""
     return folder / _BESIDE
 
 

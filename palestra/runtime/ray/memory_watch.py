@@ -29,8 +29,6 @@ def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
     walks through all pages for them.
 
     Args:
-        pid: the process.
-        children: its descendants.
         limit_bytes: up to this sum, shared memory may be counted more than once.
     """
     total = sum(_sum(f"/proc/{process}/status", _WHOLE) for process in (pid, *children))
@@ -82,7 +80,6 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
     """Watch a process until it ends, or end it; returns whether it was ended.
 
     Args:
-        pid: the job's process.
         limit_bytes: memory that the process and its children may use.
         ended: file that says how the job ended; written before the process is ended.
         text: content of `ended`, with the placeholder `USED` in it.

@@ -86,7 +86,6 @@ class Bundles:
         """Take the bundles over; all are empty.
 
         Args:
-            group: the placement group of the job.
             bundles: those of the role, by their index in the group.
             pass_env: variables of the operator that processes get, as the job does.
             folder: of the job, which all machines see.
@@ -114,11 +113,7 @@ class Bundles:
             self._give_back(index)
 
     def memory_limit(self, index: int) -> MemoryLimit | None:
-        """Return how much memory the next process of a bundle may use; None: any amount. Blocks for the disk.
-
-        Args:
-            index: of the bundle.
-        """
+        """Return how much memory the next process of a bundle may use; None: any amount. Blocks for the disk."""
         order = self._bundles[index]
         ended = self._folder / f"ended-{order.role}-{index}.json"
         ended.unlink(missing_ok=True)  # of the process before
@@ -128,9 +123,6 @@ class Bundles:
         """Return an actor that holds all of a bundle.
 
         Args:
-            index: of the bundle.
-            make: the class, as a remote one.
-            arguments: of the class.
             options: of the actor, beside what it holds.
         """
         holds = self._bundles[index].resources
@@ -208,11 +200,7 @@ def _variables(order: BundleOrder) -> dict[str, str]:
 
 
 async def _accepted(listener: socket.socket, secret: bytes) -> socket.socket:
-    """Return the first connection that shows the secret; others are closed, and delay no other.
-
-    Raises:
-        OSError: no connection can be taken: this process may have no more open files, say.
-    """
+    """Return the first connection that shows the secret; others are closed, and delay no other."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[socket.socket] = loop.create_future()
     looking: dict[socket.socket, asyncio.Task[None]] = {}
@@ -287,10 +275,6 @@ class HostedProcess:
         """Stand for a program that runs.
 
         Args:
-            connection: the job's end of the connection.
-            actor: keeps the program.
-            pid: of the program.
-            address: of its machine.
             limit: of its memory; None: there is none.
             give_back: is called when the bundle is empty again.
         """

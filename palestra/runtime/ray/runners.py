@@ -24,13 +24,7 @@ class _Runner:
     """A process that plays the environment of a job, with the variables that the job has."""
 
     def __init__(self, pass_env: Collection[str], memory: MemoryLimit | Path | None) -> None:
-        """Prepare to play.
-
-        Args:
-            pass_env: variables of the operator that this process gets.
-            memory: of a bundle; or the folder by which the memory of this process counts as the job's own; None: no
-                limit was set.
-        """
+        """Prepare to play."""
         limit_environment(os.environ, pass_env)
         if isinstance(memory, Path):
             join(memory)
@@ -55,15 +49,7 @@ def runner_actors(pass_env: Collection[str], bundles: Bundles | None, beside: Pa
 
 
 async def _play_beside(group: Any, pass_env: tuple[str, ...], beside: Path, order: RunnerOrder, worker_id: str) -> None:
-    """Run a runner in the job's own bundle. See `RunnerStarter`.
-
-    Args:
-        group: the placement group of the job.
-        pass_env: see `runner_actors`.
-        beside: see there.
-        order: what the runner has to know.
-        worker_id: the name under which it claims episodes.
-    """
+    """Run a runner in the job's own bundle. See `RunnerStarter`."""
     make: Any = ray.remote(_Runner)
     place = PlacementGroupSchedulingStrategy(group, 0)
     actor = make.options(num_cpus=1, max_restarts=0, scheduling_strategy=place).remote(pass_env, beside)
@@ -71,14 +57,7 @@ async def _play_beside(group: Any, pass_env: tuple[str, ...], beside: Path, orde
 
 
 async def _play_in(bundles: Bundles, pass_env: tuple[str, ...], order: RunnerOrder, worker_id: str) -> None:
-    """Run a runner in a bundle of its own. See `RunnerStarter`.
-
-    Args:
-        bundles: of runners.
-        pass_env: see `runner_actors`.
-        order: what the runner has to know.
-        worker_id: the name under which it claims episodes.
-    """
+    """Run a runner in a bundle of its own. See `RunnerStarter`."""
     async with bundles.taken() as index:
         limit = await asyncio.to_thread(bundles.memory_limit, index)
         try:
@@ -89,16 +68,7 @@ async def _play_in(bundles: Bundles, pass_env: tuple[str, ...], order: RunnerOrd
 
 
 async def _play(actor: Any, order: RunnerOrder, worker_id: str) -> None:
-    """Have an actor play until the job is over, and end it.
-
-    Args:
-        actor: a `_Runner`.
-        order: what it has to know.
-        worker_id: the name under which it claims episodes.
-
-    Raises:
-        RunnerDied: the actor has ended otherwise.
-    """
+    """Have an actor play until the job is over, and end it."""
     try:
         await actor.play.remote(order.url, order.key(), worker_id, order.concurrency)
     except ray.exceptions.RayTaskError as error:  # it has said why it can't play

@@ -71,7 +71,6 @@ async def control_plane(
     """Serve the control plane while the block is open.
 
     Args:
-        options: the operator's options.
         show_key: is called before anything else can fail: with the first admin's key, if this start has made one, and
             with whether no key of the first admin was ever used.
 
@@ -142,7 +141,6 @@ async def serve_control(
     """Serve the control plane until SIGINT or SIGTERM; running jobs continue without it.
 
     Args:
-        options: the operator's options.
         ready: is called with the URL when the server listens.
         show_key: see `control_plane`.
 

@@ -190,7 +190,6 @@ class RayServers:
         """Wait until a server has ended or fallen silent, clear what is left, and return how it ended.
 
         Args:
-            job_id: of the job or base server.
             heard: is called with every answer; see `Launcher.ended`.
         """
         actor = await _actor(job_id)
@@ -378,11 +377,7 @@ async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 async def _until_ready(group: PlacementGroup, node_ids: Collection[str]) -> None:
-    """Wait until the placement group holds its resources.
-
-    Raises:
-        NodeLost: a node is dead; Ray reports that only some time after the processes on it have ended.
-    """
+    """Wait until the placement group holds its resources."""
     ready = asyncio.ensure_future(_awaited(group.ready()))
     try:
         while not ready.done():
@@ -433,11 +428,7 @@ async def _result(actor: Any) -> Ended:
 
 
 async def _listening(actor: Any, order: ServerOrder | BaseOrder, host: str | None) -> Listening:
-    """Start a new server and return its address when it listens.
-
-    Raises:
-        ServerFailed: its process was running and stopped answering.
-    """
+    """Start a new server and return its address when it listens."""
 
     async def until_silent() -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # `start` raises the same error

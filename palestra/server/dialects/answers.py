@@ -18,7 +18,6 @@ def answer_id(kind: str, call: Chat | CallStart) -> str:
 
     Args:
         kind: prefix of such ids in the format, such as `chatcmpl`.
-        call: the first call of the answer.
     """
     return f"{kind}-{call.episode_id}-{call.fence}-{call.index}"
 
@@ -32,7 +31,6 @@ def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:
     """Return OpenAI's `usage` of an answer.
 
     Args:
-        chats: all choices of all prompts.
         choices: number of choices of each prompt; a prompt's tokens count once.
     """
     prompts = chats[::choices]

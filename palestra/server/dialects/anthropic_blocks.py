@@ -129,7 +129,6 @@ def messages_of(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> t
 
     Args:
         system: blocks of the system message, which comes first; empty: there is none.
-        turns: the conversation.
     """
     out = Transcript()
     if system:

@@ -170,7 +170,6 @@ class Dialect(ABC, Generic[B]):
         """Parse a request. May run in any thread.
 
         Args:
-            body: the body as it was sent.
             headers: the request's headers, with names in lower case.
 
         Raises:
@@ -191,8 +190,6 @@ class Dialect(ABC, Generic[B]):
 
         Args:
             request: the request, as `parse` returned it.
-            result: the recorded choices.
-            runtime: runtime of the request's policy.
         """
 
     @abstractmethod
@@ -201,7 +198,6 @@ class Dialect(ABC, Generic[B]):
 
         Args:
             request: the request, as `parse` returned it.
-            runtime: runtime of the request's policy.
             created: arrival of the request, in Unix seconds.
         """
 

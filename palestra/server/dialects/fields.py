@@ -41,8 +41,6 @@ def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str,
 
     Args:
         body: body of the request. Together with the path it identifies a retry.
-        headers: headers of the request.
-        path: path of the route.
 
     Raises:
         InvalidRequest: one of Palestra's headers has a value that can't be used.

@@ -230,13 +230,7 @@ def _response(request: DialectRequest[ResponsesRequest], chat: Chat) -> dict[str
 
 
 def _frame(request: DialectRequest[ResponsesRequest], name: str, created: float) -> dict[str, Any]:
-    """Return a response without output: the fields that repeat its request.
-
-    Args:
-        request: the request, as `parse` returned it.
-        name: id of the response.
-        created: time of the request, in Unix seconds.
-    """
+    """Return a response without output: the fields that repeat its request."""
     (call,) = request.calls
     sent = request.body.echo
     return {

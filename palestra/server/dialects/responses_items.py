@@ -134,7 +134,6 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMe
 
     Args:
         instructions: text of a system message that comes first, if any.
-        items: the conversation.
 
     Raises:
         InvalidRequest: the items contain no message.

@@ -63,8 +63,6 @@ def from_url(url: str, detail: Detail | None, place: str = "") -> SentPicture:
     """Return the picture of a URL: a data URL, `sha256:` and a digest, or an address of the web.
 
     Args:
-        url: see above.
-        detail: of OpenAI.
         place: see `SentPicture`.
 
     Raises:

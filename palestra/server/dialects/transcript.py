@@ -48,8 +48,6 @@ class Transcript:
 
         Args:
             call_id: id by which the call's result refers to it.
-            name: name of the tool.
-            arguments: JSON, as the model wrote it.
         """
         made = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
         if not self._open:

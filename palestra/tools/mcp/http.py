@@ -37,9 +37,7 @@ class HttpTransport(Transport):
         """Note the address; the first message connects.
 
         Args:
-            url: of the server, with its path.
             headers: of every request, such as a key.
-            max_message_bytes: length of one message.
         """
         self.where = f"the MCP server at {url}"
         self._url, self._max_bytes = url, max_message_bytes
@@ -121,11 +119,7 @@ class HttpTransport(Transport):
             await asyncio.sleep(LISTEN_AGAIN_SECONDS)
 
     async def _messages(self, answer: httpx2.Response) -> AsyncIterator[Message]:
-        """Yield the messages of an answer, which is one JSON object or a stream of events.
-
-        Raises:
-            EnvironmentFailed: the answer is neither, or a message is too long.
-        """
+        """Yield the messages of an answer, which is one JSON object or a stream of events."""
         kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "text/event-stream":
             async for event in httpx2.EventSource(answer, max_event_size=self._max_bytes):
@@ -154,11 +148,7 @@ class HttpTransport(Transport):
         return message
 
     async def _check(self, answer: httpx2.Response) -> None:
-        """Refuse an answer that is none.
-
-        Raises:
-            EnvironmentFailed: the status says that the message was not taken.
-        """
+        """Refuse an answer that is none."""
         status = answer.status_code
         if status < 300:
             return

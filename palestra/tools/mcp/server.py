@@ -132,16 +132,7 @@ class McpServer(ToolSource):
         return StdioTransport(self._where, self._variables, self._folder, self._max_bytes)
 
     def _schemas(self, where: str, listed: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the tools that are offered, in OpenAI's shape, by the server's own names for them.
-
-        Args:
-            where: the server, in words.
-            listed: its tools as it describes them.
-
-        Raises:
-            EnvironmentFailed: a tool has no name, or a schema that no model can be given, or one that was asked for is
-                missing.
-        """
+        """Return the tools that are offered, in OpenAI's shape, by the server's own names for them."""
         found: dict[str, dict[str, Any]] = {}
         for tool in listed:
             name = tool.get("name")
@@ -167,11 +158,7 @@ class _Link:
         self._made_at: list[float] = []  # monotonic: of the connections of the last minute but the first
 
     async def connection(self) -> McpConnection:
-        """Return the connection; make the first, or another one where the last is lost and that is allowed.
-
-        Raises:
-            EnvironmentFailed: the connection is lost, and was made again as often as is allowed.
-        """
+        """Return the connection; make the first, or another one where the last is lost and that is allowed."""
         async with self._making:
             old = self._connection
             if old is not None and old.lost is None:

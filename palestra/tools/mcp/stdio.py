@@ -36,10 +36,7 @@ class StdioTransport(Transport):
         """Note the command; `start` runs it.
 
         Args:
-            command: program and arguments.
-            variables: of the server's environment, beside INHERITED.
             folder: in which the server runs; None: that of this process.
-            max_message_bytes: length of one message.
         """
         self.where = f"the MCP server `{' '.join(command)}`"
         self._command, self._variables, self._folder = command, variables, folder

@@ -46,11 +46,7 @@ class Exchange:
         return [file[:needed].view(dtype) for file in self._files]
 
     def _grow(self, size: int) -> None:
-        """Map files of `size` bytes in the place of smaller ones.
-
-        Raises:
-            OSError: there is no room for them in shared memory.
-        """
+        """Map files of `size` bytes in the place of smaller ones."""
         self._files = []
         paths = [self._folder / f"exchange-{rank}" for rank in range(self._count)]
         reserve(paths[self._rank], size)
@@ -85,7 +81,6 @@ class ExchangedGather(_Allocation, AllGather):
         Args:
             output_tensor: [n * ranks]; the part of this rank may be there already.
             input_tensor: the part of this rank, [n].
-            group: all ranks.
             async_op: not used: the parts are there when this returns.
         """
         slots, rank = self._exchange.slots(len(input_tensor), input_tensor.dtype), group.rank()
@@ -120,8 +115,6 @@ class ExchangedReduction(_Allocation, ReduceScatter):
         Args:
             output_tensor: [n].
             input_tensor: the numbers of this rank for all parts, [n * ranks].
-            group: all ranks.
-            op: always the sum.
             async_op: not used: the sum is there when this returns.
         """
         assert op == dist.ReduceOp.SUM

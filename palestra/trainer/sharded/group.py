@@ -34,11 +34,7 @@ class RankGroup:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Stand for the process group that has been initialised.
-
-        Args:
-            device: of this rank's numbers.
-        """
+        """Stand for the process group that has been initialised."""
         self.device, self.is_first = device, dist.get_rank() == 0
 
     def largest(self, *numbers: int) -> list[int]:
@@ -59,9 +55,6 @@ class RankGroup:
 
     def check(self, problem: Exception | None) -> None:
         """Return if no rank has a problem.
-
-        Args:
-            problem: of this rank.
 
         Raises:
             TakenBack: a rank has one; the caller has undone what the request has changed.

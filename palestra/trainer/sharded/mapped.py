@@ -35,12 +35,6 @@ def mapped(path: Path, size: int) -> Tensor:
 
 
 def rows_of_rank(rows: int, rank: int, count: int) -> slice:
-    """Return which rows of a matrix, or numbers of a vector, a rank has, as FSDP shares them out.
-
-    Args:
-        rows: of the matrix.
-        rank: its number.
-        count: of ranks.
-    """
+    """Return which rows of a matrix, or numbers of a vector, a rank has, as FSDP shares them out."""
     size = math.ceil(rows / count)
     return slice(min(rank * size, rows), min((rank + 1) * size, rows))

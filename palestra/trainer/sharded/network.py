@@ -47,9 +47,7 @@ class ShardedNetwork:
         Args:
             model: the same on every rank; if it has an adapter, no other model may need the weights of its base. If
                 its weights are still in their files, `read` has to be called next.
-            mesh: the ranks, in one dimension.
             offload: whether a rank's part of weights, gradients and moments waits in the memory of its CPU.
-            dtype: precision of products.
             exchange: memory by which the ranks gather and add up; None: by the process group of the mesh.
         """
         model.share_out()

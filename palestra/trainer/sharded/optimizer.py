@@ -69,9 +69,7 @@ def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) ->
     """Copy each rank's part of the weights of a checkpoint, which every rank has read.
 
     Args:
-        parameters: each weight once, with its name.
         weights: by name, whole: [n, d] or [d].
-        path: of the checkpoint, for the message.
 
     Raises:
         CheckpointError: one is not there, or has another shape.

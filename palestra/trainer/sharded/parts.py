@@ -22,9 +22,7 @@ def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tupl
 
     Args:
         own: the rows of this rank, [m, d] or [m].
-        mesh: the ranks, in one dimension.
         shape: of the whole tensor, [n, d] or [n].
-        stride: of the whole tensor.
     """
     make: Any = DTensor
     found: DTensor = make(

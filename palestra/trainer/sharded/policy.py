@@ -54,11 +54,7 @@ class RankPolicy(TorchPolicy):
         """Take over networks that are shared out already.
 
         Args:
-            network: the policy's.
             frozen: networks that are never trained, by the output that each computes.
-            tokenizer: the policy's.
-            config: how gradients are computed.
-            group: the ranks.
         """
         models = {name: other.model for name, other in frozen.items()}
         # Weights that are offloaded are on the CPU between two passes.
@@ -69,7 +65,6 @@ class RankPolicy(TorchPolicy):
         """Return numbers of the trained tokens of this rank's rows; see `Trainer.forward`.
 
         Args:
-            batch: the rows of this rank.
             outputs: what `check_outputs` has let pass.
         """
         problem = Problem()
@@ -92,8 +87,6 @@ class RankPolicy(TorchPolicy):
         """Add the gradient of all ranks' rows to that of the policy.
 
         Args:
-            batch: the rows of this rank.
-            spec: the loss of a token.
             logprobs: whether the report has those of the trained tokens.
 
         Returns:
@@ -141,14 +134,7 @@ class RankPolicy(TorchPolicy):
         work: Callable[[MicroBatch, Tensor], None],
         problem: Problem,
     ) -> None:
-        """Compute as many passes as any rank needs.
-
-        Args:
-            network: computes.
-            micro_batches: of this rank.
-            work: is given each with its last hidden states, [N, hidden].
-            problem: is noted, and what follows are idle passes.
-        """
+        """Compute as many passes as any rank needs."""
 
         def one(micro: MicroBatch | None) -> None:
             if micro is None or problem.error is not None:
@@ -253,13 +239,7 @@ def _hidden(model: CausalLM, micro: MicroBatch, problem: Problem) -> Tensor | No
 
 
 def _gathered(parameters: Named, dtype: torch.dtype | None, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights whole and on the CPU, [n, d] or [d], one after another, where they are kept. Collective.
-
-    Args:
-        parameters: parts of this rank.
-        dtype: to which those with two dimensions or more are rounded before they are sent; None: they are not.
-        keep: whether this rank needs them.
-    """
+    """Yield weights whole and on the CPU, [n, d] or [d], one after another, where they are kept. Collective."""
     for name, parameter in parameters:
         part = parameter.detach()
         whole = whole_of(part if dtype is None or part.ndim < 2 else part.to(dtype))

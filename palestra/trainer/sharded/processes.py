@@ -56,9 +56,7 @@ class RankProcesses:
         """Start nothing yet.
 
         Args:
-            config: of the trainer.
             deterministic: see `RankOrder`.
-            places: where the ranks run.
             pictures: see `RankOrder`.
         """
         self._config, self._deterministic, self._places, self._pictures = config, deterministic, places, pictures
@@ -139,10 +137,6 @@ class RankProcesses:
     async def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of `Rank` on the first ranks, and return the results in order.
 
-        Args:
-            name: of the method.
-            arguments: for each rank.
-
         Raises:
             TrainerLost: a rank has died, has been silent for too long, or has failed apart from the others.
             Exception: a rank has failed, and all of them have taken the request back.
@@ -181,12 +175,7 @@ class RankProcesses:
         return [answer.result for answer in answers]
 
     async def _blame(self, number: int, answer: Answer) -> None:
-        """End all ranks because one has failed; the reason is another one that has died, if there is one.
-
-        Args:
-            number: of the rank.
-            answer: says how it failed.
-        """
+        """End all ranks because one has failed; the reason is another one that has died, if there is one."""
         with contextlib.suppress(TimeoutError):  # a rank fails as soon as it has lost the connection to another
             async with asyncio.timeout(BLAME_SECONDS):
                 await self._gone.wait()

@@ -67,10 +67,6 @@ class RankOrder:
 def check_offload(config: TrainerConfig, device: torch.device) -> None:
     """Refuse to keep in the CPU's memory what is there anyway.
 
-    Args:
-        config: of the trainer.
-        device: of a rank.
-
     Raises:
         ConfigError: CPU offload is asked for, and the rank computes on a CPU.
     """
@@ -83,9 +79,6 @@ class Rank:
 
     def __init__(self, order: RankOrder) -> None:
         """Choose the device; `join` has to come before all else.
-
-        Args:
-            order: of the trainer.
 
         Raises:
             ConfigError: there is no device for this rank, or a deterministic job's numbers would be computed otherwise.
@@ -199,12 +192,7 @@ class Rank:
         return_freed_memory()
 
     def _network(self, model: CausalLM) -> ShardedNetwork:
-        """Share out a model, and read this rank's part of it if that is still in its files.
-
-        Raises:
-            TakenBack: this rank or another can't read.
-            ModelError: flat batches don't support the architecture.
-        """
+        """Share out a model, and read this rank's part of it if that is still in its files."""
         model.compute_in(precision_of(self._config.dtype, self._device))
         network, problem = self._shared_out(model), Problem()
         problem.catch(network.read)
@@ -244,10 +232,6 @@ class Rank:
         """Add the gradient of all ranks' rows; see `RankPolicy.add_gradient`.
 
         Args:
-            policy: its name.
-            version: of its weights.
-            batch: the rows of this rank.
-            loss: the loss of a token.
             logprobs: whether the report has those of the trained tokens.
         """
         mine = self._policies[policy]

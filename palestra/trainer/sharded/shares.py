@@ -16,12 +16,7 @@ _TRIES = 10  # of finding the smallest limit, by halves
 
 
 def share_out(batch: Sequence[TrainSample], ranks: int) -> list[list[TrainSample]]:
-    """Return the rows of each rank, in order; some have none where there are fewer episodes than ranks.
-
-    Args:
-        batch: S rows.
-        ranks: how many.
-    """
+    """Return the rows of each rank, in order; some have none where there are fewer episodes than ranks."""
     episodes, rows = _episodes(batch), [TokenRun.of(sample.ids, sample.media) for sample in batch]
     low, high = 0, sum(map(len, rows))
     best = _filled(rows, episodes, high)

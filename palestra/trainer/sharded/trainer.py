@@ -185,10 +185,8 @@ class ShardedTrainer:
         """Add the gradient of a batch, each rank that of its share; see `Trainer.forward_backward`.
 
         Args:
-            policy: its name.
             batch: S rows, with advantages and loss weights.
             loss: the loss of a token, by its name.
-            request_id: names this request.
             logprobs: whether the report has those of the trained tokens.
         """
         mine = self._policy(policy)
@@ -207,9 +205,6 @@ class ShardedTrainer:
         """Apply the gradient of `policy`, each rank to its part; see `Trainer.optim_step`.
 
         Args:
-            policy: its name.
-            params: the numbers of this update.
-            request_id: names this request.
             network: the policy's own; there is no critic.
         """
         mine = self._policy(policy)
@@ -240,8 +235,6 @@ class ShardedTrainer:
         """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
 
         Args:
-            policy: its name.
-            grammar: what replies have to match.
             max_tokens: longest reply.
             most: how many replies there may be.
         """
@@ -282,16 +275,7 @@ class ShardedTrainer:
         await self._serial.run_idempotent(policy, request_id, work)
 
     async def _written(self, policy: str, moments: bool, write: Callable[[Callable[[Path], None]], T]) -> T:
-        """Write a folder that the ranks fill.
-
-        Args:
-            policy: its name.
-            moments: whether its moments are written as well.
-            write: is given what fills a folder, and runs in a thread.
-
-        Raises:
-            CheckpointError: the disk is full, or can't be written to.
-        """
+        """Write a folder that the ranks fill."""
         loop = asyncio.get_running_loop()
 
         def fill(path: Path) -> None:
@@ -354,11 +338,7 @@ class ShardedTrainer:
         return await self._ranks.call(name, arguments)
 
     def _policy(self, policy: str) -> _Policy:
-        """Return a policy by its name.
-
-        Raises:
-            NotFound: there is no such policy.
-        """
+        """Return a policy by its name."""
         found = self._policies.get(policy)
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")
@@ -366,12 +346,7 @@ class ShardedTrainer:
 
 
 def _merged(parts: Sequence[tuple[StepReport, MetricSums]], logprobs: bool) -> StepReport:
-    """Return the report of a whole batch.
-
-    Args:
-        parts: of each rank, in order.
-        logprobs: whether they have those of the trained tokens.
-    """
+    """Return the report of a whole batch."""
     reports = [report for report, _ in parts]
     sums = parts[0][1]
     for _, other in parts[1:]:

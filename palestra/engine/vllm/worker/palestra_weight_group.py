@@ -70,7 +70,6 @@ def own_address(host: str, port: int, seconds: float) -> str:
     """Return the address of this machine by which it reaches another one, after having reached it.
 
     Args:
-        host: of the other machine.
         port: where a program of the other machine listens.
         seconds: how long the connection may take.
 
@@ -90,8 +89,6 @@ def open_store(host: str, port: int, seconds: float, listening: int) -> Any:
     """Return a store of this process, by which the ranks of groups find one another.
 
     Args:
-        host: address at which it listens.
-        port: at which it listens.
         seconds: how long an answer may take.
         listening: descriptor of the socket, which the store takes over.
     """
@@ -103,8 +100,6 @@ def reach_store(host: str, port: int, seconds: float) -> Any:
     """Return the store by which the ranks of a group find one another, which listens in the trainer's process.
 
     Args:
-        host: of the store.
-        port: of the store.
         seconds: how long an answer may take.
     """
     return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
@@ -180,7 +175,6 @@ class WeightGroup:
             name: of the group, which no other one of the store has, and only its ranks know.
             backend: `gloo` or `nccl`.
             rank: of this process; 0: it sends the weights.
-            size: number of ranks.
             address: of this machine, by which the other ranks reach it; NCCL finds its own way.
             seconds: how long the meeting, or one broadcast, may take.
 
@@ -213,7 +207,6 @@ class WeightGroup:
 
         Args:
             weights: [n, d] or [d], with their names, in the layout's order; each is rounded to its precision.
-            layout: of the weights.
             sent: called with the bytes of each bucket that has been sent.
 
         Raises:
@@ -234,9 +227,6 @@ class WeightGroup:
         """Yield the weights, [n, d] or [d], that rank 0 sends. While a bucket is used, the next one is received.
 
         A tensor stays as it is: no later bucket is written into its memory.
-
-        Args:
-            layout: of the weights.
 
         Raises:
             RuntimeError: rank 0 is gone, or a bucket did not come in time.
