@@ -8,7 +8,8 @@
     │   └── GrammarRefused           400  a schema that takes too much time or memory
     ├── ContextOverflow              400  prompt and reply do not fit into the model's context
     ├── ConfigError                  400  a job's configuration is wrong
-    │   └── RunInUse                 400  another process is running the job
+    │   ├── RunInUse                 400  another process is running the job
+    │   └── OutOfMemory              503  the job's models do not fit into the memory that is free now
     ├── Unauthorized                 401  no key, or one that is not known
     ├── Forbidden                    403  a key that opens something else
     ├── NotFound                     404  no such episode, job, policy or file
@@ -213,6 +214,13 @@ class ConfigError(PalestraError):
 
 class RunInUse(ConfigError):
     """Another process is running the job, and holds the lock on its run folder; stop that process first."""
+
+
+class OutOfMemory(ConfigError):
+    """The models of a job do not fit into the memory that is free; others use the rest now, and may give it back."""
+
+    http_status = 503
+    retryable = True
 
 
 class Unauthorized(PalestraError):

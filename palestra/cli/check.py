@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import add_set, command, overrides
-from palestra.errors import PalestraError
+from palestra.cli.options import FUNCTION, add_set, command, load_function, overrides
+from palestra.errors import ConfigError, PalestraError
 from palestra.terminal import TerminalConsole, one_line, say
 
 if TYPE_CHECKING:
@@ -23,11 +22,10 @@ if TYPE_CHECKING:
 
     from palestra.config import JobConfig
     from palestra.runtime.checking import Finding
-    from palestra.runtime.trial import Estimate
+    from palestra.runtime.trial import Trial
 
 GIB = 2**30
 MISTAKEN = 2  # exit code
-NEARLY = 0.9  # of the free memory; above, a job may still be ended by the kernel
 
 
 def add(commands: Any) -> None:
@@ -36,19 +34,18 @@ def add(commands: Any) -> None:
         commands,
         "check",
         run,
-        "say what of a job will not work on this machine, and estimate memory, tokens and seconds of a step",
+        "say what of a job will not work on this machine, and what its first two steps take",
         "  palestra check job.toml\n"
         "  palestra check job.toml --no-trial --set rollout.group_size=16   # without loading the model\n\n"
         "exit code: 0 it should work, 1 something will not, 2 an error of usage or of the configuration",
     )
     parser.add_argument("config", metavar="JOB.TOML", type=Path, help="the job, in TOML (docs/configuration.md)")
+    parser.add_argument("--no-trial", action="store_true", help="look at configuration and machine only; run no steps")
     parser.add_argument(
-        "--no-trial", action="store_true", help="look at configuration and machine only; run no steps, estimate nothing"
+        "--trial-seconds", metavar="SECONDS", type=float, default=300.0, help="end the trial after so long"
     )
-    parser.add_argument(
-        "--trial-seconds", metavar="SECONDS", type=float, default=300.0, help="give the trial up after so long"
-    )
-    parser.add_argument("--json", action="store_true", help="print findings and estimate as one JSON object")
+    parser.add_argument("--rollout", metavar="FUNCTION", help=f"your function plays the episodes: {FUNCTION}")
+    parser.add_argument("--json", action="store_true", help="print findings and what the trial took as one JSON object")
     add_set(parser)
 
 
@@ -57,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.client.arguments import checked_amount
     from palestra.config import find_mistakes
     from palestra.runtime.checking import Finding, check_job
-    from palestra.runtime.memory import available_bytes
     from palestra.runtime.starting_points import with_checkpoints
 
+    rollout = None if arguments.rollout is None else load_function(arguments.rollout)
     limit_seconds = checked_amount("--trial-seconds", arguments.trial_seconds, above_zero=True, endless=True)
     config, mistakes = find_mistakes(arguments.config, overrides(arguments.set))
     wrong = [Finding(key=".".join(mistake.place) or "job", text=mistake.text) for mistake in mistakes]
@@ -69,18 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             say(json.dumps(_as_json(wrong, None), indent=2))
         return MISTAKEN
+    if rollout is not None and (config.environment.name is not None or config.environment.url is not None):
+        raise ConfigError(
+            "--rollout: the job's own environment plays its episodes; take [environment] out, or --rollout"
+        )
     config = with_checkpoints(config)
     with _stoppable(), _progress(arguments.json) as report:
         report("looking at configuration and machine")
-        # Before a model is loaded: what the trial itself takes is a part of what the job will take.
-        free, findings, estimate = available_bytes(), check_job(config), None
+        findings, trial = check_job(config), None
         if not arguments.no_trial and not any(finding.fatal for finding in (*wrong, *findings)):
-            tried, estimate = _tried(config, limit_seconds, free, report)
+            tried, trial = _tried(config, limit_seconds, rollout, report)
             findings += tried
     if arguments.json:
-        say(json.dumps(_as_json([*wrong, *findings], estimate), indent=2))
+        say(json.dumps(_as_json([*wrong, *findings], trial), indent=2))
     else:
-        _show(config, findings, estimate, free, works=not wrong)
+        _show(config, findings, trial, works=not wrong)
     if wrong:
         return MISTAKEN
     return 1 if any(finding.fatal for finding in findings) else 0
@@ -102,42 +102,39 @@ def _stoppable() -> Iterator[None]:
 
 
 def _tried(
-    config: JobConfig, limit_seconds: float, free: int, report: Callable[[str], None]
-) -> tuple[list[Finding], Estimate | None]:
-    """Return what a trial finds, and what a step takes; None where no step ended."""
+    config: JobConfig, limit_seconds: float, rollout: Any, report: Callable[[str], None]
+) -> tuple[list[Finding], Trial | None]:
+    """Return what two steps find, and what they took; None of a job that only serves its model."""
     from palestra.runtime.checking import Finding
-    from palestra.runtime.trial import estimate_step, load_model
+    from palestra.runtime.trial import load_model, try_steps
 
     try:
         if config.kind == "inference":
             load_model(config, report)
             return [], None
-        estimate = estimate_step(config, report, limit_seconds)
-    except TimeoutError:
-        text = f"two short steps take longer than {limit_seconds:g} s; a smaller model, or fewer and shorter episodes?"
-        return [Finding(key="rollout.groups_per_step", text=text, fatal=False)], None
+        trial = try_steps(config, report, limit_seconds, rollout)
     except PalestraError as error:
         return [Finding(key=_key_in(str(error), config), text=one_line(str(error)))], None
     findings = []
-    if estimate.memory_bytes > NEARLY * free:
-        findings.append(
-            Finding(
-                key="trainer.micro_batch_tokens",
-                text=f"the job takes about {estimate.memory_bytes / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; "
-                "lower trainer.micro_batch_tokens, sampling.max_tokens or engine.cache_gib",
-                fatal=estimate.memory_bytes > free,
-            )
-        )
-    if estimate.truncated_share == 1.0:
+    if trial.stopped:
+        text = f"two steps take longer than {limit_seconds:g} s (--trial-seconds); below is what was measured"
+        findings.append(Finding(key="rollout.groups_per_step", text=text, fatal=False))
+    if not trial.rows:
+        return findings, trial
+    row = trial.rows[-1]
+    if row["rollout/truncated_share"] == 1.0:
         text = "every reply of the trial reached max_tokens; an answer that is cut may never get a reward"
         findings.append(Finding(key="sampling.max_tokens", text=text, fatal=False))
-    if estimate.silent_share == 1.0:
+    if row["train/episodes_without_tokens"] >= row["train/episodes"] > 0:
         text = "the policy that is trained was not called in the trial; give the agent that is to learn no frozen role"
         findings.append(Finding(key="roles", text=text))
-    elif estimate.teaching_share == 0.0:
-        text = "all rewards of each group of the trial were equal; where that stays so, nothing is learned"
+    elif row.get("train/groups_zero_variance", 0.0) >= config.rollout.groups_per_step:
+        text = (
+            "all rewards of each group of the trial were equal, so that nothing was trained; the numbers below lack "
+            "training, and where that stays so, nothing is learned"
+        )
         findings.append(Finding(key="rollout.group_size", text=text, fatal=False))
-    return findings, estimate
+    return findings, trial
 
 
 def _key_in(text: str, config: JobConfig) -> str:
@@ -168,16 +165,16 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{text} …")
 
 
-def _as_json(findings: Sequence[Finding], estimate: Estimate | None) -> dict[str, Any]:
+def _as_json(findings: Sequence[Finding], trial: Trial | None) -> dict[str, Any]:
     return {
         "works": not any(finding.fatal for finding in findings),
         "findings": [dataclasses.asdict(finding) for finding in findings],
-        "estimate": None if estimate is None else dataclasses.asdict(estimate),
+        "trial": None if trial is None else dataclasses.asdict(trial),
     }
 
 
-def _show(config: JobConfig, findings: Sequence[Finding], estimate: Estimate | None, free: int, works: bool) -> None:
-    """Print a line for each finding, then the table of the estimate and what it assumes."""
+def _show(config: JobConfig, findings: Sequence[Finding], trial: Trial | None, works: bool) -> None:
+    """Print a line for each finding, then what the trial took."""
     console = TerminalConsole(highlight=False)
     for finding in findings:
         word, style = ("will not work", "bold red") if finding.fatal else ("note", "yellow")
@@ -185,46 +182,42 @@ def _show(config: JobConfig, findings: Sequence[Finding], estimate: Estimate | N
         console.print(finding.text, markup=False, soft_wrap=True)
     if works and not any(finding.fatal for finding in findings):
         console.print("[green]nothing stands against this job here[/]")
-    if estimate is None:
+    if trial is None:
         return
-    console.print(f"\nestimate for a step of [bold]{config.name}[/], from a trial of {estimate.trial_seconds:.0f} s:")
-    console.print(_table(config, estimate, free))
-    for assumption in estimate.assumptions:
-        console.print(f"- {assumption}", style="dim", markup=False, soft_wrap=True)
+    console.print(f"\ntwo steps of [bold]{config.name}[/], tried for {trial.seconds:.0f} s:")
+    console.print(_table(config, trial))
+    if trial.stand_in:
+        text = "your agent plays outside, so one question stood in for it; --rollout FILE:FUNCTION plays your own"
+        console.print(f"- {text}", style="dim", markup=False, soft_wrap=True)
 
 
-def _span(least: str, most: str) -> str:
-    return least if least == most else f"{least} to {most}"
-
-
-def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
-    """Return the table of an estimate: what, how much, and a remark."""
+def _table(config: JobConfig, trial: Trial) -> Table:
+    """Return the table of a trial: what, how much in each step, and a remark."""
     from rich.table import Table
 
-    from palestra.runtime.trial_play import plays_episodes
+    from palestra.runtime.memory import available_bytes
+    from palestra.runtime.trial import plays_episodes
     from palestra.types.progress import duration
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "left"):
         table.add_column(justify=justify)
-    least, most = estimate.step_seconds, estimate.most_step_seconds
-    training = _span(f"{estimate.train_seconds:.1f} s", f"{estimate.most_train_seconds:.1f} s")
+    for number, row in enumerate(trial.rows, 1):
+        parts = f"playing {row['time/rollout_seconds']:.1f} s, training {row['time/train_seconds']:.1f} s"
+        table.add_row(f"step {number}", f"{row['time/step_seconds']:.1f} s", parts)
+    played = "sampled" if plays_episodes(config) else "learned"
     table.add_row(
-        "time of a step",
-        _span(f"{least:.1f} s", f"{most:.1f} s"),
-        f"playing {estimate.rollout_seconds:.1f} s, training {training}",
+        f"tokens {played}", f"{trial.completion_tokens:,}", f"in {trial.calls:,} calls of {trial.episodes:,} episodes"
     )
-    steps = config.steps
-    if config.token_budget is not None and estimate.completion_tokens:
-        steps = min(steps, math.ceil(config.token_budget / estimate.completion_tokens))
-    job = _span(duration(least * steps), duration(most * steps))
-    table.add_row("time of the job", job, f"{steps} steps, without evaluations")
-    tokens = "tokens sampled" if plays_episodes(config) else "tokens learned"
-    table.add_row(tokens, f"{estimate.completion_tokens:,}", f"in {estimate.calls:,} calls a step")
-    table.add_row("tokens of prompts", f"{estimate.prompt_tokens:,}", f"{estimate.episodes:,} episodes a step")
-    table.add_row("memory", f"{estimate.memory_bytes / GIB:.1f} GiB", f"of {free / GIB:.1f} GiB that are free")
-    if estimate.gpu_bytes:
-        table.add_row("memory of the GPU", f"{estimate.gpu_bytes / GIB:.1f} GiB", "")
-    kept = f"each; {config.checkpoint.keep} are kept"
-    table.add_row("checkpoint", f"{estimate.checkpoint_bytes / 2**20:,.1f} MiB", kept)
+    if trial.rows:
+        row = trial.rows[-1]
+        table.add_row("replies cut", f"{row['rollout/truncated_share']:.0%}", "at max_tokens")
+        rest = f"{config.steps} steps like the last one, without evaluations"
+        table.add_row("time of the job", duration(row["time/step_seconds"] * config.steps), rest)
+    table.add_row("memory", f"{trial.memory_bytes / GIB:.1f} GiB", f"{available_bytes() / GIB:.1f} GiB are free")
+    if trial.gpu_bytes:
+        table.add_row("memory of the GPU", f"{trial.gpu_bytes / GIB:.1f} GiB", "")
+    if trial.checkpoint_bytes:
+        size = f"{trial.checkpoint_bytes / 2**20:,.1f} MiB"
+        table.add_row("checkpoint", size, f"each; {config.checkpoint.keep} are kept")
     return table

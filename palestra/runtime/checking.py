@@ -34,8 +34,16 @@ from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.early_checks import check_trainer, devices, engine_tables, impossible_servers, not_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.memory import available_bytes
-from palestra.runtime.model_room import amount, read_facts, references_of, room_of, shortage
-from palestra.runtime.model_sizes import Sizes, add_policy, add_reference
+from palestra.runtime.model_memory import (
+    ModelMemory,
+    amount,
+    is_on_card,
+    machine_bytes,
+    memory_of,
+    read_facts,
+    references_of,
+    shortage,
+)
 from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import read_files
@@ -67,7 +75,7 @@ def check_job(config: JobConfig) -> list[Finding]:
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
     if not isinstance(config.engine, FakeEngineConfig) and config.base is None:
-        checks += [_models, _ranks]
+        checks.append(_models)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -286,26 +294,12 @@ def _updates(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _ranks(config: JobConfig) -> Iterator[Finding]:
-    """Look whether the processes of a trainer with several devices fit into this machine's memory."""
-    if config.kind != "training" or config.trainer.devices == 1:
-        return
-    from palestra.runtime.rank_memory import check_memory
-
-    try:
-        check_memory(config, {name: config.policies[name].model for name in config.trained_policies})
-    except ConfigError as error:
-        yield Finding(key="trainer.devices", text=str(error))
-    except ModelError:
-        return  # `_models` says which is not there
-
-
 def _models(config: JobConfig) -> Iterator[Finding]:
     """Look at the models of all policies: whether they are there, their context, memory and disk."""
-    sizes = Sizes()
+    models, references = {}, {}
     for name, policy in config.policies.items():
         try:
-            folder, facts = read_facts(policy.model)
+            models[name] = _, facts = read_facts(policy.model)
         except ModelError as error:
             yield Finding(key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}")
             continue
@@ -314,40 +308,38 @@ def _models(config: JobConfig) -> Iterator[Finding]:
                 key=f"policies.{name}.max_context",
                 text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
             )
-        add_policy(sizes, config, name, folder, facts.parameters or 0, facts.tower)
     for key, model in references_of(config).items():
         try:
             folder, facts = read_facts(model)
+            references[folder] = facts
         except ModelError as error:
             yield Finding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
-            continue
-        add_reference(sizes, config, folder, facts.parameters or 0)
-    if (found := shortage(config, sizes)) is not None:
-        yield Finding(key=found.key, text=found.text)
+    needed = memory_of(config, models, references)
+    if (found := shortage(config, needed)) is not None:
+        yield Finding(key="engine" if config.engine.started_count > 1 else "model", text=str(found))
     else:
-        yield from _caches(config, sizes)
-    yield from _disk(config, sizes)
+        yield from _caches(config, needed)
+    yield from _disk(config, needed)
 
 
-def _caches(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
+def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[Finding]:
     """Look whether keys and values have the memory that `cache_gib` gives them, which they take when they need it."""
-    room, free = room_of(config, sizes), available_bytes()
+    models, free = machine_bytes(config, needed), available_bytes()
     for key, table in engine_tables(config).items():
-        if not isinstance(table, EmbeddedEngineConfig) or table.cache_gib is None or room.cards:
+        if not isinstance(table, EmbeddedEngineConfig) or table.cache_gib is None or is_on_card(table.device):
             continue
         caches = table.cache_gib * table.started_count
-        several = f" of {table.started_count} workers" if table.started_count > 1 else ""
-        if caches + room.machine / GIB > free / GIB:
+        if caches * GIB + models > free:
             yield Finding(
                 key=f"{key}.cache_gib",
-                text=f"keys and values{several} may take {caches:,.1f} GiB and the models take {amount(room.machine)}, "
-                f"and {amount(free)} are free; with many or long replies at the same time the job would run out of "
-                f"memory: lower {key}.cache_gib{f' or {key}.replicas' if table.started_count > 1 else ''}",
+                text=f"keys and values may take {caches:,.1f} GiB and the models take {amount(models)}, and "
+                f"{amount(free)} are free; with many or long replies the job would run out of memory: "
+                f"lower {key}.cache_gib",
                 fatal=False,
             )
 
 
-def _disk(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
+def _disk(config: JobConfig, sizes: ModelMemory) -> Iterator[Finding]:
     """Compare the bytes of checkpoints and past versions with the room on the disk."""
     # One more than are kept: the oldest is removed when the newest is whole.
     saved, disk = sizes.saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free

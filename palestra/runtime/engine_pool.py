@@ -30,7 +30,7 @@ from palestra.pictures.stored import StoredPictures
 from palestra.processes import start_process
 from palestra.renderers import select_renderer
 from palestra.runtime.engine_process import EngineProcesses, SampledModel
-from palestra.runtime.model_room import check_more
+from palestra.runtime.model_memory import check_more
 from palestra.runtime.parts import Parts, build_parts, make_deterministic, parts_with_trainer
 from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet

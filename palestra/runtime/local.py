@@ -30,7 +30,7 @@ from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.housekeeping import looked_after
 from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob
-from palestra.runtime.model_room import check_room
+from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import Parts, build_parts
@@ -270,7 +270,7 @@ async def _parts(
         return await connect_base(config, weights)
     for check in (check_trainer, check_reproducible):  # before an engine takes minutes to start
         await in_thread(partial(check, config, places))
-    await in_thread(lambda: check_room(config, weights, places))
+    await in_thread(lambda: check_memory(config, weights, places))
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
     if config.engine.pooled or places.engine is not None:
         return await pooled_parts(config, config.engine, weights, pictures, places), None

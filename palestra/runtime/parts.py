@@ -218,15 +218,9 @@ def parts_with_trainer(
 
         own = TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
         return Parts(engine=engine, trainer=own, policies=policies)
-    from palestra.runtime.rank_memory import check_memory
     from palestra.trainer.sharded.processes import RankPlaces
     from palestra.trainer.sharded.trainer import ShardedTrainer
 
-    check_memory(
-        config,
-        {name: weights.get(name, config.policies[name].model) for name in config.trained_policies},
-        places.rank_memory_gib,
-    )
     assert not isinstance(config.engine, FakeEngineConfig)
     folder = None if pictures is None else pictures.folder
     ranks = RankPlaces(start=places.trainer or start_process, folder=places.trainer and places.folder)

@@ -14,7 +14,7 @@ from palestra.errors import ConfigError
 from palestra.models.device import MEMORY_VARIABLE, allowed_cores
 from palestra.runtime.cards import Card, deal_cards, trainer_cards, visible_cards
 from palestra.runtime.memory import available_bytes
-from palestra.runtime.model_sizes import BYTES, TRAINED_BYTES
+from palestra.runtime.model_memory import BYTES, TRAINED_BYTES
 from palestra.runtime.served_models import ServedModel
 
 GIB = 2**30

@@ -1,147 +1,107 @@
-"""A short run of a job, from which memory, tokens and seconds of a whole step on this machine are estimated.
+"""Two real steps of a job, in a folder that is removed afterwards: what they took is what `palestra check` prints.
 
-The trial is the job itself, in a folder that is removed afterwards: its model, its environment, the engine, the trainer
-with real gradients, two steps. Three things are smaller where the job is large: groups of a step (as many as keep the
-engine's batch full), tokens of a reply, and the time. What the estimate assumes is said with it.
+The trial is the job itself: its model, its environment or the user's own function, its groups and its longest replies.
+Only the learning rate is changed, to nearly zero, so that both steps sample from the same model.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import json
 import shutil
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
+from sqlalchemy import select
+
+from palestra.algorithms.registry import create_algorithm
+from palestra.client.async_client import AsyncClient
+from palestra.client.player import Rollout
+from palestra.client.worker import Worker
 from palestra.config import JobConfig, SeatsConfig, UpdatesConfig
 from palestra.disk import in_new_folder
+from palestra.envs import Environment
 from palestra.errors import EngineFailure, ModelError, WorkerCrashLoop
+from palestra.rollout import RolloutSpec
 from palestra.runtime.checking import existing_parent
 from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
+from palestra.runtime.local_job import LocalJob
 from palestra.runtime.memory import MemoryPeak
 from palestra.runtime.tasks import task_of
-from palestra.runtime.trial_play import (
-    STAND_IN_WORDS,
-    conversation_words,
-    has_stand_in,
-    plays_episodes,
-    stand_in_task,
-    teaching_share_of,
-    trial_play,
-)
 from palestra.store.browsing import browse, list_episodes
-from palestra.store.calls import read_trajectory
+from palestra.store.tables import chats
 from palestra.types.metrics import row_of_policy
+from palestra.waiting import race
 
 T = TypeVar("T")
-STEPS = 2  # the first step makes the optimizer's moments and warms up; the second one is measured
-REPLY_TOKENS = 64  # of a reply in the trial
+STEPS = 2  # the first step makes the optimizer's moments and warms up
+NO_LEARNING = 1e-30  # a learning rate with which no weight changes
+WORDS = 200  # of a prompt where nothing says what prompts are like
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """What a step of the job takes on this machine.
+@dataclass(kw_only=True, slots=True)
+class Trial:
+    """What was measured of the job's first steps; all of it also when the time was over before they ended.
 
     Attributes:
-        memory_bytes: most memory of the process, and of those that it starts.
+        rows: metrics of each step that ended, under the names of a job with one policy.
+        episodes, calls, completion_tokens: of all steps, those of a step that did not end included.
+        seconds: from the start until the end.
+        load_seconds: from the start until the data plane listened; None: the time was over before.
+        memory_bytes: most memory of this process and of those that it started.
         gpu_bytes: most memory of the GPU; 0 where none is used.
-        episodes: of a step.
-        calls: model calls of a step.
-        prompt_tokens: of all calls of a step.
-        completion_tokens: sampled tokens of a step.
-        rollout_seconds: playing the episodes of a step.
-        train_seconds: forward, backward, optimizer, for the share of groups that teach.
-        most_train_seconds: the same where every group teaches.
-        step_seconds: the whole step, without evaluations, for the share of groups that teach.
-        most_step_seconds: the same where every group teaches.
-        checkpoint_bytes: of one checkpoint, on disk.
-        load_seconds: from the start until the data plane listens.
-        trial_seconds: how long the trial took.
-        truncated_share: share of the trial's replies that reached the limit of tokens.
-        teaching_share: share of the trial's groups with rewards that differ; the others have no gradient, unless a
-            penalty or a bonus in the loss gives them one.
-        silent_share: share of the trial's episodes in which the policy that is trained was not called.
-        assumptions: what the numbers rest on, in sentences.
+        checkpoint_bytes: of one checkpoint; 0: none was written.
+        stopped: whether the time was over before both steps ended.
+        stand_in: whether the user's agent plays outside, so that one question stood in for its episodes.
     """
 
-    memory_bytes: int
-    gpu_bytes: int
-    episodes: int
-    calls: int
-    prompt_tokens: int
-    completion_tokens: int
-    rollout_seconds: float
-    train_seconds: float
-    most_train_seconds: float
-    step_seconds: float
-    most_step_seconds: float
-    checkpoint_bytes: int
-    load_seconds: float
-    trial_seconds: float
-    truncated_share: float
-    teaching_share: float
-    silent_share: float
-    assumptions: tuple[str, ...]
+    rows: list[dict[str, float]] = field(default_factory=list)
+    episodes: int = 0
+    calls: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    load_seconds: float | None = None
+    memory_bytes: int = 0
+    gpu_bytes: int = 0
+    checkpoint_bytes: int = 0
+    stopped: bool = False
+    stand_in: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What was seen of a trial.
-
-    Attributes:
-        row: metrics of the last step.
-        calls: model calls of all steps.
-        episodes: episodes of all steps.
-        teaching_share: share of the groups whose episodes got different rewards from the environment.
-        idle_bytes: resident memory when the models were loaded.
-        peak_bytes: most resident memory.
-        others_bytes: most memory of the processes that the job has started, such as engine servers.
-        gpu_bytes: most memory of the GPU.
-        load_seconds: until the data plane listened.
-        checkpoint_bytes: of the checkpoint that the trial wrote.
-    """
-
-    row: Mapping[str, float]
-    calls: int
-    episodes: int
-    teaching_share: float
-    idle_bytes: int
-    peak_bytes: int
-    others_bytes: int = 0
-    gpu_bytes: int
-    load_seconds: float
-    checkpoint_bytes: int
+def plays_episodes(config: JobConfig) -> bool:
+    """Return whether training episodes are played; else recorded ones are trained."""
+    return all(create_algorithm(config.algorithm_of(name)).recorded is None for name in config.trained_policies)
 
 
-def estimate_step(config: JobConfig, report: Callable[[str], None], limit_seconds: float) -> Estimate:
-    """Run two short steps of a training job, and say what a whole step takes.
+def try_steps(
+    config: JobConfig, report: Callable[[str], None], limit_seconds: float, rollout: Rollout | None = None
+) -> Trial:
+    """Run two steps of a training job and return what they took.
 
     Args:
         config: the job, which has passed `check_job`.
         report: is given a line when the trial gets further.
-        limit_seconds: after which the trial is given up.
-
-    Returns:
-        The estimate, with what it assumes.
+        limit_seconds: after which the trial ends; what was measured until then is returned.
+        rollout: the user's function, which plays the episodes; None: the job's environment does, or a question that
+            stands in for an agent outside.
 
     Raises:
         PalestraError: the job can't run; the message says why.
-        TimeoutError: two steps took longer than the limit.
     """
-    began = time.monotonic()
 
-    def work(folder: Path) -> tuple[JobConfig, Measured]:
-        trial = trial_config(config, folder / "run")
-        return trial, run_on_uvloop(_run(trial, config, report, limit_seconds))
+    def work(folder: Path) -> Trial:
+        return run_on_uvloop(_run(_trial_config(config, folder / "run"), report, limit_seconds, rollout))
 
-    trial, measured = _in_trial_folder(config, work)
-    return extrapolate(config, trial, measured, time.monotonic() - began)
+    return _in_trial_folder(config, work)
 
 
 def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
@@ -168,7 +128,7 @@ def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
 
 
 def _in_trial_folder(config: JobConfig, work: Callable[[Path], T]) -> T:
-    """Return what `work` returns for a new folder, which is removed afterwards."""
+    """Return what `work` returns for a new folder, which is removed; a log that an error names is kept."""
 
     def keeping_logs(folder: Path) -> T:
         try:
@@ -186,30 +146,21 @@ def _in_trial_folder(config: JobConfig, work: Callable[[Path], T]) -> T:
     return in_new_folder(existing_parent(config.folder), ".palestra-check-", keeping_logs)
 
 
-def trial_config(config: JobConfig, folder: Path) -> JobConfig:
-    """Return the job that is run as the trial.
-
-    Args:
-        folder: the trial's run folder, which does not exist yet.
-    """
-    at_once = getattr(config.engine, "max_batch", config.rollout.group_size)
-    groups = min(config.rollout.groups_per_step, math.ceil(at_once / config.rollout.group_size))
+def _trial_config(config: JobConfig, folder: Path) -> JobConfig:
     policies = {}
     for name, policy in config.policies.items():
-        tokens = min(policy.sampling.max_tokens, REPLY_TOKENS)
-        short: dict[str, Any] = {"sampling": policy.sampling.model_copy(update={"max_tokens": tokens})}
-        if not policy.frozen:
-            short["updates"] = UpdatesConfig()  # the step that is measured is one in which all are updated
-        policies[name] = policy.model_copy(update=short)
+        fixed = policy.optimizer.model_copy(update={"learning_rate": NO_LEARNING})
+        updates = {} if policy.frozen else {"updates": UpdatesConfig(), "optimizer": fixed}
+        policies[name] = policy.model_copy(update=updates)
     return config.model_copy(
         update={
             "name": "check",
+            "run_dir": folder,
             "steps": STEPS,
             "token_budget": None,
-            "run_dir": folder,
+            "tracking": [],
+            "seats": SeatsConfig(),  # no worker comes to a trial
             "policies": policies,
-            "seats": SeatsConfig(),  # no worker comes to a trial: the policies play all agents
-            "rollout": config.rollout.model_copy(update={"groups_per_step": groups}),
             "evaluation": config.evaluation.model_copy(update={"every_steps": 0, "every_tokens": None}),
             "checkpoint": config.checkpoint.model_copy(update={"every_steps": STEPS}),
             "server": config.server.model_copy(update={"host": "127.0.0.1", "port": 0}),
@@ -217,156 +168,113 @@ def trial_config(config: JobConfig, folder: Path) -> JobConfig:
     )
 
 
-def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_seconds: float) -> Estimate:
-    """Return what a step of the job takes, from what a step of the trial took."""
-    row, larger = seen.row, config.rollout.groups_per_step / trial.rollout.groups_per_step
-    calls = seen.calls / max(seen.episodes, 1) * row["train/episodes"]
-    short, full = _reply_limit(trial), _reply_limit(config)
-    plays = plays_episodes(config)
-    cut = row["rollout/truncated_share"] * calls if full > short and plays else 0.0
-    sampled, prompt = row["rollout/completion_tokens"], row["rollout/prompt_tokens"]
-    longer = (sampled + cut * (full - short)) / max(sampled, 1)
-    distinct = (prompt - row["rollout/reused_tokens"] + sampled) * (1 - row.get("train/merged_share", 0.0))
-    rows_longer = (distinct + sampled * (longer - 1)) / max(distinct, 1)
-    rollout = row["time/rollout_seconds"] * larger * longer
-    most = row["time/train_seconds"] * larger * rows_longer
-    train = most * _trained_share(config, seen.teaching_share)
-    rest = row["time/step_seconds"] - row["time/rollout_seconds"] - row["time/train_seconds"]
-    others = rollout + max(rest, 0.0)
-    # Activations grow with the tokens of a micro-batch; one row that is longer than a micro-batch has one of its own.
-    call_tokens = (prompt + sampled) / max(calls, 1)
-    long_row = call_tokens * longer / max(config.trainer.micro_batch_tokens or 1024, call_tokens)
-    peak = seen.idle_bytes + (seen.peak_bytes - seen.idle_bytes) * max(1.0, long_row)
-    return Estimate(
-        memory_bytes=int(peak) + seen.others_bytes,
-        gpu_bytes=seen.gpu_bytes,
-        episodes=(config.rollout.group_size if plays else 1) * config.rollout.groups_per_step,
-        calls=round(calls * larger),
-        prompt_tokens=round(prompt * larger),
-        completion_tokens=round(sampled * larger * longer),
-        rollout_seconds=rollout,
-        train_seconds=train,
-        most_train_seconds=most,
-        step_seconds=others + train,
-        most_step_seconds=others + most,
-        checkpoint_bytes=seen.checkpoint_bytes,
-        load_seconds=seen.load_seconds,
-        trial_seconds=trial_seconds,
-        truncated_share=row["rollout/truncated_share"],
-        teaching_share=seen.teaching_share,
-        silent_share=row["train/episodes_without_tokens"] / max(row["train/episodes"], 1.0),
-        assumptions=tuple(_assumptions(config, trial, seen)),
-    )
-
-
-def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterator[str]:
-    """Say what the numbers of an estimate rest on."""
-    yield f"measured in step {STEPS} of a trial with the model as it is now; evaluations are left out"
-    if any(policy.updates.every > 1 for policy in config.policies.values()):
-        yield "all policies that are trained are updated in this step; in others it may be some of them"
-    if _trained_share(config, seen.teaching_share) < 1:
-        yield (
-            f"{seen.teaching_share:.0%} of the groups had different rewards, and only those are trained: the shorter "
-            "times are for as many, the longer ones for a step in which all groups are"
-        )
-    elif seen.teaching_share < 1:
-        yield (
-            f"{seen.teaching_share:.0%} of the groups had different rewards; a penalty or a bonus trains the others as "
-            "well"
-        )
-    groups, trial_groups = config.rollout.groups_per_step, trial.rollout.groups_per_step
-    if groups > trial_groups:
-        what = "groups were played" if plays_episodes(config) else "episodes were trained"
-        yield f"{trial_groups} of {groups} {what}; time grows with their number"
-    if not plays_episodes(config):
-        if has_stand_in(config):
-            words = conversation_words(config)
-            yield f"your conversations come later: one is taken to have {words} words, half of them learned"
-        return
-    if _reply_limit(config) > _reply_limit(trial):
-        share = seen.row["rollout/truncated_share"]
-        others = "; replies of frozen policies are taken as they were" if len(config.policies) > 1 else ""
-        yield (
-            f"replies were cut at {_reply_limit(trial)} tokens; the {share:.0%} that reached it are taken to have all "
-            f"{_reply_limit(config)} of max_tokens{others}"
-        )
-    if config.environment.name is None and config.environment.url is None:
-        what = "the task as JSON" if config.tasks.train is not None else f"{STAND_IN_WORDS} words"
-        yield f"your agent plays outside: an episode is taken to be one call, whose prompt is {what}"
-
-
-def _trained_share(config: JobConfig, teaching_share: float) -> float:
-    """Return the share of the rows that are trained: of policies with a penalty or a bonus in the loss, all."""
-    algorithms = [config.algorithm_of(name) for name in config.trained_policies]
-    return sum(1.0 if each.trains_equal_rewards else teaching_share for each in algorithms) / len(algorithms)
-
-
-def _reply_limit(config: JobConfig) -> int:
-    """Return the most tokens of a reply of the trained policy, of whose calls `truncated_share` is a share."""
-    return config.policies[config.players.default].sampling.max_tokens
-
-
-async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None], limit_seconds: float) -> Measured:
+async def _run(
+    config: JobConfig, report: Callable[[str], None], limit_seconds: float, rollout: Rollout | None
+) -> Trial:
     """Run the trial in this process, and measure it."""
-    rows: list[dict[str, float]] = []
+    trial = Trial(stand_in=rollout is None and plays_episodes(config) and _plays_outside(config))
 
     def heard(kind: str, data: dict[str, Any]) -> None:
         if kind == "step" and data["step"]:
-            rows.append(data)
-            report(f"step {len(rows)} of {STEPS} took {data['time/step_seconds']:.1f} s")
+            trial.rows.append(_of_all_policies(data, config.players.rivals))
+            report(f"step {len(trial.rows)} of {STEPS} took {data['time/step_seconds']:.1f} s")
 
     report("loading the model")
     began = time.monotonic()
+    play = RolloutSpec(environment=_StandIn) if trial.stand_in else None
     with MemoryPeak() as memory:
-        async with asyncio.timeout(limit_seconds), local_job(trial, heard, trial_play(config)) as job:
-            loaded, idle = time.monotonic() - began, memory.now()
-            if has_stand_in(config):
-                await job.plane.store.tasks.push("train", [task_of(stand_in_task(config))], "check")
-                await job.plane.store.tasks.seal()
-            report("playing and training" if plays_episodes(config) else "training")
-            await job.run()
-    assert trial.run_dir is not None
-    with browse(trial.run_dir / "run.db") as connection:
-        played = list_episodes(connection, "train", "completed", 10**6)
-        # Of a job whose agents play outside, the rewards are those of the stand-in.
-        known = config.environment.name is not None or config.environment.url is not None
-        teaching = (
-            teaching_share_of((read_trajectory(connection, each.episode_id) for each in played), config)
-            if known
-            else 1.0
-        )
-    checkpoints = newest_checkpoints(trial).values()
-    return Measured(
-        row=_of_all_policies(rows[-1], config.players.rivals),
-        calls=sum(episode.calls for episode in played),
-        episodes=len(played),
-        teaching_share=teaching,
-        idle_bytes=idle,
-        peak_bytes=memory.peak,
-        others_bytes=memory.others,
-        gpu_bytes=_gpu_peak(),
-        load_seconds=loaded,
-        checkpoint_bytes=sum(
-            file.stat().st_size for newest in checkpoints for file in newest.rglob("*") if file.is_file()
-        ),
-    )
+        try:
+            async with asyncio.timeout(limit_seconds), local_job(config, heard, play) as job:
+                trial.load_seconds = time.monotonic() - began
+                if config.tasks.train is None and config.environment.name is None and not config.brings_tasks:
+                    await job.plane.store.tasks.push("train", [task_of(_stand_in_task(config))], "check")
+                    await job.plane.store.tasks.seal()
+                report("playing and training" if plays_episodes(config) else "training")
+                concurrency = min(64, config.rollout.group_size * config.rollout.groups_per_step)
+                try:
+                    await _until_over(job, rollout, concurrency)
+                finally:  # before the job gives back the episodes that are being played, whose calls are dropped then
+                    _count(trial, config)
+        except TimeoutError:
+            trial.stopped = True
+    trial.seconds = time.monotonic() - began
+    trial.memory_bytes, trial.gpu_bytes = memory.peak + memory.others, _gpu_peak()
+    newest = newest_checkpoints(config).values()
+    trial.checkpoint_bytes = sum(file.stat().st_size for one in newest for file in one.rglob("*") if file.is_file())
+    return trial
+
+
+def _count(trial: Trial, config: JobConfig) -> None:
+    """Count the episodes that ended, and the calls and tokens of all."""
+    with browse(config.folder / "run.db") as connection:
+        trial.episodes = len(list_episodes(connection, "train", "completed", 10**6))
+        sampled = [orjson.loads(versions) for versions in connection.scalars(select(chats.c.versions))]
+    trial.calls = len(sampled)
+    trial.completion_tokens = sum(tokens for spans in sampled for *_, tokens in spans)
+
+
+async def _until_over(job: LocalJob, rollout: Rollout | None, concurrency: int) -> None:
+    """Run the job, with the user's function in a thread of its own, where blocking code stops nothing else."""
+    if rollout is None:
+        await job.run()
+        return
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    async def play() -> None:
+        async with AsyncClient(job.url, job.api_key, worker_id="palestra-check") as client:
+            await Worker(client, rollout, concurrency).run()
+
+    def main() -> None:
+        try:
+            asyncio.run(play())
+        except Exception as error:  # noqa: BLE001 - raised where the job runs
+            wrong = error
+            loop.call_soon_threadsafe(failed.set_exception, wrong)
+
+    threading.Thread(target=main, name="palestra-check", daemon=True).start()
+    await race(job.run(), failed)
+
+
+def _plays_outside(config: JobConfig) -> bool:
+    return config.environment.name is None and config.environment.url is None
+
+
+def _stand_in_task(config: JobConfig) -> dict[str, Any]:
+    """Return the task that stands in for those that come later: a question, or a conversation that fits the context."""
+    if plays_episodes(config):
+        return {"prompt": "word " * WORDS}
+    half = "word " * (min(WORDS, config.policies[config.players.default].max_context // 10) // 2)
+    return {"messages": [{"role": "user", "content": half}, {"role": "assistant", "content": half}]}
+
+
+class _StandIn(Environment):
+    """One question, which is the task itself, and any answer; half of the answers earn something."""
+
+    blocking = False
+
+    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Show the prompt of the task, or the task as JSON."""
+        prompt = task.get("prompt")
+        return (prompt if isinstance(prompt, str) else json.dumps(dict(task))), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """End the episode."""
+        return "", float(sum(action.encode()) % 2), True, False, {}
 
 
 def _of_all_policies(row: Mapping[str, float], rivals: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of a step under the names that they have where one policy is trained."""
+    """Return the metrics of a step under the names of a job with one policy: of several, shares are averaged."""
     if not rivals:
         return dict(row)
     own = [row_of_policy(row, policy, rivals) for policy in rivals]
-    shares = ("rollout/truncated_share", "train/merged_share")
+    shares = ("rollout/truncated_share", "train/groups_zero_variance")
     counts = ("train/episodes", "train/episodes_without_tokens")
     found = {name: sum(each.get(name, 0.0) for each in own) / len(own) for name in shares}
-    found |= {name: max(each[name] for each in own) for name in counts}
-    return {**row, **found}
+    return {**row, **found, **{name: max(each[name] for each in own) for name in counts}}
 
 
 def _gpu_peak() -> int:
     """Return the most memory that torch has held on a GPU; 0 where it was not used."""
-    import sys
-
     torch = sys.modules.get("torch")
     return int(torch.cuda.max_memory_allocated()) if torch is not None and torch.cuda.is_available() else 0

@@ -38,22 +38,21 @@ def job_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_model_is_tried_and_a_step_is_estimated(job_file):
+def test_a_real_model_is_tried_for_two_steps(job_file):
     job_file.write_text(JOB)
     done = subprocess.run(
         [str(PALESTRA), "check", "job.toml", "--json"], cwd=job_file.parent, capture_output=True, text=True, timeout=150
     )
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    estimate = found["estimate"]
+    trial = found["trial"]
     assert found["works"]
-    assert (estimate["episodes"], estimate["calls"]) == (8, 8)
-    assert 8 <= estimate["completion_tokens"] <= 64
-    assert estimate["most_train_seconds"] > 0
-    assert 0 <= estimate["train_seconds"] <= estimate["most_train_seconds"]
-    assert 0 < estimate["rollout_seconds"] < estimate["step_seconds"]
-    assert 10**8 < estimate["memory_bytes"] < 4 * 2**30  # torch, transformers and two small models
-    assert estimate["checkpoint_bytes"] > 10**5
+    assert (trial["episodes"], trial["calls"], len(trial["rows"])) == (16, 16, 2)
+    assert 16 <= trial["completion_tokens"] <= 128
+    for row in trial["rows"]:
+        assert 0 < row["time/rollout_seconds"] < row["time/step_seconds"]
+    assert 10**8 < trial["memory_bytes"] < 4 * 2**30  # torch, transformers and two small models
+    assert trial["checkpoint_bytes"] > 10**5
     assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]
 
 
@@ -82,11 +81,11 @@ def test_a_check_that_is_ended_leaves_nothing(job_file):
     assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]
 
 
-def test_a_job_that_works_is_shown_with_its_estimate(job_file, capsys):
+def test_a_job_that_works_is_shown_with_what_its_steps_took(job_file, capsys):
     assert main(["check", "job.toml"]) == 0
     out, progress = capsys.readouterr()
     assert "nothing stands against this job here" in out
-    for word in ("time of a step", "tokens sampled", "memory", "checkpoint", "estimate", "trial"):
+    for word in ("step 1", "step 2", "tokens sampled", "memory", "checkpoint", "time of the job"):
         assert word in out
     assert "palestra: loading the model" in progress
     assert max(map(len, out.splitlines())) <= 200
@@ -106,7 +105,7 @@ def test_what_will_not_work_is_named_with_its_key_and_nothing_is_tried(job_file,
 def test_no_trial_looks_only(job_file, capsys, monkeypatch):
     monkeypatch.setattr(command, "_tried", lambda *_: pytest.fail("it is tried"))
     assert main(["check", "job.toml", "--no-trial", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"works": True, "findings": [], "estimate": None}
+    assert json.loads(capsys.readouterr().out) == {"works": True, "findings": [], "trial": None}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +114,7 @@ def test_no_trial_looks_only(job_file, capsys, monkeypatch):
         (["no.toml"], "no such file"),
         (["job.toml", "--set", "setps=3"], "'steps'"),
         (["job.toml", "--trail-seconds", "3"], "did you mean --trial-seconds?"),
+        (["job.toml", "--rollout", "json:dumps"], "--rollout: the job's own environment"),
     ],
 )
 def test_mistakes_of_usage_have_another_exit_code(job_file, capsys, words, said):
@@ -150,15 +150,6 @@ def test_a_start_that_fails_is_named_with_its_key(job_file, capsys):
     assert finding["key"] == "algorithm.name"
 
 
-@pytest.mark.slow
-def test_a_job_that_needs_more_memory_than_is_free(job_file, capsys, monkeypatch):
-    from palestra.runtime import memory
-
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
-    assert main(["check", "job.toml"]) == 1
-    assert "trainer.micro_batch_tokens" in capsys.readouterr().out
-
-
 def test_a_model_that_is_only_served_is_loaded(job_file, capsys):
     assert main(["check", "job.toml", "--set", "kind=inference"]) == 0
     out, progress = capsys.readouterr()
@@ -183,14 +174,14 @@ port = 0
 
 
 def tried(job_file, text: str) -> tuple[dict, list[str]]:
-    """The estimate and the keys of what was found, of a trial with a real model."""
+    """What the trial took, and the keys of what was found, of a trial with a real model."""
     job_file.write_text(TINY + text)
     done = subprocess.run(
         [str(PALESTRA), "check", "job.toml", "--json"], cwd=job_file.parent, capture_output=True, text=True, timeout=150
     )
     found = json.loads(done.stdout)
     assert (done.returncode, found["works"]) == (0, True), (done.stdout, done.stderr)
-    return found["estimate"], [finding["key"] for finding in found["findings"]]
+    return found["trial"], [finding["key"] for finding in found["findings"]]
 
 
 @pytest.mark.slow
@@ -200,12 +191,11 @@ def test_conversations_are_tried_without_playing(job_file, known):
     said = {"messages": [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": "4"}]}
     (job_file.parent / "said.jsonl").write_text(json.dumps(said))
     files = '[tasks]\ntrain = "said.jsonl"\n' if known else ""
-    estimate, keys = tried(job_file, files + '[algorithm]\nname = "sft"\n')
+    trial, keys = tried(job_file, files + '[algorithm]\nname = "sft"\n')
     assert keys == []
-    assert (estimate["episodes"], estimate["calls"], estimate["teaching_share"]) == (2, 2, 1.0)
-    assert (estimate["completion_tokens"] < 20) == known  # that of the file has one token and the end
-    assert any("conversations come later" in text for text in estimate["assumptions"]) == (not known)
-    assert estimate["train_seconds"] > 0
+    assert (trial["episodes"], trial["calls"]) == (4, 4)
+    assert (trial["completion_tokens"] < 20) == known  # that of the file has one token and the end
+    assert trial["rows"][1]["train/trained_tokens"] > 0
 
 
 @pytest.mark.slow
@@ -213,7 +203,7 @@ def test_a_teacher_is_tried_and_rewards_have_no_say(job_file):
     """All rewards of the untrained model are 0, and yet it learns: nothing is to be noted."""
     teacher = '[policies.big]\nmodel = "tiny-random"\nmax_context = 256\nfrozen = true\n'
     rest = '[algorithm]\nname = "distill"\n[environment]\nname = "arithmetic"\n'
-    estimate, keys = tried(job_file, teacher + rest)
+    trial, keys = tried(job_file, teacher + rest)
     assert "rollout.group_size" not in keys
-    assert (estimate["teaching_share"], estimate["episodes"]) == (1.0, 8)
-    assert estimate["train_seconds"] == estimate["most_train_seconds"] > 0
+    assert trial["episodes"] == 16
+    assert trial["rows"][1]["train/trained_tokens"] > 0

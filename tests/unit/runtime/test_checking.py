@@ -16,8 +16,7 @@ from palestra.control.jobs.launcher import Ending, ending_of
 from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, Conflict
-from palestra.models.catalog import model_folder
-from palestra.runtime import checking, model_room
+from palestra.runtime import checking, model_memory
 from palestra.runtime import engine_servers as checked_servers
 from palestra.runtime.cards import Card
 from palestra.runtime.checking import check_job, existing_parent
@@ -25,7 +24,6 @@ from palestra.runtime.early_checks import check_heads, check_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
 from palestra.runtime.model_facts import model_facts
-from palestra.runtime.model_sizes import Sizes, add_policy
 from palestra.runtime.places import HERE
 from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedVllm, listening, of_tiny_random
@@ -200,7 +198,7 @@ async def test_each_of_several_servers_is_asked_and_named(monkeypatch):
         engine = {"kind": "vllm", "url": urls, "key_variable": "ENGINE_KEY", "dtype": "float32"}
         job = parse_config({"policies": policies, "engine": engine, "server": {"port": 0}})
         texts = [finding.text for finding in await asyncio.to_thread(lambda: check_job(job))]
-    assert len(texts) == 3
+    assert len(texts) == 3, texts
     assert texts[0].startswith(f"nothing answers at {urls[3]} (")
     assert texts[1] == f"{urls[1]}: the engine's server is vLLM 0.31.2; 0.32 or newer is needed"
     assert texts[2] == f"{urls[2]} takes connections, and has not answered within 1 s"
@@ -275,15 +273,6 @@ def test_cpu_offload_where_there_is_no_gpu(monkeypatch):
     assert "this trainer is on CPUs" in said["trainer.cpu_offload"]
 
 
-def test_ranks_that_do_not_fit_into_memory(monkeypatch):
-    assert "trainer.devices" not in found(**TINY, trainer={"devices": 2})
-    monkeypatch.setattr("palestra.runtime.rank_memory.available_bytes", lambda: 2**29)
-    said = found(**TINY, trainer={"devices": 2})["trainer.devices"]
-    assert "0.5 GiB are free" in said
-    assert "are missing" in said
-    assert set(found(model="./nowhere", server={"port": 0}, trainer={"devices": 2})) == {"policies.policy.model"}
-
-
 def test_groups_that_can_not_teach():
     assert "at least 2" in noted(**FAKE, rollout={"group_size": 4, "min_group_size": 1})["rollout.min_group_size"]
 
@@ -295,7 +284,7 @@ def test_a_device_that_is_not_there_and_a_promise_that_a_gpu_does_not_keep(monke
     assert "no CUDA" in found(**TINY, engine={"device": "cuda"})["engine.device"]
     assert found(**TINY, deterministic=True) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(model_room, "visible_cards", lambda: [Card(name="0", memory_bytes=2**30, free_bytes=2**30)])
+    monkeypatch.setattr(model_memory, "visible_cards", lambda: [Card(name="0", memory_bytes=2**30, free_bytes=2**30)])
     keys = found(**TINY, deterministic=True)
     assert set(keys) == {"engine.device", "trainer.device"}
     assert "deterministic" in keys["trainer.device"]
@@ -361,15 +350,6 @@ def test_weights_that_are_not_loaded_do_not_count(tmp_path):
     assert model_facts(tmp_path / "m").parameters == 12
 
 
-def test_a_tower_that_is_not_trained_counts_as_weights_alone(tmp_path):
-    facts = model_facts(model_folder("tiny-random-vision"))
-    assert 0 < facts.tower < facts.parameters
-    for vision, each in (("frozen", 4), ("trained", 16)):
-        sizes, policies = Sizes(), {"policy": {"model": "tiny-random-vision", "vision": vision}}
-        add_policy(sizes, parse_config({"policies": policies}), "policy", "m", facts.parameters, facts.tower)
-        assert sizes.trained == 16 * (facts.parameters - facts.tower) + each * facts.tower
-
-
 def test_a_context_longer_than_the_models():
     policies = {"policy": {"model": "tiny-random", "max_context": 100_000}}
     text = found(policies=policies, server={"port": 0})["policies.policy.max_context"]
@@ -399,7 +379,7 @@ def test_a_critic_and_a_reference_count_as_well(tmp_path, monkeypatch, algorithm
     """A parameter has 2 bytes in the engine, 16 in each network that is trained, and 2 in a reference."""
     folder = model_in(tmp_path / "m", 10**6)
     for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
-        monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
+        monkeypatch.setattr(model_memory, "available_bytes", lambda swap, free=free: free)
         keys = found(model=folder, algorithm=algorithm, trainer={"device": "cpu"}, server={"port": 0})
         assert ("model" not in keys) == fits
 
@@ -408,7 +388,7 @@ def test_each_version_of_a_pool_is_a_copy_in_the_engine(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
     role = {"policy": "policy", "versions": "pool", "pool": {"size": 3}}
     for free, fits in ((24 * 10**6, True), (24 * 10**6 - 1, False)):
-        monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
+        monkeypatch.setattr(model_memory, "available_bytes", lambda swap, free=free: free)
         keys = found(model=folder, roles={"opponent": role}, trainer={"device": "cpu"}, server={"port": 0})
         assert ("model" not in keys) == fits
 
@@ -431,7 +411,7 @@ def test_weights_that_never_change_count_once(tmp_path, monkeypatch, policies, c
     named = {name: {"model": folder, **policy} for name, policy in policies.items()}
     roles = {f"agent-{name}": name for name in policies}
     for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
-        monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
+        monkeypatch.setattr(model_memory, "available_bytes", lambda swap, free=free: free)
         keys = found(policies=named, roles=roles, server={"port": 0}, **cpu | changes)
         assert ("model" not in keys) == fits
 
@@ -441,7 +421,7 @@ def test_the_disk_that_past_versions_need_is_named(tmp_path, monkeypatch):
     role = {"policy": "policy", "versions": "pool", "pool": {"size": 3, "every_steps": 2}}
     job = {"model": folder, "roles": {"opponent": role}, "server": {"port": 0}}
     disk = checking.shutil._ntuple_diskusage
-    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 10**12)
+    monkeypatch.setattr(model_memory, "available_bytes", lambda swap: 10**12)
     # Three checkpoints of 12 bytes a parameter, and four versions of 4.
     monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: disk(10**12, 0, 52 * 10**9))
     assert found(**job) == {}
@@ -532,7 +512,7 @@ def with_cards(monkeypatch):
     def have(*free: int | None) -> None:
         cards = [Card(name=str(number), memory_bytes=2**40, free_bytes=each) for number, each in enumerate(free)]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(model_room, "visible_cards", lambda: cards)
+        monkeypatch.setattr(model_memory, "visible_cards", lambda: cards)
 
     return have
 
@@ -543,9 +523,7 @@ def test_where_there_is_a_gpu_its_memory_counts(tmp_path, with_cards):
     assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
     assert found(model=folder, engine={"device": "cpu"}, trainer={"device": "cpu"}, server={"port": 0}) == {}
     said = found(model=folder, kind="inference", server={"port": 0})["model"]
-    assert said.startswith(
-        "weights take 1.9 MiB, and 1.0 MiB of the GPU's memory are free, so that 0.9 MiB are missing"
-    )
+    assert said.startswith("weights take 1.9 MiB, and 1.0 MiB of the GPU's memory are free: 0.9 MiB are missing")
     with_cards(None)  # a driver that does not say
     assert found(model=folder, server={"port": 0}) == {}
 
@@ -556,9 +534,9 @@ def test_a_card_that_is_too_small_stays_so_and_one_that_others_use_may_not(tmp_p
     with_cards(10**6)
     for whole, ending in ((2**40, Ending.LOST), (10**7, Ending.FAILED)):
         card = Card(name="0", memory_bytes=whole, free_bytes=10**6)
-        monkeypatch.setattr(model_room, "visible_cards", lambda card=card: [card])
+        monkeypatch.setattr(model_memory, "visible_cards", lambda card=card: [card])
         with pytest.raises(ConfigError, match="of the GPU's memory are free") as refused:
-            model_room.check_room(config, {}, HERE)
+            model_memory.check_memory(config, {}, HERE)
         assert ending_of(refused.value) is ending
 
 
@@ -568,7 +546,7 @@ def test_ranks_have_the_memory_of_several_gpus(tmp_path, with_cards):
     assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
     assert found(model=folder, trainer={"devices": 2}, server={"port": 0}) == {}
     larger = model_in(tmp_path / "larger", 2 * 10**6)
-    assert "the memory of 2 GPUs" in found(model=larger, trainer={"devices": 4}, server={"port": 0})["model"]
+    assert "memory of 2 GPUs" in found(model=larger, trainer={"devices": 4}, server={"port": 0})["model"]
 
 
 def test_inference_workers_have_cards_of_their_own(tmp_path, with_cards):
@@ -578,56 +556,57 @@ def test_inference_workers_have_cards_of_their_own(tmp_path, with_cards):
     with_cards(16 * 10**6, 3 * 10**6, 3 * 10**6)
     assert found(**job) == {}
     with_cards(16 * 10**6 - 1, 10**9, 10**9)
-    assert "of the GPU's memory" in found(**job)["model"]
+    assert "the GPU's memory" in found(**job)["engine"]
     with_cards(16 * 10**6, 3 * 10**6, 3 * 10**6 - 1)
-    assert "with 3 inference workers, each with a copy, " in found(**job)["engine.replicas"]
+    assert "with 3 inference workers" in found(**job)["engine"]
 
 
 def test_what_is_offloaded_is_in_the_machines_memory(tmp_path, monkeypatch, with_cards):
     folder = model_in(tmp_path / "m", 10**6)
     job = {"model": folder, "trainer": {"devices": 2, "cpu_offload": True}, "server": {"port": 0}}
     with_cards(2 * 10**6, 0)
-    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 16 * 10**6)
+    needed = 16 * 10**6 + 2 * model_memory.RANK_BYTES
+    monkeypatch.setattr(model_memory, "available_bytes", lambda swap: needed)
     assert found(**job) == {}
-    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 16 * 10**6 - 1)
+    monkeypatch.setattr(model_memory, "available_bytes", lambda swap: needed - 1)
     assert "of memory are free" in found(**job)["model"]
 
 
 def test_keys_and_values_that_have_more_memory_than_there_is_are_noted(tmp_path):
     said = noted(**TINY, engine={"replicas": 3, "cache_gib": 400})["engine.cache_gib"]
-    assert "keys and values of 3 workers may take 1,200.0 GiB" in said
-    assert said.endswith("lower engine.cache_gib or engine.replicas")
+    assert "keys and values may take 1,200.0 GiB" in said
+    assert said.endswith("lower engine.cache_gib")
     assert "engine.cache_gib" not in noted(**TINY, engine={"replicas": 3, "cache_gib": 0.01})
 
 
 async def test_a_job_whose_models_do_not_fit_is_refused_before_they_are_loaded(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
     config = parse_config({"model": folder, "engine": {"replicas": 2}, "run_dir": "run", "server": {"port": 0}})
-    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 22 * 10**6 - 1)
+    monkeypatch.setattr(model_memory, "available_bytes", lambda swap: 22 * 10**6 - 1)
     said = (
-        r"weights, gradients and moments with 2 inference workers, .* are missing; choose a smaller model, or train an"
+        r"weights, gradients and moments with 2 inference workers .* are missing; choose a smaller model, or train an"
     )
     with pytest.raises(ConfigError, match=said) as refused:
         async with local_job(config, lambda kind, data: None):
             pass
     assert ending_of(refused.value) is Ending.LOST, "the machine has more memory, which others use now"
-    monkeypatch.setattr(model_room, "memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(model_memory, "memory_bytes", lambda: 2**20)
     with pytest.raises(ConfigError, match=said) as refused:
-        model_room.check_room(config, {}, HERE)
+        model_memory.check_memory(config, {}, HERE)
     assert ending_of(refused.value) is Ending.FAILED
-    model_room.check_room(config, {"policy": "tiny-random"}, HERE)  # of what is loaded in its place
-    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 22 * 10**6)
-    model_room.check_room(config, {}, HERE)
+    model_memory.check_memory(config, {"policy": "tiny-random"}, HERE)  # of what is loaded in its place
+    monkeypatch.setattr(model_memory, "available_bytes", lambda swap: 22 * 10**6)
+    model_memory.check_memory(config, {}, HERE)
 
 
 def test_workers_are_added_only_where_their_models_fit(tmp_path, monkeypatch):
     folder = model_in(tmp_path / "m", 10**6)
     config = parse_config({"model": folder, "engine": {"replicas": 2}})
-    monkeypatch.setattr(model_room, "available_bytes", lambda swap: 6 * 10**6)
-    model_room.check_more(config, {}, 3)
-    with pytest.raises(Conflict, match=r"no room for 4 more inference workers, and the job goes on"):
-        model_room.check_more(config, {}, 4)
-    model_room.check_more(config, {"policy": "./nowhere"}, 4)  # which its loading says
+    monkeypatch.setattr(model_memory, "available_bytes", lambda swap: 6 * 10**6)
+    model_memory.check_more(config, {}, 3)
+    with pytest.raises(Conflict, match=r"4 more inference workers .* the job goes on"):
+        model_memory.check_more(config, {}, 4)
+    model_memory.check_more(config, {"policy": "./nowhere"}, 4)  # which its loading says
 
 
 def test_the_disk_that_counts_is_that_of_the_folder(tmp_path, monkeypatch):
@@ -694,7 +673,7 @@ def test_each_policy_that_is_trained_counts(tmp_path, monkeypatch):
     for more, bytes_more in ({}, 0), ({"old": {"model": folder, "frozen": True}}, 2):
         settings = {"policies": policies | more, "roles": {"opponent": "black"}, "trainer": {"device": "cpu"}}
         for free, fits in (((wanted + bytes_more) * 10**6, True), ((wanted + bytes_more) * 10**6 - 1, False)):
-            monkeypatch.setattr(model_room, "available_bytes", lambda swap, free=free: free)
+            monkeypatch.setattr(model_memory, "available_bytes", lambda swap, free=free: free)
             assert ("model" not in found(**settings, server={"port": 0})) == fits
 
 

@@ -1,0 +1,292 @@
+"""The least memory that the models of a job take, so that a job that can't fit is refused before anything is loaded.
+
+Weights, gradients and optimizer moments are counted. Activations, keys and values come on top: `palestra check` runs
+two steps and prints what they took.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.errors import ConfigError, Conflict, ModelError, OutOfMemory
+from palestra.models.device import memory_bytes
+from palestra.runtime.cards import visible_cards
+from palestra.runtime.memory import available_bytes
+from palestra.runtime.model_facts import ModelFacts, model_facts
+from palestra.runtime.places import JobPlaces
+from palestra.runtime.role_check import past_copies
+
+GIB = 2**30
+TRAINED_BYTES = 16  # a trained parameter: weight, gradient and two moments in float32
+SAVED_BYTES = 12  # a parameter in a checkpoint: weight and two moments in float32
+VERSION_BYTES = 4  # a parameter in a past version on the disk
+BYTES = {"bfloat16": 2, "float32": 4}  # a parameter that is only read
+RANK_BYTES = 400 * 2**20  # a rank before it loads anything: its libraries, above all torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelMemory:
+    """Bytes that the models of a job take.
+
+    Attributes:
+        trainer: in the trainer: weights, gradients and moments, and models that it only reads.
+        worker: in one inference worker.
+        shared: of `worker`, what an engine in the trainer's process has in common with the trainer.
+        kept: the copy of the trained weights that a job keeps for workers which are started later.
+        saved: one checkpoint of each policy.
+        versions: past versions of pools, on the disk.
+    """
+
+    trainer: int = 0
+    worker: int = 0
+    shared: int = 0
+    kept: int = 0
+    saved: int = 0
+    versions: int = 0
+
+
+def read_facts(model: str, ask: bool = True) -> tuple[str, ModelFacts]:
+    """Return the folder of a model, or its exact name if it has none, and what its files say.
+
+    Args:
+        model: name or folder; of an adapter, its base is meant.
+        ask: whether the hub may be asked for a model; False: only its cache is looked at.
+
+    Raises:
+        ModelError: there is no such model, or its files can't be read.
+    """
+    from palestra.models.adapter_files import base_of
+    from palestra.models.catalog import model_folder
+
+    try:
+        folder = model_folder(base_of(model), ask)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {model} can't be read: {type(error).__name__}: {error}") from error
+    if not isinstance(folder, Path):
+        return folder, ModelFacts(parameters=None, context=None)
+    return str(folder.resolve()), model_facts(folder)
+
+
+def references_of(config: JobConfig) -> dict[str, str]:
+    """Return the models of references that the job names, by their keys."""
+    if config.kind != "training":
+        return {}
+    return {
+        f"{config.algorithm_key(name)}.kl.reference": kl.reference
+        for name in config.trained_policies
+        if (kl := config.algorithm_of(name).kl) is not None and kl.reference is not None
+    }
+
+
+def memory_of(
+    config: JobConfig, models: Mapping[str, tuple[str, ModelFacts]], references: Mapping[str, ModelFacts]
+) -> ModelMemory:
+    """Return what the models of a job take.
+
+    Args:
+        models: folder and facts of each policy's model, by the policy's name.
+        references: facts of the references that the job names, by folder.
+    """
+    each = BYTES[getattr(config.engine, "dtype", "bfloat16")]
+    sampled: dict[str, int] = {}  # parameters of models that never change, which are in memory once, by folder
+    read = {folder: facts.parameters or 0 for folder, facts in references.items()}
+    trainer = copies = copied_once = saved = versions = 0
+    trained = config.trained_policies if config.kind == "training" else ()
+    for name, (folder, facts) in models.items():
+        parameters, policy = facts.parameters or 0, config.policies[name]
+        if name not in trained:
+            sampled[folder] = parameters
+            if any(config.teacher_of(other) == name for other in trained):
+                read[folder] = parameters
+            continue
+        algorithm = config.algorithm_of(name)
+        if policy.adapter is not None or (algorithm.kl is not None and algorithm.kl.reference is None):
+            read[folder] = parameters
+        if policy.adapter is not None:
+            sampled[folder] = parameters
+            continue
+        fixed = 0 if policy.vision == "trained" else facts.tower
+        networks, more = algorithm.trained_networks, 4 * algorithm.copied_networks
+        trainer += (parameters - fixed) * (TRAINED_BYTES * networks + more) + fixed * BYTES["float32"]
+        saved += (parameters - fixed) * (SAVED_BYTES * networks + more) + fixed * BYTES["float32"]
+        past = past_copies(config, name)
+        copies += parameters * each * (1 + past)
+        copied_once += parameters * each
+        versions += parameters * VERSION_BYTES * (past + 1) if past else 0
+    is_one = config.trainer.devices == 1 and _is_in_process(config) and each == BYTES[config.trainer.dtype]
+    return ModelMemory(
+        trainer=trainer + sum(read.values()) * BYTES[config.trainer.dtype],
+        worker=copies + sum(sampled.values()) * each,
+        shared=sum(sampled[folder] for folder in sampled.keys() & read.keys()) * each * is_one,
+        kept=copied_once * config.engine.pooled,
+        saved=saved,
+        versions=versions,
+    )
+
+
+def _is_in_process(config: JobConfig) -> bool:
+    """Return whether the engine is in the trainer's process and on its device."""
+    engine = config.engine
+    return (
+        isinstance(engine, EmbeddedEngineConfig)
+        and engine.started_count == 1
+        and is_on_card(engine.device) == is_on_card(config.trainer.device)
+    )
+
+
+def is_on_card(device: str) -> bool:
+    """Return whether models with a configured device (`auto`, `cpu`, `cuda`) are on a graphics card of this machine."""
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlaces) -> None:
+    """Refuse a job whose models can't fit into memory: the kernel would end it after minutes, without a reason.
+
+    Args:
+        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+
+    Raises:
+        ConfigError: the machine is too small; the message says how much is missing.
+        OutOfMemory: others use the memory now.
+    """
+    if isinstance(config.engine, FakeEngineConfig) or config.base is not None:
+        return
+    if (needed := _known_memory(config, weights)) is None:
+        return
+    if places.rank_memory_gib is not None:
+        _check_rank(config, needed, places.rank_memory_gib)
+    if places.engine is None and places.trainer is None and shortage(config, needed) is not None:
+        _free_unused()  # what an earlier job of this process has left
+        if (found := shortage(config, needed)) is not None:
+            raise found
+
+
+def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> None:
+    """Refuse more inference workers if their models do not fit into the machine's memory.
+
+    Args:
+        config: the job, whose engine is embedded. Workers on graphics cards are counted by `worker_cards`.
+        weights: see `check_memory`.
+        count: of the workers that are about to start.
+
+    Raises:
+        Conflict: the message says how much is missing.
+    """
+    if any(isinstance(one, EmbeddedEngineConfig) and is_on_card(one.device) for one in config.engine.tables):
+        return
+    if (needed := _known_memory(config, weights)) is None:
+        return
+    if (size := needed.worker * count) > (free := available_bytes(swap=True)):
+        raise Conflict(
+            f"{count} more inference worker{'s' * (count > 1)} would take {amount(size)} of memory, and {amount(free)} "
+            f"are free: {amount(size - free)} are missing; the job goes on with the workers that it has"
+        )
+
+
+def shortage(config: JobConfig, needed: ModelMemory) -> ConfigError | OutOfMemory | None:
+    """Return the error of a job whose models do not fit into the memory that is free; None: they may fit."""
+    machine, cards = machine_bytes(config, needed), _card_bytes(config, needed)
+    if machine > (free := available_bytes(swap=True)):
+        return _shortage(config, machine, free, "memory", memory_bytes())
+    if not cards:
+        return None
+    try:
+        found = visible_cards()
+    except ConfigError:  # the engine says that it can't count them
+        return None
+    if any(card.free_bytes is None for card in found):
+        return None  # the driver does not say
+    own = found[: config.trainer.devices]
+    parts = ((needed.trainer if _trains_on_card(config) else 0, own), (cards, found if config.engine.pooled else own))
+    for size, used in parts:
+        free, whole = sum(card.free_bytes or 0 for card in used), sum(card.memory_bytes or 0 for card in used)
+        if size > free:
+            name = "the GPU's memory" if len(used) == 1 else f"the memory of {len(used)} GPUs"
+            return _shortage(config, size, free, name, whole)
+    return None
+
+
+def machine_bytes(config: JobConfig, needed: ModelMemory) -> int:
+    """Return how much of the machine's own memory the models of a job take."""
+    found = needed.kept if _trains_on_card(config) else needed.kept + needed.trainer
+    for table in config.engine.tables:
+        on_card = is_on_card(table.device if isinstance(table, EmbeddedEngineConfig) else "auto")
+        found += 0 if on_card else table.started_count * needed.worker
+    return found - (0 if _trains_on_card(config) else needed.shared) + _ranks_bytes(config)
+
+
+def _card_bytes(config: JobConfig, needed: ModelMemory) -> int:
+    """Return what is on graphics cards, without servers of other projects, which have shares of their own."""
+    found = needed.trainer - needed.shared if _trains_on_card(config) else 0
+    for table in config.engine.tables:
+        if isinstance(table, EmbeddedEngineConfig) and is_on_card(table.device):
+            found += table.started_count * needed.worker
+    return found
+
+
+def _trains_on_card(config: JobConfig) -> bool:
+    return config.kind == "training" and not config.trainer.cpu_offload and is_on_card(config.trainer.device)
+
+
+def _ranks_bytes(config: JobConfig) -> int:
+    ranks = config.trainer.devices if config.kind == "training" else 1
+    return RANK_BYTES * ranks if ranks > 1 else 0
+
+
+def _check_rank(config: JobConfig, needed: ModelMemory, rank_memory_gib: float) -> None:
+    on_card = _trains_on_card(config)
+    each = (RANK_BYTES + (0 if on_card else needed.trainer) / config.trainer.devices) / GIB
+    if each > rank_memory_gib:
+        raise ConfigError(
+            f"a rank of the trainer takes {each:.1f} GiB of memory or more, and its bundle has {rank_memory_gib:.3g} "
+            f"GiB: {each - rank_memory_gib:.1f} GiB are missing; give the trainer's bundle more memory_gib, or choose "
+            "a smaller model or an adapter"
+        )
+
+
+def _known_memory(config: JobConfig, weights: Mapping[str, str]) -> ModelMemory | None:
+    """Return what the models of a job take; None: one of them can't be read, which its loading says."""
+    try:  # without the hub: who loads a model asks, once
+        models = {name: read_facts(weights.get(name, each.model), ask=False) for name, each in config.policies.items()}
+        references = dict(read_facts(model, ask=False) for model in references_of(config).values())
+    except ModelError:
+        return None
+    return memory_of(config, models, references)
+
+
+def _free_unused() -> None:
+    """Give back memory of this process that nothing uses any more."""
+    import torch
+
+    from palestra.models.device import return_freed_memory
+
+    gc.collect()
+    return_freed_memory()
+    torch.cuda.empty_cache()  # nothing where no card is used
+
+
+def amount(size: int) -> str:
+    """Return bytes as people read them."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def _shortage(config: JobConfig, needed: int, free: int, whose: str, whole: int) -> ConfigError | OutOfMemory:
+    """Return the error for models that take `needed` bytes of a memory with `free` of `whole` bytes."""
+    trains, workers = config.kind == "training", config.engine.started_count
+    remedies = ["choose a smaller model"]
+    if trains and any(config.policies[name].adapter is None for name in config.trained_policies):
+        remedies.append("train an adapter")
+    remedies += ["use fewer inference workers"] if workers > 1 else []
+    remedies += ["set trainer.devices lower"] if trains and config.trainer.devices > 1 else []
+    several = f" with {workers} inference workers" if workers > 1 else ""
+    text = (
+        f"weights{', gradients and moments' if trains else ''}{several} take {amount(needed)}, and {amount(free)} of "
+        f"{whose} are free: {amount(needed - free)} are missing; {', or '.join(remedies)}"
+    )
+    return OutOfMemory(text) if needed <= whole else ConfigError(text)
