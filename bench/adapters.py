@@ -21,8 +21,9 @@ import psutil
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.config import SMOLLM2, AdapterConfig, EmbeddedEngineConfig, TrainerConfig
+from palestra.config import SMOLLM2, AdapterConfig, TrainerConfig
 from palestra.engine.base import EngineRequest
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.models.device import return_freed_memory, tune_malloc
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence

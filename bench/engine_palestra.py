@@ -15,8 +15,8 @@ import torch
 import uvloop
 from engine_work import LONG_REPLY, Prompt, main
 
-from palestra.config import EmbeddedEngineConfig
 from palestra.engine.base import EngineRequest
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer

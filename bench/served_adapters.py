@@ -24,7 +24,8 @@ import numpy as np
 import psutil
 import torch
 
-from palestra.config import SMOLLM2, AdapterConfig, EmbeddedEngineConfig, TrainerConfig
+from palestra.config import SMOLLM2, AdapterConfig, TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.models.adapter_files import write_adapter
 from palestra.models.device import tune_malloc
 from palestra.models.loading import LoadedModels

@@ -31,9 +31,10 @@ import torch
 import uvloop
 from machine import observed, remark
 
-from palestra.config import SMOLLM2, JobConfig, VllmEngineConfig, parse_config
+from palestra.config import SMOLLM2, JobConfig, parse_config
 from palestra.engine.base import Engine, EngineRequest
 from palestra.engine.external.connection import Address
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.models.catalog import model_folder
 from palestra.models.weight_file import FileWeights
 from palestra.models.weights import LocalWeights

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = with_checkpoints(load_config(arguments.config, overrides(arguments.set)))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
-    if config.engine.kind != "fake":
+    if config.engine.has_model:
         tune_malloc()  # before the console starts the first thread
     # The console is shown from here on, because loading the model takes seconds in which nothing else is written.
     console = console_of(config)

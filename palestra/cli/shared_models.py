@@ -94,7 +94,8 @@ def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> Share
     Raises:
         ConfigError: a number is out of range.
     """
-    from palestra.config import EmbeddedEngineConfig, TrainerConfig
+    from palestra.config import TrainerConfig
+    from palestra.engine.embedded.config import EmbeddedEngineConfig
     from palestra.runtime.shared_models import SharedModelOptions
 
     check_positive(arguments, "threads", "slots", "loaded_adapters")

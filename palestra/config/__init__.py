@@ -4,15 +4,7 @@ from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
-from palestra.config.engine import (
-    EmbeddedEngineConfig,
-    EngineConfig,
-    FakeEngineConfig,
-    MixedEngineConfig,
-    WorkersConfig,
-    require_place,
-)
-from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig
+from palestra.config.engine import EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
 from palestra.config.loading import (
@@ -89,11 +81,9 @@ __all__ = [
     "DAPOConfig",
     "DistillConfig",
     "DrGRPOConfig",
-    "EmbeddedEngineConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
-    "FakeEngineConfig",
     "GRPOConfig",
     "GSPOConfig",
     "GroupConfig",
@@ -109,6 +99,7 @@ __all__ = [
     "PolicyConfig",
     "PolicyGradientConfig",
     "PoolConfig",
+    "PooledEngineConfig",
     "RAEConfig",
     "RLOOConfig",
     "ReinforcePPConfig",
@@ -121,7 +112,6 @@ __all__ = [
     "ScaledGroupConfig",
     "SeatsConfig",
     "ServerConfig",
-    "SglangEngineConfig",
     "StoreConfig",
     "TasksConfig",
     "TeacherServerConfig",
@@ -129,9 +119,7 @@ __all__ = [
     "TrainerConfig",
     "UpdatesConfig",
     "VisionTraining",
-    "VllmEngineConfig",
     "WatchdogConfig",
-    "WorkersConfig",
     "dump_config",
     "dump_saved_config",
     "find_mistakes",
@@ -144,7 +132,6 @@ __all__ = [
     "past_name",
     "past_of",
     "reference_of",
-    "require_place",
     "resolve_paths",
     "with_model",
 ]

@@ -19,9 +19,10 @@ def check_devices(config: JobConfig) -> None:
         raise ValueError("trainer.cpu_offload is for several CUDA devices; leave it out, or set trainer.devices")
     if trainer.devices == 1:
         return
-    if config.engine.kind == "fake":
+    if not config.engine.has_model:
         raise ValueError(
-            f"trainer.devices is {trainer.devices}, and engine.kind = 'fake' trains no model; leave trainer.devices out"
+            f"trainer.devices is {trainer.devices}, and engine.kind = {config.engine.kind!r} trains no model; leave "
+            "trainer.devices out"
         )
     if trainer.adapter_slots is not None:
         raise ValueError(

@@ -1,107 +1,231 @@
-"""The `[engine]` table: each kind of engine has keys of its own, and refuses the keys of other kinds."""
+"""The `[engine]` table: each kind of engine has keys of its own, and refuses the keys of other kinds.
+
+The sections of the kinds are in `palestra.engine.<kind>.config`, or in other packages; see `engine_kinds`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic_core import CoreSchema
 
-from palestra.config.engine_pool import InFlightUpdates, PooledEngineConfig, StuckSeconds, Sync
-from palestra.config.engine_servers import NEEDS_PLACE, SglangEngineConfig, VllmEngineConfig
-from palestra.config.section import Positive, Section
+from palestra.config.engine_kinds import DEFAULT_KIND, sections
+from palestra.config.section import Section
 from palestra.errors import ConfigError
 
+if TYPE_CHECKING:
+    from palestra.config.job import JobConfig
 
-class EmbeddedEngineConfig(PooledEngineConfig):
-    """`kind = "embedded"`, the default: transformers models, in this process or in workers."""
+Dtype = Literal["bfloat16", "float32"]
+MIXED = "mixed"
+OF_KIND = "The kind of engine; each has keys of its own."
 
-    kind: Literal["embedded"] = Field("embedded", description="The kind of engine; each has keys of its own.")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Precision of the engine's products, weights, keys and values."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
-    threads: Positive | None = Field(
-        None,
-        description="CPU threads for arithmetic, of each worker. None: the cores divided among the workers; a single "
-        "engine has those that other processes leave, or all if the job is deterministic.",
-    )
-    max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
-    prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
-    prefill_chunk: Positive = Field(
-        512,
-        description="Most prompt tokens in one forward pass while replies are being sampled, so that a long prompt "
-        "does not delay them.",
-    )
-    cache_gib: float | None = Field(
-        None,
-        gt=0,
-        description="Memory for keys and values of each worker, in GiB. A call starts when its longest reply fits. "
-        "None: a quarter of the machine's memory, divided among the workers, or half of what is free on the GPU.",
-    )
-    in_flight_updates: InFlightUpdates = "continue"
-    prefix_cache_tokens: int = Field(
-        32768, ge=0, description="Prompt tokens of each policy whose keys and values are kept."
-    )
-
-
-class FakeEngineConfig(PooledEngineConfig):
-    """`kind = "fake"`: digits that follow from the seed, without a model; for tests."""
-
-    kind: Literal["fake"] = Field("fake", description="The kind of engine; each has keys of its own.")
-    delay_seconds: float = Field(0.0, ge=0, description="Time that the engine takes for a reply, in seconds.")
-    reply_tokens: Positive = Field(32, description="Longest reply, in tokens.")
-
-
-def _kind_of(value: Any) -> Any:
-    """Return the kind of an engine, given as a table or as a section; a table without a kind is `embedded`.
-
-    A table with a list of workers has as many kinds as the list.
-    """
-    if not isinstance(value, dict):
-        return getattr(value, "kind", None)
-    return value.get("kind", "mixed" if "workers" in value else "embedded")
-
-
-def _one_of(kinds: Collection[str], example: str) -> Callable[[Any], Any]:
-    """Return a check for unknown kinds of engines, because the error of pydantic's union would not name the key."""
-
-    def known(value: Any) -> Any:
-        kind = _kind_of(value)
-        if not isinstance(value, dict | Section):
-            raise ValueError(f"it is a table, such as {{kind = {example!r}}}, and not {value!r}")
-        if kind not in kinds:
-            raise ValueError(f"kind is {kind!r} (known kinds: {', '.join(map(repr, kinds))})")
-        return value
-
-    return known
-
-
-WORKER_KINDS = ("embedded", "vllm", "sglang")
-WorkersConfig = EmbeddedEngineConfig | VllmEngineConfig | SglangEngineConfig
-_WorkersTable = Annotated[
-    Annotated[EmbeddedEngineConfig, Tag("embedded")]
-    | Annotated[VllmEngineConfig, Tag("vllm")]
-    | Annotated[SglangEngineConfig, Tag("sglang")],
-    Discriminator(_kind_of),
-    BeforeValidator(_one_of(WORKER_KINDS, "vllm")),
+InFlightUpdates = Annotated[
+    Literal["continue", "finish"],
+    Field(
+        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
+        "weights (each token records its version); `finish`: the weights wait until the replies are complete, except "
+        "that a reply whose worker has died is sampled again under the weights of then, and may keep tokens that were "
+        "passed on before."
+    ),
 ]
 
 
-class MixedEngineConfig(Section):
+def _kind_of(value: Any) -> Any:
+    """Return the kind of an engine, given as a table or as a section; a table with a list of workers is `mixed`."""
+    if not isinstance(value, dict):
+        return getattr(value, "kind", None)
+    return value.get("kind", MIXED if "workers" in value else DEFAULT_KIND)
+
+
+class EngineConfig(Section):
+    """The table of an engine. A field of this type takes a table of any kind that is installed.
+
+    The properties say what the rest of Palestra has to know of an engine without its driver.
+    """
+
+    model_config = ConfigDict(defer_build=True)  # the kinds are known when the first configuration is checked
+
+    has_model: ClassVar[bool] = True  # False: no model is loaded and none is trained, in tests
+    placement_keys: ClassVar[frozenset[str]] = frozenset({"sync", "stuck_seconds"})  # they change no token
+
+    kind: str = Field(description=OF_KIND)
+    sync: Literal["rolling", "all"] = Field(
+        "rolling",
+        description="How new weights reach several workers. `rolling`: one after another, while the others keep "
+        "sampling; `all`: all together.",
+    )
+    stuck_seconds: float = Field(
+        60.0,
+        ge=0.1,
+        le=86_400,
+        description="With several workers, and with servers of vLLM or SGLang: seconds after which a worker that has "
+        "requests and makes no progress is replaced.",
+    )
+
+    @classmethod
+    def alternatives(cls) -> Sequence[type[Section]]:
+        """Return the sections of which a field of this type holds one."""
+        return (*sections().values(), MixedEngineConfig) if cls is EngineConfig else (cls,)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check a field of this type by the section that `kind` chooses."""
+        found = {str(one.model_fields["kind"].default): one for one in cls.alternatives()}
+        if list(found.values()) == [cls]:
+            return handler(source)
+        union = Union[tuple(Annotated[one, Tag(kind)] for kind, one in found.items())]  # type: ignore[valid-type]  # noqa: UP007
+
+        def known(value: Any) -> Any:  # the error of pydantic's union would not name the key
+            if not isinstance(value, dict | Section):
+                raise ValueError(f"it is a table, such as {{kind = {next(iter(found))!r}}}, and not {value!r}")
+            if (kind := _kind_of(value)) not in list(found):
+                raise ValueError(f"kind is {kind!r} (known kinds: {', '.join(map(repr, found))})")
+            return value
+
+        return handler.generate_schema(Annotated[union, Discriminator(_kind_of), BeforeValidator(known)])
+
+    @property
+    def pooled(self) -> bool:
+        """Return whether the engine is a pool of inference workers, and not in the job's own process."""
+        return self.worker_count > 1
+
+    @property
+    def worker_count(self) -> int:
+        """Return how many inference workers a job begins with."""
+        return sum(table.worker_count for table in self.tables)
+
+    @property
+    def started_count(self) -> int:
+        """Return how many of its inference workers a job starts; the others are servers that run already."""
+        return sum(table.started_count for table in self.tables)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return the addresses of the workers that run already."""
+        return tuple(url for table in self.tables for url in table.urls)
+
+    @property
+    def precision(self) -> Dtype:
+        """Return the precision in which the workers get weights."""
+        return self.tables[0].precision
+
+    @property
+    def tables(self) -> tuple[PooledEngineConfig, ...]:
+        """Return the tables of the workers, one for each kind of them, with what is of the whole pool."""
+        raise NotImplementedError
+
+    @property
+    def keyed_tables(self) -> dict[str, PooledEngineConfig]:
+        """Return the tables of the workers by their dotted keys."""
+        tables = self.tables
+        return {"engine" if len(tables) == 1 else f"engine.workers.{n}": table for n, table in enumerate(tables)}
+
+    def not_trained(self) -> dict[str, Any]:
+        """Return the keys that change nothing of what is trained, as pydantic's `exclude`."""
+        return dict.fromkeys(self.placement_keys, True)
+
+    def check_job(self, job: JobConfig) -> None:
+        """Refuse a job that an engine with these settings can't sample for.
+
+        Raises:
+            ValueError: the message names the key.
+        """
+
+    def require_place(self) -> None:
+        """Refuse a job that is about to start, if only a service could start it.
+
+        Raises:
+            ConfigError: the message names the key that is missing.
+        """
+        for table in self.tables:
+            table.require_place()
+
+
+class PooledEngineConfig(EngineConfig):
+    """The table of an engine of one kind. A field of this type takes the kinds that may be one of several.
+
+    Attributes:
+        mixes: whether the workers may be a part of a pool of several kinds.
+        in_process: whether the engine of a single worker is in the job's own process.
+        reads_images: whether models that read images can be served.
+        product: what the servers are, for messages; "": no servers of another project.
+        operator_keys: keys that in a service only the operator sets, and what they name.
+        program_key: which of them names the program that a job starts; None: it starts none.
+    """
+
+    placement_keys: ClassVar[frozenset[str]] = EngineConfig.placement_keys | {"replicas"}
+    mixes: ClassVar[bool] = False
+    in_process: ClassVar[bool] = True
+    reads_images: ClassVar[bool] = True
+    product: ClassVar[str] = ""
+    operator_keys: ClassVar[Mapping[str, str]] = {}
+    program_key: ClassVar[str | None] = None
+
+    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Number of inference workers. Each is a process with a copy of the models, or a group of servers, "
+        "one for each policy; 1: an embedded engine is in the job's own process.",
+    )
+
+    @classmethod
+    def alternatives(cls) -> Sequence[type[Section]]:
+        """Return the sections of which a field of this type holds one."""
+        return [one for one in sections().values() if one.mixes] if cls is PooledEngineConfig else (cls,)
+
+    @property
+    def pooled(self) -> bool:
+        """Return whether the workers are processes, which are watched and replaced also where there is only one."""
+        return self.worker_count > 1 or not self.in_process
+
+    @property
+    def worker_count(self) -> int:
+        """Return how many inference workers a job begins with: those that it starts, or addresses."""
+        return len(self.urls) or self.replicas
+
+    @property
+    def started_count(self) -> int:
+        """Return how many of its inference workers a job starts; the others are servers that run already."""
+        return 0 if self.urls else self.replicas
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return the addresses of the workers that run already."""
+        return ()
+
+    @property
+    def precision(self) -> Dtype:
+        """Return the precision in which the workers get weights."""
+        return "bfloat16"
+
+    @property
+    def transfer(self) -> str:
+        """Return how whole weights reach the workers: by `file`, or the way of a broadcast."""
+        return "file"
+
+    @property
+    def tables(self) -> tuple[PooledEngineConfig, ...]:
+        """Return this table."""
+        return (self,)
+
+    def require_place(self) -> None:
+        """Refuse a job that is about to start, if only a service could start it; see `EngineConfig`."""
+
+
+class MixedEngineConfig(EngineConfig):
     """`kind = "mixed"`, or a list of `workers`: one pool of inference workers of several kinds."""
 
     key_of_tables: ClassVar[str] = "workers"
 
-    kind: Literal["mixed"] = Field("mixed", description="The kind of engine; each has keys of its own.")
-    workers: tuple[_WorkersTable, ...] = Field(
+    kind: Literal["mixed"] = Field("mixed", description=OF_KIND)
+    workers: tuple[PooledEngineConfig, ...] = Field(
         max_length=8,
         description="One table for each kind of workers, with the keys of `embedded`, `vllm` or `sglang`, except for "
         "`sync` and `stuck_seconds`, which are of the whole pool. The kinds `embedded` and `vllm` with `python` may "
         "stand there once each; all have the same `dtype`.",
     )
-    sync: Sync = "rolling"
-    stuck_seconds: StuckSeconds = 60.0
 
     @model_validator(mode="after")
     def _is_one_pool(self) -> MixedEngineConfig:
@@ -110,25 +234,20 @@ class MixedEngineConfig(Section):
         for key in ("sync", "stuck_seconds"):
             for number, table in enumerate(self.workers):
                 # By value: a configuration that was written with its defaults is read again.
-                if getattr(table, key) != PooledEngineConfig.model_fields[key].default:
+                if getattr(table, key) != EngineConfig.model_fields[key].default:
                     raise ValueError(f"workers.{number}.{key} is of the whole pool; write it beside workers")
         for number, table in enumerate(self.workers):
-            if table.dtype != self.dtype:  # weights are kept for all workers in one precision
+            if table.precision != self.precision:  # weights are kept for all workers in one precision
                 raise ValueError(
-                    f"workers.{number}.dtype is {table.dtype!r}, and workers.0.dtype is {self.dtype!r}; make them equal"
+                    f"workers.{number}.dtype is {table.precision!r}, and workers.0.dtype is {self.precision!r}; make "
+                    "them equal"
                 )
         started = [table.kind for table in self.workers if table.started_count]
-        urls = [url for table in self.workers for url in getattr(table, "url", None) or ()]
         if twice := [kind for kind in started if started.count(kind) > 1]:
             raise ValueError(f"workers start {twice[0]!r} in two tables; write one, with more replicas")
-        if twice := [url for url in urls if urls.count(url) > 1]:
+        if twice := [url for url in self.urls if self.urls.count(url) > 1]:
             raise ValueError(f"workers name {twice[0]} twice")
         return self
-
-    @property
-    def dtype(self) -> Literal["bfloat16", "float32"]:
-        """Return the precision of products and weights, which all workers have."""
-        return self.workers[0].dtype
 
     @property
     def pooled(self) -> bool:
@@ -136,39 +255,31 @@ class MixedEngineConfig(Section):
         return True
 
     @property
-    def worker_count(self) -> int:
-        """Return how many inference workers a job begins with."""
-        return sum(table.worker_count for table in self.workers)
-
-    @property
-    def started_count(self) -> int:
-        """Return how many of its inference workers a job starts; the others are servers that run already."""
-        return sum(table.started_count for table in self.workers)
-
-    @property
-    def tables(self) -> tuple[WorkersConfig, ...]:
+    def tables(self) -> tuple[PooledEngineConfig, ...]:
         """Return the tables of the workers, one for each kind of them, with what is of the whole pool."""
         shared = {"sync": self.sync, "stuck_seconds": self.stuck_seconds}
         return tuple(table.model_copy(update=shared) for table in self.workers)
 
+    def not_trained(self) -> dict[str, Any]:
+        """Return the keys that change nothing of what is trained, as pydantic's `exclude`."""
+        each = {number: table.not_trained() for number, table in enumerate(self.workers)}
+        return {**super().not_trained(), "workers": each}
 
-def require_place(engine: EngineConfig) -> None:
-    """Refuse a job that is about to start, and whose vLLM has neither an interpreter nor an address.
+    def check_job(self, job: JobConfig) -> None:
+        """Refuse a job that one kind of workers can't sample for; see `EngineConfig`."""
+        for table in sorted(self.tables, key=lambda table: table.in_process):  # servers can do less
+            table.check_job(job)
+
+
+def default_engine() -> EngineConfig:
+    """Return the engine of a job that names none.
 
     Raises:
-        ConfigError: only a service could start the job, whose operator has an interpreter.
+        ConfigError: it is not installed.
     """
-    for table in engine.tables:
-        if isinstance(table, VllmEngineConfig) and table.python is None and table.url is None:
-            raise ConfigError(f"engine.kind is 'vllm': {NEEDS_PLACE}; without them, submit the job to a service")
-
-
-EngineConfig = Annotated[
-    Annotated[EmbeddedEngineConfig, Tag("embedded")]
-    | Annotated[VllmEngineConfig, Tag("vllm")]
-    | Annotated[SglangEngineConfig, Tag("sglang")]
-    | Annotated[MixedEngineConfig, Tag("mixed")]
-    | Annotated[FakeEngineConfig, Tag("fake")],
-    Discriminator(_kind_of),
-    BeforeValidator(_one_of((*WORKER_KINDS, "mixed", "fake"), "fake")),
-]
+    try:
+        return sections()[DEFAULT_KIND].model_validate({})
+    except KeyError:
+        raise ConfigError(
+            "no engine is installed: the entry points of this package are missing; install it (pip install)"
+        ) from None

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.devices import check_devices
-from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
-from palestra.config.engine_pool import PooledEngineConfig
-from palestra.config.engine_servers import SglangEngineConfig, VllmEngineConfig, check_served
+from palestra.config.engine import EngineConfig, default_engine
 from palestra.config.networks import TeacherServerConfig, reference_of
 from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
 from palestra.config.pictures import PicturesConfig
@@ -45,6 +43,8 @@ MAX_POLICIES = 8
 
 class JobConfig(Section):
     """The configuration of one job: models are trained, or only served."""
+
+    model_config = ConfigDict(defer_build=True)  # see `EngineConfig`
 
     name: Identifier = Field("job", description="Name of the job, and of its folder below runs/.")
     kind: JobKind = Field(
@@ -96,7 +96,7 @@ class JobConfig(Section):
     algorithm: AnyAlgorithmConfig = GRPOConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    engine: EngineConfig = EmbeddedEngineConfig()
+    engine: EngineConfig = Field(default_factory=default_engine)
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
@@ -149,11 +149,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_engine(self) -> JobConfig:
-        for table in self.engine.tables:
-            if isinstance(table, VllmEngineConfig | SglangEngineConfig):
-                players = self.players
-                pools = [players.named[agent] for agent in players.pools]
-                check_served(table, self.policies, self.deterministic, pools)
+        self.engine.check_job(self)
         return self
 
     @model_validator(mode="after")
@@ -161,17 +157,6 @@ class JobConfig(Section):
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError(
                 "deterministic = true needs rollout.max_staleness = 0: what is played ahead depends on time"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _same_from_every_worker(self) -> JobConfig:
-        engine = self.engine
-        shares_cores = isinstance(engine, EmbeddedEngineConfig) and engine.replicas > 1 and engine.threads is None
-        if self.deterministic and shares_cores:
-            raise ValueError(
-                "deterministic = true with engine.replicas needs engine.threads: products of another number of "
-                "threads may round differently, and by default the workers divide the cores"
             )
         return self
 
@@ -184,9 +169,9 @@ class JobConfig(Section):
     def base(self) -> str | None:
         """Return the address of the base server that samples and trains for the job, or `shared`; None: there is none.
 
-        A job with a fake engine needs none, whatever its policies say.
+        A job without a model needs none, whatever its policies say.
         """
-        return None if self.engine.kind == "fake" else next(iter(self.policies.values())).base
+        return next(iter(self.policies.values())).base if self.engine.has_model else None
 
     @property
     def trained_policies(self) -> tuple[str, ...]:
@@ -297,10 +282,7 @@ class JobConfig(Section):
             "url",  # a server may move
             "key_variable",
         }
-        # A server may move, and a reply is the same from every worker.
-        places = {"python", "url", "key_variable", "weights_dir", "startup_seconds", *PooledEngineConfig.model_fields}
-        places |= {"weight_transfer", "weights_address"}  # the weights are the same, however they come
-        left_out["engine"] = dict.fromkeys(places, True) | {"workers": {"__all__": places}}
+        left_out["engine"] = self.engine.not_trained()  # a server may move, and every worker gives the same reply
         left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
         left_out["trainer"] |= {

@@ -9,18 +9,19 @@ import copy
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
 
+from palestra.config.engine import EngineConfig
 from palestra.config.job import JobConfig
 from palestra.config.section import Mistake, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
 
 SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
-PATH_KEYS = frozenset({"run_dir", "train", "validation", "weights_dir", "python"})  # of any table
 _NAME_OR_PATH_KEYS = frozenset({"model", "from_run"})
 _OTHERS_TABLES = frozenset({"settings", "teacher_server"})  # an environment's own keys; names on a server
 UNSET: Final = object()  # value of an override that removes a key
@@ -122,8 +123,22 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
             resolve_paths(value, folder, names)
         elif isinstance(value, str) and value and not value.startswith("~"):
             is_folder = value.startswith(("./", "../")) or (folder / value).is_dir()
-            if key in PATH_KEYS or (names and key in _NAME_OR_PATH_KEYS and is_folder):
+            if key in path_keys() or (names and key in _NAME_OR_PATH_KEYS and is_folder):
                 table[key] = os.path.abspath(folder / value)
+
+
+@cache
+def path_keys() -> frozenset[str]:
+    """Return the keys whose values are paths, in any table."""
+    kinds = sections_of(EngineConfig)
+    return frozenset(
+        {"run_dir", "train", "validation"}
+        | {key for kind in kinds for key, field in kind.model_fields.items() if _is_path(field.annotation)}
+    )
+
+
+def _is_path(annotation: Any) -> bool:
+    return annotation is Path or any(_is_path(part) for part in get_args(annotation))
 
 
 def dump_saved_config(config: JobConfig) -> str:

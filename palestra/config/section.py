@@ -84,7 +84,7 @@ def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:
 def sections_of(annotation: Any) -> list[type[Section]]:
     """Return the sections that a field may hold: one, the kinds of a union, or none if it holds values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
+        return list(annotation.alternatives())
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
@@ -210,3 +210,8 @@ class Section(BaseModel, metaclass=_InWords):
     chosen_by: ClassVar[str] = "kind"  # key whose value chooses one of several sections that a field may hold
     key_of_tables: ClassVar[str] = ""  # key of a list of tables, into which the keys of other kinds belong
     form_of_name: ClassVar[str] = ""  # how that value looks where it has no default, because users choose it
+
+    @classmethod
+    def alternatives(cls) -> Sequence[type[Section]]:
+        """Return the sections of which a field of this type holds one."""
+        return (cls,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from palestra.config.engine import EmbeddedEngineConfig
+from palestra.config.engine import default_engine
 
 if TYPE_CHECKING:
     from palestra.config.job import JobConfig
@@ -45,10 +45,10 @@ def check_bases(config: JobConfig) -> None:
                 f"policies.{name} is on a shared base, whose weights never change; give it an adapter, or frozen = true"
             )
     for key, given, default in (
-        ("engine", config.engine, EmbeddedEngineConfig()),
+        ("engine", config.engine, default_engine()),
         ("trainer", config.trainer, type(config.trainer)()),
     ):
-        if given != default and given.model_dump().get("kind") != "fake":
+        if given != default and config.engine.has_model:
             kept = default.model_dump()
             changed = next(name for name, value in given.model_dump().items() if value != kept.get(name))
             raise ValueError(

@@ -20,7 +20,7 @@ def token_text(config: JobConfig, policy: str) -> TokenText:
     Raises:
         ModelError: the tokenizer of the policy's model is not on this machine.
     """
-    if config.engine.kind == "fake":
+    if not config.engine.has_model:
         from palestra.renderers import ByteTokenizer
 
         plain = ByteTokenizer()

@@ -98,9 +98,7 @@ class Learner:
         self._playing = PlayingTime(config.rollout.max_staleness > 0)
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
-        # Of a server that runs already; it may have any model.
-        runs_already = any(getattr(table, "url", None) is not None for table in config.engine.tables)
-        self._unchecked = policies.trained if runs_already else ()
+        self._unchecked = policies.trained if config.engine.urls else ()  # a server that runs already has any model
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
 

@@ -57,7 +57,7 @@ def check_tokens(config: JobConfig, policies: Sequence[str], run_dir: Path, runt
         ConfigError: a model has another tokenizer.
     """
     for model in {config.policies[name].model for name in policies} - {runtime.config.model}:
-        if config.engine.kind != "fake" and not _same_tokens(model, runtime):
+        if config.engine.has_model and not _same_tokens(model, runtime):
             raise ConfigError(
                 f"algorithm.from_run: the run in {run_dir} is of {model!r}, whose tokenizer is another one than that "
                 f"of {runtime.config.model!r}, so its ids are other texts; take its messages as tasks"

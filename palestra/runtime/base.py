@@ -15,7 +15,8 @@ import numpy as np
 from palestra.backend.adapter_engine import AdapterEngine
 from palestra.backend.base import BaseDescription, SamplerSpec
 from palestra.backend.server import BackendServer
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.config import TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import ConfigError, EngineFailure
 from palestra.http.tenant_keys import Tenants
 from palestra.runtime.run_dir import starting_in

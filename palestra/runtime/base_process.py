@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 from palestra.backend.admissions import FILE, Admissions
 from palestra.backend.server import BackendServer
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.config import TrainerConfig
 from palestra.control.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending, ending_of, write_ended
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import StoreError
 from palestra.models.catalog import exact_model
 from palestra.runtime.base import BaseOptions, LoadedBase

@@ -15,15 +15,11 @@ from typing import Any
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import (
-    DEFAULT_CONTEXT,
-    EmbeddedEngineConfig,
-    FakeEngineConfig,
-    JobConfig,
-    VllmEngineConfig,
-    require_place,
-)
+from palestra.config import DEFAULT_CONTEXT, JobConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.engine.vllm.command import installed_vllm
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.task_splits import Split
@@ -129,7 +125,7 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
 def _engine_server(config: JobConfig) -> Iterator[Finding]:
     """Look for vLLM in the environment that the engine names, and for the key of a server that runs already."""
     try:
-        require_place(config.engine)
+        config.engine.require_place()
     except ConfigError as error:
         yield Finding(key="engine.python", text=str(error))
     for key, table in engine_tables(config).items():

@@ -51,7 +51,7 @@ def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
         from palestra.runtime.local import serve
         from palestra.runtime.starting_points import with_checkpoints
 
-        if config.engine.kind != "fake":
+        if config.engine.has_model:
             tune_malloc()
             import torch  # noqa: F401 - takes seconds, in which the phase is not that of the model
         tell(phase=f"loading {name}")

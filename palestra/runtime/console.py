@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from palestra.config import JobConfig, VllmEngineConfig
+from palestra.config import JobConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.terminal import TerminalConsole, one_line
 from palestra.types.metrics import of_policies

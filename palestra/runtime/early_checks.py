@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, SglangEngineConfig, VllmEngineConfig
-from palestra.config.engine_pool import PooledEngineConfig
+from palestra.config import JobConfig, PooledEngineConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
+from palestra.engine.sglang.config import SglangEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, EngineKeyRefused, PalestraError
 from palestra.models.device import DeviceName, device_of
 from palestra.runtime.places import JobPlaces

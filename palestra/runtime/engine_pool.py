@@ -7,17 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from palestra.config import (
-    EmbeddedEngineConfig,
-    EngineConfig,
-    FakeEngineConfig,
-    JobConfig,
-    MixedEngineConfig,
-    SglangEngineConfig,
-    VllmEngineConfig,
-    WorkersConfig,
-    require_place,
-)
+from palestra.config import EngineConfig, JobConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.engine.pool.manager import InferenceManager
 from palestra.engine.pool.options import START_SECONDS, CheckRoom, PoolOptions, StartWorker
 from palestra.engine.pool.wanted import KeptWeights
@@ -56,9 +48,9 @@ async def pooled_parts(
         pictures: see `build_parts`; the workers read them in the same folder.
 
     Raises:
-        PalestraError: a worker can't be started; see `build_parts`, and `require_place`.
+        PalestraError: a worker can't be started; see `build_parts`, and `EngineConfig.require_place`.
     """
-    require_place(settings)
+    settings.require_place()
     if isinstance(settings, FakeEngineConfig):
         processes = EngineProcesses(config, weights, None, places.engine or start_process)
         engine = await _opened(config, settings, processes.start, _keep_nothing)
@@ -87,7 +79,7 @@ async def pooled_parts(
 
 async def _served_parts(
     config: JobConfig,
-    settings: VllmEngineConfig | SglangEngineConfig | MixedEngineConfig,
+    settings: EngineConfig,
     weights: Mapping[str, str],
     pictures: StoredPictures | None,
     places: JobPlaces,
@@ -141,9 +133,9 @@ async def _opened(
     return pool
 
 
-def _keep_in(settings: WorkersConfig | MixedEngineConfig, folder: Path | None) -> Keep:
+def _keep_in(settings: EngineConfig, folder: Path | None) -> Keep:
     """Return a function that keeps weights in the precision in which the workers have them."""
-    keeper = WeightKeeper(settings.dtype, folder)
+    keeper = WeightKeeper(settings.precision, folder)
 
     async def keep(policy: str, source: WeightSource) -> KeptWeights:
         try:

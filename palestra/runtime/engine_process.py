@@ -24,9 +24,12 @@ from palestra.backend.channel import Channel
 from palestra.backend.engine_worker import EngineWorker
 from palestra.backend.errors import error_fields, error_of
 from palestra.backend.worker_engine import WorkerEngine
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
+from palestra.config import JobConfig
 from palestra.engine.base import Engine
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.engine.pool.worker import StartedWorker
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import EngineFailure, PalestraError, ServerFailed
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig
+from palestra.config import JobConfig
 from palestra.engine.external.api import EngineApi
 from palestra.engine.external.connection import Address, EngineConnection
 from palestra.engine.external.engine import ExternalEngine
@@ -22,8 +22,10 @@ from palestra.engine.external.sample_text import tokenized
 from palestra.engine.external.served_adapter import ServedAdapter
 from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.sglang.api import SglangApi
+from palestra.engine.sglang.config import SglangEngineConfig
 from palestra.engine.vllm.api import VllmApi
 from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, vllm_command, vllm_variables
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.engine.vllm.rendezvous import Rendezvous
 from palestra.engine.vllm.served_broadcast import ServedBroadcast
 from palestra.engine.vllm.weight_rounds import WeightRounds

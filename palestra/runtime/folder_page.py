@@ -166,7 +166,7 @@ def _why_not(config: JobConfig, checkpoints: Sequence[str], host: str) -> str:
         return "this run has no checkpoint yet"
     if host not in LOOPBACK:
         return f"this page listens on {host}, where others could use the model, and not on this machine alone"
-    if config.engine.kind != "fake" and find_spec("torch") is None:
+    if config.engine.has_model and find_spec("torch") is None:
         return "torch is not installed here; install palestra[train] (in a checkout: pip install '.[train]')"
     return ""
 

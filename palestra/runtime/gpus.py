@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig, VllmEngineConfig
+from palestra.config import JobConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.types.gpus import GpuReading, GpuUse
 
 log = logging.getLogger("palestra.runtime")

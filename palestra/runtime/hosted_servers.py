@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from palestra.config import JobConfig, VllmEngineConfig
+from palestra.config import JobConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import EngineFailure, ServerFailed
 from palestra.pictures.stored import StoredPictures
 from palestra.runtime.engine_servers import EngineServers

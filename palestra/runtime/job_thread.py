@@ -172,7 +172,7 @@ class JobThread:
             places: where its processes run; see `local_job`.
             most_replicas: inference workers that may be asked for; see `local_job`.
         """
-        if config.engine.kind != "fake":
+        if config.engine.has_model:
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given

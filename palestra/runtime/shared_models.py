@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.backend.adapter_cache import AdapterCache
 from palestra.backend.base import FIRST_VERSION
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.config import TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import ConfigError
 from palestra.threads import in_thread
 

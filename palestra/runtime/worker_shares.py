@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from palestra.config import EmbeddedEngineConfig, JobConfig
+from palestra.config import JobConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.runtime.cards import Card, CardShare, deal_cards, trainer_cards, visible_cards
 
 GIB = 2**30

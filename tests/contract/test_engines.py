@@ -14,10 +14,11 @@ from unit.building import engine_request
 from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm, on_server
 
 from palestra.backend.base import SamplerSpec
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.config import TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
-from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.engine.pool.manager import InferenceManager
 from palestra.engine.pool.options import PoolOptions
 from palestra.engine.pool.worker import StartedWorker

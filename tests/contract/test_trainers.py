@@ -18,10 +18,11 @@ from palestra.algorithms.losses import PPOClipLoss
 from palestra.backend.base import SamplerSpec
 from palestra.backend.engine import RemoteEngine
 from palestra.backend.trainer import RemoteTrainer
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.config import TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
-from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import CheckpointError, ConfigError, NotFound
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, PolicySpec

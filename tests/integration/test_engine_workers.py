@@ -20,7 +20,8 @@ from servers import KEY, SCRIPTED, Job, Plane, Process, until
 from servers import TINY as TRAINED
 from unit.building import engine_request
 
-from palestra.config import EmbeddedEngineConfig, JobConfig
+from palestra.config import JobConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import ModelError, PalestraError
 from palestra.models.weights import LocalWeights
 from palestra.pictures.blobs import Blobs

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from servers import SCRIPTED, Job, run_through
 
-from palestra.config import EmbeddedEngineConfig
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.runs import runs_of
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.http.server import listen, served, url_of
 from palestra.runtime import checkpoint_server, folder_page
 from palestra.runtime.checkpoint_server import CheckpointServer

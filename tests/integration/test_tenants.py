@@ -12,7 +12,8 @@ from unit.engine.test_embedded import deterministic_dtype
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.config import AdapterConfig, EmbeddedEngineConfig, TrainerConfig
+from palestra.config import AdapterConfig, TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import NotFound

@@ -11,7 +11,7 @@ from drawing import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from palestra.engine.fake import FakeEngine
+from palestra.engine.fake.engine import FakeEngine
 from property.test_bodies import Served
 
 STOP = 258

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from unit.building import engine_request
 from unit.engine.calling import prompt, reply
 
-from palestra.config import EmbeddedEngineConfig
 from palestra.engine.embedded import engine as engine_module
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import EngineFailure, InvalidRequest

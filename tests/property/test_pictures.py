@@ -23,11 +23,12 @@ from unit.building import FakeClock, one_policy, rows_of
 from unit.session.conftest import STOP, Bench
 from unit.vision.seeing import Shown, noise, renderer_of, seeing, seeing_once
 
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.config import TrainerConfig
 from palestra.engine.base import EngineRequest
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
-from palestra.engine.fake import FakeEngine
+from palestra.engine.fake.engine import FakeEngine
 from palestra.models.loading import LoadedModels
 from palestra.session import PolicyRuntime, SessionContext
 from palestra.tokens import TokenRow

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from palestra.config import JobConfig, SglangEngineConfig, VllmEngineConfig, parse_config
+from palestra.config import JobConfig, parse_config
+from palestra.engine.sglang.config import SglangEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, InvalidRequest
 
 Server = VllmEngineConfig | SglangEngineConfig

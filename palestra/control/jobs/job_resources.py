@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from palestra.config import JobConfig
-from palestra.config.engine import EmbeddedEngineConfig
-from palestra.config.engine_pool import PooledEngineConfig
-from palestra.config.engine_servers import VllmEngineConfig
+from palestra.config import JobConfig, PooledEngineConfig
 from palestra.control.jobs.shared_jobs import LIGHT_CPUS
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import InvalidRequest
 from palestra.types.control_wire import BundleBody, ProcessBody, ResourcesBody
 from palestra.types.jobs import Bundle, Resources, Role

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from palestra.config import EmbeddedEngineConfig
 from palestra.engine.base import EngineLoad
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
 from palestra.engine.embedded.request import DONE, Request, Unprepared
 from palestra.engine.embedded.sampling import SampledBatch

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from palestra.config import EmbeddedEngineConfig
 from palestra.engine.base import EngineLoad, EngineRequest
 from palestra.engine.checks import check_prompt, check_sampling
 from palestra.engine.embedded.command_queue import Command, CommandQueue
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel, check_determinism
 from palestra.engine.embedded.request import DONE, Request

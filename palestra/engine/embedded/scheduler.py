@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.kv_budget import KVBudget
 from palestra.engine.embedded.model_runner import ModelRunner
 from palestra.engine.embedded.request import Request, Unprepared

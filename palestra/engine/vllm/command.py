@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.config import AdapterConfig, VllmEngineConfig
+from palestra.config import AdapterConfig
 from palestra.engine.external.connection import Address
 from palestra.engine.external.versions import dotted, version_of
 from palestra.engine.vllm.api import BACKEND, OLDEST, lora_rank
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.engine.vllm.sampling import MOST_TOP_LOGPROBS
 from palestra.errors import ConfigError
 from palestra.models.device import CORES_VARIABLE

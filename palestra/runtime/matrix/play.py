@@ -18,7 +18,9 @@ from sqlalchemy import Connection
 from palestra.agents import Agent, ModelAgent
 from palestra.agents.random_agent import Moves, RandomAgent
 from palestra.client.arguments import checked_count
-from palestra.config import JobConfig, PolicyConfig, Roles, SglangEngineConfig, VllmEngineConfig, past_name, past_of
+from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
+from palestra.engine.sglang.config import SglangEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec

@@ -10,7 +10,7 @@ import pytest
 
 from palestra.backend.adapter_cache import AdapterCache
 from palestra.backend.adapter_engine import AdapterEngine
-from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import ConfigError, ModelError
 from palestra.models.saved_weights import SavedWeights
 from palestra.types.calls import PolicyVersion, SamplingParams

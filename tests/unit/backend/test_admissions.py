@@ -9,7 +9,7 @@ from backends import served
 
 from palestra.backend.admissions import Admission, Admissions, digest_of, new_key, write_admissions
 from palestra.backend.base import SamplerSpec
-from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import NotFound, PalestraError, StoreError, Unauthorized
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer

@@ -18,7 +18,7 @@ from palestra.backend.engine import RemoteEngine
 from palestra.backend.link import Link
 from palestra.backend.server import BackendServer
 from palestra.backend.trainer import RemoteTrainer
-from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import (
     BaseServerLost,
     ConfigError,

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.config import (
-    UNSET,
-    EmbeddedEngineConfig,
-    FakeEngineConfig,
-    JobConfig,
-    dump_config,
-    load_config,
-    parse_config,
-)
+from palestra.config import UNSET, JobConfig, dump_config, load_config, parse_config
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.errors import ConfigError
 
 
@@ -47,9 +41,9 @@ def test_a_written_configuration_is_read_as_it_was(engine, tmp_path):
         ({"knd": "fake"}, "unknown key 'engine.knd'; did you mean 'kind'?"),
         ({"kind": "fake", "threads": 2}, "'engine.threads' is a key of kind = 'embedded', 'vllm' only"),
         ({"reply_tokens": 2}, "'engine.reply_tokens' is a key of kind = 'fake' only"),
-        ({"kind": "vlm"}, "engine: kind is 'vlm' (known kinds: 'embedded', 'vllm', 'sglang', 'mixed', 'fake')"),
-        ({"kind": ["fake"]}, "engine: kind is ['fake'] (known kinds: 'embedded', 'vllm', 'sglang', 'mixed', 'fake')"),
-        (3, "engine: it is a table, such as {kind = 'fake'}, and not 3"),
+        ({"kind": "vlm"}, "engine: kind is 'vlm' (known kinds: 'embedded', 'fake', 'sglang', 'vllm', 'mixed')"),
+        ({"kind": ["fake"]}, "engine: kind is ['fake'] (known kinds: 'embedded', 'fake', 'sglang', 'vllm', 'mixed')"),
+        (3, "engine: it is a table, such as {kind = 'embedded'}, and not 3"),
     ],
 )
 def test_a_mistake_is_said_by_the_key_that_was_written(engine, said):

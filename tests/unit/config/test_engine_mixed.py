@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from palestra.config import (
-    EmbeddedEngineConfig,
     JobConfig,
     MixedEngineConfig,
     dump_config,
     find_mistakes,
     load_config,
     parse_config,
-    require_place,
 )
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import ConfigError
 
 HERE = {"kind": "embedded", "replicas": 2}
@@ -48,12 +47,12 @@ def test_workers_have_what_is_of_the_whole_pool():
     ("job", "said"),
     [
         (pool(HERE), "workers has less than two tables; the keys of a single kind stand in"),
-        (pool(HERE, {"kind": "fake"}), r"engine\.workers\.1: kind is 'fake' \(known kinds: 'embedded', 'vllm', 'sg"),
-        (pool(HERE, 3), r"engine\.workers\.1: it is a table, such as \{kind = 'vllm'\}, and not 3"),
+        (pool(HERE, {"kind": "fake"}), r"engine\.workers\.1: kind is 'fake' \(known kinds: 'embedded', 'sglang', 'vl"),
+        (pool(HERE, 3), r"engine\.workers\.1: it is a table, such as \{kind = 'embedded'\}, and not 3"),
         (pool(HERE, FOUND | {"url": "b:2"}), r"engine\.workers\.1\.url\.0: 'b:2' is no address"),
         (pool(HERE, FOUND | {"sed": True}), r"unknown key 'engine\.workers\.1\.sed'; did you mean 'seeds'\?"),
         (pool({"seeds": True}, FOUND), r"'engine\.workers\.0\.seeds' is a key of kind = 'vllm' only"),
-        (pool(HERE, FOUND, replicas=2), r"'engine\.replicas' is a key of kind = 'embedded', 'vllm', 'sglang', 'fake' "),
+        (pool(HERE, FOUND, replicas=2), r"'engine\.replicas' is a key of kind = 'embedded', 'fake', 'sglang', 'vllm' "),
         (pool(HERE, FOUND, dtype="float32"), r"only; write it into the tables of these kinds in engine\.workers$"),
         (pool(HERE, FOUND | {"sync": "all"}), r"workers\.1\.sync is of the whole pool; write it beside workers"),
         (pool(HERE | {"stuck_seconds": 5}, FOUND), r"workers\.0\.stuck_seconds is of the whole pool"),
@@ -110,6 +109,6 @@ def test_a_run_goes_on_with_servers_elsewhere_and_other_numbers_of_workers():
 def test_a_vllm_that_is_neither_started_nor_found_is_for_a_service():
     for engine in (pool(HERE, {"kind": "vllm"}), {"engine": {"kind": "vllm", "replicas": 2}}):
         with pytest.raises(ConfigError, match=r"give python, an interpreter.*submit the job to a"):
-            require_place(parse_config(engine).engine)
+            parse_config(engine).engine.require_place()
     for engine in (pool(HERE, STARTED), pool(HERE, FOUND), {"engine": STARTED}, {"engine": SGLANG}, {}):
-        require_place(parse_config(engine).engine)
+        parse_config(engine).engine.require_place()

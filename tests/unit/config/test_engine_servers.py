@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from palestra.config import (
-    JobConfig,
-    SglangEngineConfig,
-    VllmEngineConfig,
-    dump_config,
-    load_config,
-    parse_config,
-)
+from palestra.config import JobConfig, dump_config, load_config, parse_config
+from palestra.engine.sglang.config import SglangEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError
 
 STARTED = {"kind": "vllm", "python": "/venv/bin/python"}
@@ -68,7 +63,7 @@ def test_a_server_is_started_or_found():
         (FOUND | {"replicas": 2}, "replicas is 2, and url names 1; give a list of as many addresses"),
         (SGLANG | {"url": ["http://a:1", "http://b:2"], "replicas": 3}, "replicas is 3, and url names 2"),
         (STARTED | {"replicas": 65}, "engine.replicas"),
-        ({"kind": "tgi"}, "known kinds: 'embedded', 'vllm', 'sglang', 'mixed', 'fake'"),
+        ({"kind": "tgi"}, "known kinds: 'embedded', 'fake', 'sglang', 'vllm', 'mixed'"),
     ],
 )
 def test_what_names_no_server_is_refused(engine, said):

@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from palestra.config import (
-    EmbeddedEngineConfig,
-    FakeEngineConfig,
-    JobConfig,
-    PolicyConfig,
-    RolloutConfig,
-    parse_config,
-)
+from palestra.config import JobConfig, PolicyConfig, RolloutConfig, parse_config
 from palestra.config.loading import dump_config
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
 from palestra.errors import ConfigError
 
 BASE: dict[str, Any] = {

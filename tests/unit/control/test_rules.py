@@ -13,19 +13,15 @@ import pytest
 from pydantic import BaseModel
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import (
-    EmbeddedEngineConfig,
-    FakeEngineConfig,
-    JobConfig,
-    VllmEngineConfig,
-    parse_config,
-    reference_of,
-)
+from palestra.config import JobConfig, parse_config, reference_of
 from palestra.control.api.submission import _checked
 from palestra.control.jobs.engine_rules import EngineRules
 from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
 from palestra.control.jobs.shared_jobs import check_shared
 from palestra.control.placement.bases import BaseLimits
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.fake.config import FakeEngineConfig
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.learner import policy_spec
 from palestra.types.jobs import Resources

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import torch
 
-from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.types.calls import SampledTokens, SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm

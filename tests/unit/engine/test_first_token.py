@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.engine.embedded.request import Request

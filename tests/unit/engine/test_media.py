@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.engine.embedded.prefix_cache import PrefixCache

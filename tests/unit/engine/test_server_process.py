@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.config import AdapterConfig, VllmEngineConfig
+from palestra.config import AdapterConfig
 from palestra.engine.external.connection import Address
 from palestra.engine.external.process import SUPERVISOR, ServerProcess
 from palestra.engine.vllm.command import (
@@ -23,6 +23,7 @@ from palestra.engine.vllm.command import (
     vllm_command,
     vllm_variables,
 )
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, EngineFailure, ModelError
 from palestra.models.device import CORES_VARIABLE, allowed_cores
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from palestra.config import AdapterConfig, EmbeddedEngineConfig
+from palestra.config import AdapterConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import EngineFailure, ModelError

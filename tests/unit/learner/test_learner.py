@@ -15,7 +15,7 @@ from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
 from palestra.config import dump_config, load_config
-from palestra.engine.fake import FakeEngine, digits_script
+from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
 from palestra.learner.metrics import metric_tables

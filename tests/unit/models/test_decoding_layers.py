@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from palestra.config import EmbeddedEngineConfig
 from palestra.engine.embedded import kv_cache
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache
 from palestra.engine.embedded.model_runner import MIN_ROWS, PolicyModel

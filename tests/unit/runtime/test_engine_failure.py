@@ -8,7 +8,7 @@ import pytest
 
 from palestra.config import JobConfig
 from palestra.control.jobs.launcher import Ended, Ending
-from palestra.engine.fake import FakeEngine
+from palestra.engine.fake.engine import FakeEngine
 from palestra.errors import EngineFailure
 from palestra.runtime.local import local_job
 from palestra.runtime.model_server import ModelServer

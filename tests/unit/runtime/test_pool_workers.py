@@ -14,7 +14,8 @@ import psutil
 import pytest
 import torch
 
-from palestra.config import JobConfig, VllmEngineConfig, parse_config
+from palestra.config import JobConfig, parse_config
+from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, EngineFailure, ServerFailed
 from palestra.models import device
 from palestra.models.loading import LoadedModels

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from palestra.config import EmbeddedEngineConfig, parse_config
+from palestra.config import parse_config
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.models import device
 from palestra.runtime.cards import Card
 from palestra.runtime.worker_shares import worker_cards, worker_settings

@@ -13,7 +13,8 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.config import TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.runtime.shared_models import SharedModelOptions, shared_models
 from palestra.runtime.tinker import TinkerOptions, TinkerServer, tinker_server
 from palestra.tinker import protobuf

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.loss import LossSpec
-from palestra.config import AdapterConfig, EmbeddedEngineConfig, TrainerConfig
+from palestra.config import AdapterConfig, TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import CheckpointError, ModelError

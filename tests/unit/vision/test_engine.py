@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.config import EmbeddedEngineConfig
 from palestra.engine.base import EngineRequest
+from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest

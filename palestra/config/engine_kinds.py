@@ -1,0 +1,55 @@
+"""The kinds of engines that are installed. An entry point of the group `palestra.engines` names the driver of each.
+
+Nothing is loaded before a configuration is checked for the first time: the driver's module imports this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from palestra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from palestra.config.engine import PooledEngineConfig
+
+GROUP = "palestra.engines"
+DEFAULT_KIND = "embedded"  # of a table that names none
+
+
+class KnownEngine(Protocol):
+    """What a configuration asks of a driver; see `palestra.engine.driver.EngineDriver` for the rest."""
+
+    section: type[PooledEngineConfig]
+
+
+@cache
+def drivers() -> Mapping[str, Any]:
+    """Return a driver of each kind of engine that is installed, by kind, in the order of their names.
+
+    Raises:
+        ConfigError: one can't be imported, or two packages have the same kind.
+    """
+    found: dict[str, tuple[str, KnownEngine]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        if found.setdefault(point.name, (point.value, _loaded(point)))[0] != point.value:
+            others = found[point.name][0]
+            raise ConfigError(f"two packages have an engine of kind {point.name!r}: {others} and {point.value}")
+    return {kind: driver for kind, (_, driver) in found.items()}
+
+
+def _loaded(point: EntryPoint) -> KnownEngine:
+    try:
+        driver: KnownEngine = point.load()()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the engine {point.name!r} can't be loaded from {point.value}: {error}") from error
+    if (kind := driver.section.model_fields["kind"].default) != point.name:
+        raise ConfigError(f"the engine {point.name!r} of {point.value} has a section of kind {kind!r}; make them equal")
+    return driver
+
+
+def sections() -> dict[str, type[PooledEngineConfig]]:
+    """Return the configuration section of each kind."""
+    return {kind: driver.section for kind, driver in drivers().items()}
