@@ -24,7 +24,7 @@ OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench clean
+.PHONY: machine help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -108,8 +108,11 @@ machine:  ## install the programs that tests use beside Python (a browser, a san
 bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows, rollouts and the data plane; writes bench/results.json
 	$(BIN)/python bench/run.py
 
+card: $(RUNTIME)  ## pack what a machine with a GPU and no network lacks, into .gpu/ (bench/README.md says how it is used)
+	PIP="$(PIP)" bash scripts/card/make.sh
+
 clean:  ## remove what was installed
-	rm -rf $(VENV) .venv-peers $(SITE) site dist
+	rm -rf $(VENV) .venv-peers .gpu $(SITE) site dist
 
 # torch first and pinned: a range would bring gigabytes of CUDA packages.
 $(RUNTIME): requirements.lock pyproject.toml
