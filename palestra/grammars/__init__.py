@@ -1,5 +1,5 @@
-"""Grammars that replies have to match, compiled and walked in processes of their own, within bounds.
+"""Grammars that replies have to match.
 
-`pool.Grammars` is what engines, sessions and trainers use. This package imports nothing by itself: the processes that
-it starts stay small.
+`pool.Grammars` is what engines, sessions and trainers use. This package imports nothing by itself: the process that
+it starts stays small.
 """

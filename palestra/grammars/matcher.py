@@ -1,9 +1,21 @@
-"""The position of one reply in its grammar, as those see it who sample."""
+"""The position of one reply in its grammar."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-class Matcher:
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from palestra.errors import GrammarRefused, InvalidRequest
+from palestra.grammars.walking import walk
+
+_LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine", "max is")  # in llguidance's errors
+
+
+class Matcher(ABC):
     """A reply's position in its grammar. `Grammars.advance` renews the masks of many matchers together.
 
     Attributes:
@@ -25,3 +37,52 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Append a token that the mask allows; `Grammars.advance` then checks it and makes the next mask."""
         self.pending.append(token)
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Accept the pending tokens and renew the mask.
+
+        Raises:
+            InvalidRequest: a token does not match the grammar, or is over a limit.
+        """
+
+    @abstractmethod
+    def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
+        """Return the masks at some places of a reply, int32 [W, B]; see `Grammars.walk`."""
+
+
+class WalkedMatcher(Matcher):
+    """The position of one reply in a grammar that `llguidance` walks."""
+
+    def __init__(self, matcher: LLMatcher, mask: bytes) -> None:
+        super().__init__(mask)
+        self._matcher = matcher
+
+    def advance(self) -> None:
+        """Accept the pending tokens and renew the mask; errors as in `Matcher.advance`."""
+        try:
+            (self.mask,) = walk(self._matcher, self.pending, [len(self.pending)])
+        except ValueError as error:
+            raise refusal(str(error)) from None
+        self.pending = []
+
+    def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
+        """Return the masks at some places of a reply; the matcher has to be at its beginning."""
+        masks = bytearray()  # writable, as torch wants it
+        try:
+            for mask in walk(self._matcher, tokens, frozenset(wanted)):
+                masks += mask if keep else b""
+        except ValueError as error:
+            raise refusal(str(error)) from None
+        return np.frombuffer(masks, "<i4").reshape(-1, len(self.mask) // 4)
+
+
+def refusal(problem: str) -> InvalidRequest:
+    """Return the error for a problem that `llguidance` reports: GrammarRefused over a limit, else InvalidRequest."""
+    text = " ".join(problem.replace("<non-verbose/>", "").split())
+    text = text.rsplit("rror: ", 1)[-1].split("; consider")[0]  # without advice to the author of the grammar
+    if "unable to determine" in text.lower():  # what follows is the whole regular expression
+        return GrammarRefused("its patterns can't be intersected within the limit of llguidance")
+    if any(word in text.lower() for word in _LIMITS):
+        return GrammarRefused(text[:300])
+    return InvalidRequest(text[:300])

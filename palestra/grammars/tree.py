@@ -17,11 +17,11 @@ MOST_TREE_TOKENS = 2**18  # of all trees that are kept; one takes about 100 byte
 class GrammarTree:
     """The places in the replies of a grammar, as a tree: from each, the tokens that may follow and where they lead.
 
-    A reply of such a grammar needs no process, and the grammar costs a few hundred bytes in place of one.
+    A reply of such a grammar needs no `llguidance`, and the grammar costs a few hundred bytes.
     """
 
     def __init__(self, nodes: Sequence[Sequence[tuple[int, int]]], mask_bytes: int) -> None:
-        """Take over the tree that a grammar process has found.
+        """Take over the tree that was found when the grammar was compiled.
 
         Args:
             nodes: for each place the tokens that may follow, each with the number of the place after it, -1 after
@@ -88,8 +88,8 @@ class GrammarTrees:
             self._trees.move_to_end(key)
         return tree
 
-    def keep(self, key: bytes, tree: GrammarTree) -> None:
-        """Keep the tree of a grammar.
+    def keep(self, key: bytes, tree: GrammarTree) -> list[bytes]:
+        """Keep the tree of a grammar, and return the digests of those that are forgotten for it.
 
         Args:
             tree: the newest one is kept however large it is.
@@ -98,8 +98,12 @@ class GrammarTrees:
             self._tokens -= before.size
         self._trees[key] = tree
         self._tokens += tree.size
+        forgotten = []
         while self._tokens > MOST_TREE_TOKENS and len(self._trees) > 1:
-            self._tokens -= self._trees.popitem(last=False)[1].size
+            oldest, gone = self._trees.popitem(last=False)
+            self._tokens -= gone.size
+            forgotten.append(oldest)
+        return forgotten
 
     def __len__(self) -> int:
         return len(self._trees)
@@ -130,3 +134,7 @@ class TreeMatcher(Matcher):
         for token in self.pending:
             self._node = self.tree.after(self._node, token)
         self.mask, self.pending = self.tree.mask(self._node), []
+
+    def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
+        """Return the masks at some places of a reply; see `Matcher.walk`."""
+        return self.tree.walk(tokens, wanted if keep else ())

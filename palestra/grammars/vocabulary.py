@@ -1,15 +1,29 @@
-"""A model's tokenizer as grammar processes need it."""
+"""A model's tokenizer as grammars need it."""
 
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
-from palestra.grammars.process import GrammarVocabulary
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrammarVocabulary:
+    """The tokens to which the bits of a mask belong.
+
+    Attributes:
+        tokenizer: a fast tokenizer, as the JSON of its `tokenizer.json`.
+        size: number of tokens of the model, V; it may be larger than the tokenizer's.
+        eos: the token that ends a reply; None: there is none.
+    """
+
+    tokenizer: str
+    size: int
+    eos: int | None
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> GrammarVocabulary:
-    """Return the vocabulary that grammar processes need, made from a tokenizer.
+    """Return the vocabulary that grammars need, made from a tokenizer.
 
     Args:
         vocab_size: number of tokens of the model, which may be larger than the tokenizer's.

@@ -239,7 +239,7 @@ class LoadedBase:
         return await self._engine.failure()
 
     def close(self) -> None:
-        """End the processes that walk grammars."""
+        """End the process that compiles grammars."""
         self._grammars.close()
 
 

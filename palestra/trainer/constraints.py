@@ -111,7 +111,7 @@ def grammar_problem(sample: TrainSample, grammars: Grammars) -> str | None:
     """Return why a row can't be walked through its grammars; None: it can.
 
     Raises:
-        EngineFailure: the grammar processes do not work.
+        EngineFailure: the process that compiles grammars does not work.
     """
     for span in sample.grammars:
         tokens, wanted = _walk_of(sample, span)

@@ -90,7 +90,7 @@ class TorchPolicy:
         return self.optimizer.parameters
 
     def close(self) -> None:
-        """End the processes that walk the policy's grammars."""
+        """End the process that compiles the policy's grammars."""
         self._grammars.close()
 
     def untrainable(self, batch: Sequence[TrainSample]) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -72,22 +71,15 @@ def commands_of_the_embedded_engine() -> Case:
 
 
 @case
-def processes_of_grammars() -> Case:
-    made = Grammars()
-    made._alive.update({bytes([n]): SimpleNamespace(usable=True, users=1) for n in range(pool.MOST_PROCESSES)})
-    return lambda: made.matcher('start: "a"'), lambda: len(made._queue)
-
-
-@case
 def one_compilation() -> Case:
     made, key = Grammars(), b"key"
-    compilation = made._compiling[key] = pool._Compilation()
+    compilation = made._compiling[key, False] = pool._Compilation()
     compilation.waiting = 1  # somebody who stays
 
     def size() -> int:
         return callbacks(compilation.done_here()) + len(compilation.done._done_callbacks) + compilation.waiting
 
-    return lambda: made._compiled(key, ""), size
+    return lambda: made._done(key, "", compiled=False), size
 
 
 @case
@@ -233,25 +225,6 @@ async def test_a_thousand_waits_that_time_out_leave_nothing(name):
     await asyncio.gather(*(one() for _ in range(WAITS)))
     await settled()
     assert size() == before
-
-
-async def test_a_turn_that_a_cancelled_caller_got_goes_to_the_next():
-    grammars = Grammars()
-    processes = {bytes([n]): SimpleNamespace(usable=True, users=1) for n in range(pool.MOST_PROCESSES)}
-    grammars._alive.update(processes)  # type: ignore[arg-type]
-    first, second = (asyncio.create_task(grammars.matcher(f'start: "{n}"')) for n in "ab")
-    await settled()
-    looked = threading.Event()
-    grammars._compiled = lambda *_: looked.set() or never()  # type: ignore[assignment]
-    with grammars._lock:
-        processes[b"\0"].users = 0
-        grammars._wake_next()
-    first.cancel()
-    await asyncio.wait((first,))
-    await settled()
-    assert looked.is_set()
-    second.cancel()
-    await asyncio.wait((second,))
 
 
 async def test_a_place_that_a_cancelled_client_got_goes_to_the_next():

@@ -1,4 +1,4 @@
-"""Grammars in processes of their own: what is shared, what is bounded, and what ends."""
+"""Grammars: what is shared, what is bounded, and what ends."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, TooManyRequests
@@ -21,10 +22,9 @@ from palestra.grammars import pool, verdicts
 from palestra.grammars import tree as trees
 from palestra.grammars.bounds import BOUNDS as SHIPPED
 from palestra.grammars.pool import Grammars
-from palestra.grammars.process import GrammarServer
 
 WORDS = 'start: "ab" | "cd"\n'
-BOUNDS = replace(SHIPPED, tree_places=0)  # a small grammar needs a process, too
+BOUNDS = replace(SHIPPED, tree_places=0)  # llguidance walks a small grammar, too
 ROOMY = replace(BOUNDS, memory_mib=4096)
 
 
@@ -54,10 +54,10 @@ def allowed(mask: bytes) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
 
 
-def pids(grammars: Grammars) -> list[int]:
-    """Of the processes that run, that from which the others are forked first."""
-    own = [] if grammars._server is None else [grammars._server._popen.pid]
-    return own + [process.pid for process in grammars._alive.values()]
+def forks(grammars: Grammars) -> list[int]:
+    """Of the process that compiles."""
+    pid = grammars._worker.pid
+    return [] if pid is None else [child.pid for child in psutil.Process(pid).children()]
 
 
 def runs(pid: int) -> bool:
@@ -113,13 +113,12 @@ async def test_masks_are_those_of_llguidance_in_one_process(make):
 
 async def test_no_process_is_started_before_the_first_grammar_and_none_is_left(make):
     grammars = make()
-    assert pids(grammars) == []
+    assert grammars._worker.pid is None
     await grammars.check(WORDS, "choices")
-    server, *processes = pids(grammars)
-    assert len(processes) == 1
-    assert all(map(runs, (server, *processes)))
+    pid = grammars._worker.pid
+    assert runs(pid)
     grammars.close()
-    await until(lambda: not any(map(runs, (server, *processes))))
+    await until(lambda: not runs(pid))
     with pytest.raises(EngineFailure):
         await grammars.check(ALL_OF, "response_format")
 
@@ -131,12 +130,11 @@ async def test_a_bomb_is_refused_by_its_bound_and_its_field_and_again_without_a_
     with pytest.raises(GrammarRefused, match=f"^response_format: over the bound.* more than .* ({bound})") as first:
         await grammars.check(grammar, "response_format")
     assert (first.value.http_status, first.value.retryable, first.value.field) == (400, False, "response_format")
-    before = grammars._server
-    grammars._server.close()  # a second compilation would need it
+    os.kill(grammars._worker.pid, signal.SIGKILL)  # a second compilation would need it
+    await until(lambda: not runs(grammars._worker.pid))
     with pytest.raises(GrammarRefused, match=r"^tool_choice: over the bound"):
         await grammars.check(grammar, "tool_choice")
-    assert grammars._server is before
-    assert len(pids(grammars)) == 1
+    assert not runs(grammars._worker.pid)
 
 
 async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
@@ -158,9 +156,8 @@ async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
 async def test_compiling_ends_when_the_last_of_those_who_wait_goes_away(make):
     grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
     one, other = (asyncio.ensure_future(grammars.check(SLOW, "response_format")) for _ in range(2))
-    await until(lambda: any(c.process is not None for c in grammars._compiling.values()))
-    (compilation,) = grammars._compiling.values()
-    pid = compilation.process.pid
+    await until(lambda: forks(grammars))
+    (pid,) = forks(grammars)
     one.cancel()
     await asyncio.wait([one])
     assert runs(pid)
@@ -169,17 +166,17 @@ async def test_compiling_ends_when_the_last_of_those_who_wait_goes_away(make):
     await asyncio.wait([other])
     await until(lambda: not runs(pid))
     assert grammars._compiling == {}
-    await grammars.check(WORDS, "choices")  # the threads are free again
+    await grammars.check(WORDS, "choices")  # the thread is free again
 
 
 async def test_too_many_at_the_same_time_are_refused_and_may_come_again(make, monkeypatch):
     monkeypatch.setattr(pool, "MOST_WAITING", 1)
     grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
-    slow = [of_schema({"type": "integer", "multipleOf": 999983 + k}) for k in range(0, 40, 10)]
-    tasks = [asyncio.ensure_future(grammars.check(one, "response_format")) for one in slow[:3]]
-    await until(lambda: len(grammars._compiling) == 3)
+    slow = [of_schema({"type": "integer", "multipleOf": 999983 + k}) for k in range(0, 30, 10)]
+    tasks = [asyncio.ensure_future(grammars.check(one, "response_format")) for one in slow[:2]]
+    await until(lambda: len(grammars._compiling) == 2)
     with pytest.raises(TooManyRequests, match="wait to be compiled") as caught:
-        await grammars.check(slow[3], "response_format")
+        await grammars.check(slow[2], "response_format")
     assert caught.value.retryable
     for task in tasks:
         task.cancel()
@@ -190,7 +187,7 @@ async def test_who_waits_for_a_grammar_that_is_not_being_compiled_yet_hears_of_t
     grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
     slow = [of_schema({"type": "integer", "multipleOf": 999983 + k}) for k in range(0, 200, 10)]
     tasks = [asyncio.ensure_future(grammars.check(one, "response_format")) for one in slow]
-    await until(lambda: sum(c.process is not None for c in grammars._compiling.values()) == pool.MOST_COMPILING)
+    await until(lambda: forks(grammars))
     grammars.close()
     async with asyncio.timeout(30):
         found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -216,57 +213,30 @@ async def test_a_reply_over_a_bound_ends_alone(make):
     assert allowed(good.mask) == {ord("b")}
 
 
-async def test_a_step_over_a_bound_ends_the_process_its_replies_and_is_refused_afterwards(make):
-    grammars = make(replace(BOUNDS, step_wall_seconds=0.2))
-    one, other = await grammars.matcher(WORDS), await grammars.matcher(WORDS)
-    good = await grammars.matcher(GROWING)
-    os.kill(one.process.pid, signal.SIGSTOP)
-    for matcher, token in ((one, "a"), (other, "c"), (good, '"')):
-        matcher.accept(ord(token))
-    first, second, fine = grammars.advance([one, other, good])
-    assert isinstance(first, GrammarRefused)
-    assert isinstance(second, GrammarRefused)
-    assert str(first) == "a token of the reply takes longer than 0.2 s"
-    assert fine is None
-    assert not runs(one.process.pid)
-    with pytest.raises(GrammarRefused, match="takes longer"):
-        await grammars.matcher(WORDS)
-
-
 async def test_a_process_that_is_killed_from_outside_is_no_fault_of_the_grammar(make):
-    grammars = make()
+    grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
     matcher = await grammars.matcher(WORDS)
-    os.kill(matcher.process.pid, signal.SIGKILL)
-    matcher.accept(ord("a"))
-    (error,) = grammars.advance([matcher])
-    assert isinstance(error, EngineFailure)
-    assert (await grammars.matcher(WORDS)).mask == matcher.mask
-    os.kill(pids(grammars)[0], signal.SIGKILL)  # the one from which they are forked; the others end with it
-    await until(lambda: not runs(pids(grammars)[0]))
+    for pids in (lambda: forks(grammars), lambda: [grammars._worker.pid]):
+        checking = asyncio.ensure_future(grammars.check(SLOW, "response_format"))
+        await until(lambda: forks(grammars))
+        os.kill(pids()[0], signal.SIGKILL)
+        with pytest.raises(EngineFailure):
+            await checking
     await grammars.check(of_schema({"type": "boolean"}), "response_format")
-    matcher = await grammars.matcher(WORDS)
     matcher.accept(ord("a"))
     assert grammars.advance([matcher]) == [None]
     assert allowed(matcher.mask) == {ord("b")}
 
 
-async def test_no_more_processes_are_kept_than_a_fixed_number_and_who_needs_one_waits(make, monkeypatch):
-    monkeypatch.setattr(pool, "MOST_PROCESSES", 2)
+async def test_no_more_compiled_grammars_are_kept_than_a_fixed_number(make, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_KEPT", 2)
     grammars = make()
-    texts = [f'start: "{letter}"\n' for letter in "abc"]
-    for text in texts:
-        await grammars.check(text, "choices")
-    assert len(pids(grammars)) == 1 + 2
-    first, second = [await grammars.matcher(text) for text in texts[:2]]
-    third = asyncio.ensure_future(grammars.matcher(texts[2]))
-    await asyncio.sleep(0.1)
-    assert not third.done()
-    await grammars.check('start: "d"\n', "choices")  # it is compiled, and can't be kept
-    assert len(pids(grammars)) == 1 + 2
-    grammars.release(first)
-    assert allowed((await third).mask) == {ord("c")}
-    assert first.process.over is not None
-    assert second.process.over is None
+    matchers = [await grammars.matcher(f'start: "{letter}z"\n') for letter in "abc"]
+    assert len(grammars._compiled) == 2
+    for matcher, letter in zip(matchers, "abc", strict=True):
+        matcher.accept(ord(letter))
+    assert grammars.advance(matchers) == [None] * 3
+    assert [allowed(matcher.mask) for matcher in matchers] == [{ord("z")}] * 3
 
 
 async def test_what_can_not_be_compiled_is_refused_as_what_it_is(make):
@@ -281,7 +251,7 @@ async def test_what_can_not_be_compiled_is_refused_as_what_it_is(make):
 
 def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
     script = (
-        "import asyncio, json, sys\n"
+        "import asyncio, json, psutil, sys\n"
         "from dataclasses import replace\n"
         "from palestra.grammars.bounds import BOUNDS\n"
         "from palestra.grammars.pool import Grammars\n"
@@ -289,9 +259,11 @@ def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
         "    long = replace(BOUNDS, memory_mib=8192, compile_cpu_seconds=300.0, compile_wall_seconds=300.0)\n"
         "    g = Grammars(bounds=long)\n"
         "    asyncio.ensure_future(g.check(sys.argv[1], 'f'))\n"
-        "    while not any(c.process for c in g._compiling.values()):\n"
+        "    forks = []\n"
+        "    while not forks:\n"
         "        await asyncio.sleep(0.01)\n"
-        "    print(json.dumps([g._server._popen.pid] + [c.process.pid for c in g._compiling.values()]), flush=True)\n"
+        "        forks = psutil.Process(g._worker.pid).children() if g._worker.pid else []\n"
+        "    print(json.dumps([g._worker.pid] + [fork.pid for fork in forks]), flush=True)\n"
         "    await asyncio.sleep(300)\n"
         "asyncio.run(main())\n"
     )
@@ -307,57 +279,20 @@ def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
         time.sleep(0.01)
 
 
-def test_the_processes_load_no_torch_and_get_no_key(monkeypatch):
+async def test_the_process_loads_no_torch_and_gets_no_key(make, monkeypatch):
     monkeypatch.setenv("PALESTRA_API_KEY", "secret-key")
-    server = GrammarServer(None)
-    try:
-        assert b"secret-key" not in Path(f"/proc/{server._popen.pid}/environ").read_bytes()
-        assert "torch" not in Path(f"/proc/{server._popen.pid}/maps").read_text()
-    finally:
-        server.close()
-
-
-async def test_matchers_of_replies_that_are_over_are_forgotten(make):
     grammars = make()
-    process = (kept := await grammars.matcher(WORDS)).process
-    for _ in range(5):
-        replies = [await grammars.matcher(WORDS) for _ in range(20)]
-        for reply in replies:
-            reply.accept(ord("a"))
-        assert grammars.advance(replies) == [None] * 20
-        assert process.matchers == 20  # those of the round before are gone
-        for reply in replies:
-            grammars.release(reply)
-    kept.accept(ord("c"))
-    assert grammars.advance([kept]) == [None]
-    assert (process.matchers, len(process._drop)) == (1, 0)
+    await grammars.check(WORDS, "choices")
+    assert b"secret-key" not in Path(f"/proc/{grammars._worker.pid}/environ").read_bytes()
+    assert "torch" not in Path(f"/proc/{grammars._worker.pid}/maps").read_text()
 
 
-async def test_replies_that_were_never_walked_leave_nothing_to_forget(make):
+async def test_a_reply_that_is_over_is_not_walked(make):
     grammars = make()
-    for _ in range(50):
-        grammars.release(matcher := await grammars.matcher(WORDS))
-    assert not matcher.process._drop
-
-
-async def test_a_reply_that_ends_while_its_walk_is_asked_for_leaves_no_matcher(make, monkeypatch):
-    grammars = make()
-    one, other = await grammars.matcher(WORDS), await grammars.matcher(WORDS)
-    process, asked = one.process, one.process.ask
-
-    def released_before(walks, masks=True):
-        grammars.release(one)
-        asked(walks, masks)
-
-    one.accept(ord("a"))
-    monkeypatch.setattr(process, "ask", released_before)
-    grammars.advance([one])
-    monkeypatch.undo()
-    assert process.matchers == 0
-    grammars.release(other)
-    other.accept(ord("a"))
-    assert grammars.advance([other]) == [None]  # it is over: nothing is asked for it
-    assert (process.matchers, len(process._drop)) == (0, 0)
+    matcher = await grammars.matcher(WORDS)
+    matcher.accept(ord("x"))
+    grammars.release(matcher)
+    assert grammars.advance([matcher]) == [None]
 
 
 LETTERS = of_schema({"enum": list("ABCDEFGHI")})
@@ -378,16 +313,16 @@ EOS = 261  # of the tokenizer in which every byte is a token
 @pytest.mark.parametrize(
     "grammar", [WORDS, LETTERS, 'start: "a" | "ab" | "abc"\n', 'start: ""\n', 'start: "\u00e4" | "\u00f6"\n']
 )
-async def test_a_small_grammar_has_the_masks_of_a_process_and_needs_none(make, grammar):
-    in_process, tree = make(), make(SHIPPED)
+async def test_a_small_grammar_has_the_masks_of_llguidance_and_needs_none_of_it(make, grammar):
+    walked, tree = make(), make(SHIPPED)
     await tree.check(grammar, "choices")
-    assert not tree._alive
     found = list(paths(lambda tokens: tree.following(grammar, tokens).tobytes()))
-    assert found == list(paths(lambda tokens: in_process.following(grammar, tokens).tobytes()))
+    assert not tree._compiled
+    assert found == list(paths(lambda tokens: walked.following(grammar, tokens).tobytes()))
     for tokens, following in found:
         if EOS in following:
             reply = [*tokens, EOS]
-            walks = [one.walk(grammar, reply, range(len(reply))) for one in (tree, in_process)]
+            walks = [one.walk(grammar, reply, range(len(reply))) for one in (tree, walked)]
             assert np.array_equal(*walks)
             assert tree.walk(grammar, reply, range(len(reply)), keep=False).shape == (0, walks[0].shape[1])
         stray = next(token for token in range(256) if token not in following)
@@ -413,10 +348,10 @@ async def test_replies_of_a_small_grammar_advance_apart_and_a_wrong_token_ends_o
 
 
 @pytest.mark.parametrize("grammar", ["start: /[a-z]{3}/\n", "start: /a+/\n", of_schema({"type": "integer"})])
-async def test_a_large_grammar_keeps_its_process(make, grammar):
+async def test_a_large_grammar_has_no_tree(make, grammar):
     grammars = make(SHIPPED)
-    await grammars.check(grammar, "choices")
-    assert len(grammars._alive) == 1
+    await grammars.matcher(grammar)
+    assert (len(grammars._trees), len(grammars._compiled)) == (0, 1)
 
 
 async def test_trees_used_least_recently_are_forgotten_and_found_again(make, monkeypatch):
