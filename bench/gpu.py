@@ -35,6 +35,7 @@ QUESTIONS = {  # in the order of their worth
     "train-0.6b": "all weights, Qwen3-0.6B's shape, rows of 8k and 16k tokens: tokens a second, MFU",
     "train-1.7b": "the same, 1.7B",
     "lora-4b": "LoRA of rank 32, 4B's shape, rows of 8k tokens",
+    "profile": "where a training step of 0.6B's shape on 8k tokens spends the card's time, by kernel",
     "decoding": "a decoding pass of the embedded engine, 0.6B's shape, 1 to 64 replies",
     "rollouts": "sampled tokens a second of a job, 256 calls in flight, embedded engine, 0.6B's shape",
     "rollouts-vllm": "the same with vLLM as the job's engine",

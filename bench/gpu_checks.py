@@ -228,7 +228,7 @@ async def served(model: Path, device: str, scale: Scale, vllm: str | None) -> di
     engine = {"kind": "vllm", "python": vllm, "dtype": dtype, "cache_gib": 2 if device == "cuda" else 1}
     prompts, tokens = prompts_of(8, scale, 4), min(scale.new_tokens, 64)
     with tempfile.TemporaryDirectory() as folder:
-        policy = {"model": model, "max_context": 1024}
+        policy = {"model": str(model), "max_context": 1024}
         trainer = {"device": device, "dtype": dtype}
         config = parse_config({"run_dir": folder, "policies": {POLICY: policy}, "engine": engine, "trainer": trainer})
         parts = await pooled_parts(config, config.engine, {})

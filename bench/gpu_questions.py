@@ -17,8 +17,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,18 +107,47 @@ def learns(asked: Asked, vllm: bool = False) -> dict[str, Any]:
         config["engine"] |= {"gpu_memory_utilization": 0.3, "compile": False}
     training, validation = sums()
     begin = time.monotonic()
-    result = palestra.train(rollout, training, parse_config(config), validation_tasks=validation, quiet=True)
-    rows = result.metrics
-    return (
-        {"whole s": time.monotonic() - begin}
-        | step_times(rows)
-        | {
-            "held-out": [row["validation/reward_mean"] for row in rows if "validation/reward_mean" in row],
-            "reward": [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row],
-            "logprob gap": [row["train/logprob_gap_mean"] for row in rows if "train/logprob_gap_mean" in row][-1:],
-            "peak GiB": peak_gib(asked.device),
-        }
-    )
+    with telling(asked, learned):
+        palestra.train(rollout, training, parse_config(config), validation_tasks=validation, quiet=True)
+    return learned(rows_of_run(asked)) | {"whole s": time.monotonic() - begin, "peak GiB": peak_gib(asked.device)}
+
+
+def learned(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """What a job has learned so far, and what a step takes."""
+    return step_times(rows) | {
+        "steps": len(rows) - 1,
+        "held-out": [row["validation/reward_mean"] for row in rows if "validation/reward_mean" in row],
+        "held-out at s": [row["wall_seconds"] for row in rows if "validation/reward_mean" in row],
+        "logprob gap": [row["train/logprob_gap_mean"] for row in rows if "train/logprob_gap_mean" in row][-1:],
+    }
+
+
+def rows_of_run(asked: Asked) -> list[dict[str, float]]:
+    """The metrics that the run in the question's folder has written so far, a row for each step."""
+    path = asked.folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def telling(asked: Asked, told: Callable[[list[dict[str, float]]], dict[str, Any]]) -> Iterator[None]:
+    """Print after each step what is known, so that a question that is stopped has an answer."""
+    over = threading.Event()
+
+    def tell() -> None:
+        known = 0
+        while not over.wait(1.0):
+            rows = rows_of_run(asked)
+            if len(rows) > known:
+                known = len(rows)
+                asked.say(told(rows))
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def step_times(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -124,7 +155,8 @@ def step_times(rows: list[dict[str, float]]) -> dict[str, float]:
     found = {}
     for name in ("step", "rollout", "train", "publish"):
         taken = [row[f"time/{name}_seconds"] for row in rows if f"time/{name}_seconds" in row]
-        found[f"{name} s"] = statistics.median(taken[1:] or taken)
+        if taken:
+            found[f"{name} s"] = statistics.median(taken[1:] or taken)
     return found
 
 
@@ -140,7 +172,10 @@ def equal(asked: Asked) -> dict[str, Any]:
         config["engine"] |= asked.arithmetic
         config["rollout"] = {"groups_per_step": 2 if asked.dry else 8, "group_size": 4}
         config["evaluation"] = {"every_steps": 0}
-        result = palestra.train(rollout, training, parse_config(config), quiet=True)
+        try:
+            result = palestra.train(rollout, training, parse_config(config), quiet=True)
+        except palestra.errors.ConfigError as error:
+            return {"refused": str(error)}
         found |= step_times(result.metrics)
         assert result.checkpoint is not None
         digests.append({file.name: digest(file) for file in sorted(result.checkpoint.glob("*.safetensors"))})
@@ -240,6 +275,37 @@ def train_steps(asked: Asked, size: str, tokens: int, rank: int | None, recomput
         "with attention": (flop + attended) / seconds / NOMINAL,
         "peak GiB": peak_gib(asked.device),
     }
+
+
+def profile(asked: Asked) -> dict[str, Any]:
+    """The kernels that take most of a training step on 8k tokens, and the seconds in which any runs."""
+    tokens = 64 if asked.dry else 8192
+    with torch.device(asked.device):
+        model = CausalLM(Qwen3ForCausalLM(QWEN["tiny" if asked.dry else "0.6b"]).eval())
+    settings = {"device": asked.device, "dtype": "bfloat16", "micro_batch_tokens": tokens}
+    policy = TorchPolicy(model, load_tokenizer(TINY), TrainerConfig.model_validate(settings))
+
+    def step(number: int) -> None:
+        rows = made_rows(number, prompts=1, samples=1, prompt_tokens=tokens // 8, new_tokens=tokens - tokens // 8)
+        policy.gradient_pieces(rows, LOSS).run()
+        policy.optimizer.step(OptimParams(learning_rate=1e-6))
+        wait_for(asked.device)
+
+    step(0)
+    begin = time.perf_counter()
+    with torch.profiler.profile() as seen:
+        step(1)
+    seconds = time.perf_counter() - begin
+    taken = sorted(
+        (
+            (event.self_device_time_total or event.self_cpu_time_total, event.count, event.key)
+            for event in seen.key_averages()
+        ),
+        reverse=True,
+    )
+    busy = sum(event.self_device_time_total for event in seen.key_averages()) / 1e6
+    kernels = {key[:80]: {"ms": micros / 1e3, "times": count} for micros, count, key in taken[:20]}
+    return {"step s": seconds, "card busy s": busy, "kernels": kernels}
 
 
 def shared(asked: Asked) -> dict[str, Any]:
@@ -355,9 +421,17 @@ def rollouts(asked: Asked, vllm: bool = False) -> dict[str, Any]:
     tasks = [
         {"id": str(number), "text": "".join(draw.choices("abcdefgh ", k=characters))} for number in range(groups * 8)
     ]
-    result = palestra.train(rollout, tasks, parse_config(config), concurrency=groups * samples, quiet=True)
-    taken = [row["rollout/completion_tokens"] / row["time/rollout_seconds"] for row in result.metrics]
-    return step_times(result.metrics) | {"sampled tokens/s": taken, "peak GiB": peak_gib(asked.device)}
+    with telling(asked, sampled):
+        palestra.train(rollout, tasks, parse_config(config), concurrency=groups * samples, quiet=True)
+    return sampled(rows_of_run(asked)) | {"peak GiB": peak_gib(asked.device)}
+
+
+def sampled(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Sampled tokens a second in each step's rollout, and what a step takes."""
+    played = [row for row in rows if "rollout/completion_tokens" in row]
+    return step_times(rows) | {
+        "sampled tokens/s": [row["rollout/completion_tokens"] / row["time/rollout_seconds"] for row in played]
+    }
 
 
 def bare_vllm(asked: Asked) -> dict[str, Any]:
@@ -366,8 +440,9 @@ def bare_vllm(asked: Asked) -> dict[str, Any]:
     folder = write_qwen("tiny" if asked.dry else "0.6b", asked.folder / "model")
     draw = random.Random(0)
     prompts = [[draw.randrange(97, 105) for _ in range(characters)] for _ in range(groups) for _ in range(samples)]
+    (asked.folder / "work.json").write_text(json.dumps({"work": prompts}))
     found: dict[str, Any] = run_json(
-        (asked.vllm, HERE / "peers" / "gpu_vllm.py", folder, tokens, json.dumps({"work": prompts}))
+        (asked.vllm, HERE / "peers" / "gpu_vllm.py", folder, tokens, asked.folder / "work.json")
     )
     return {"sampled tokens/s": found["tokens a second"]["work"]}
 
@@ -380,6 +455,7 @@ QUESTIONS: dict[str, Callable[[Asked], Any]] = {
     "train-4b": lambda asked: train(asked, "4b", recompute=True),
     "lora-4b": lambda asked: train(asked, "4b", rank=32),
     "lora-8b": lambda asked: train(asked, "8b", rank=32, recompute=True),
+    "profile": profile,
     "shared": shared,
     "largest": largest,
     "decoding": decoding,

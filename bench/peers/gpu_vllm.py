@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 MAX_CONTEXT = 1024
 
@@ -20,7 +21,7 @@ def main(model: str, tokens: str, works: str) -> None:
     sampling = vllm.SamplingParams(
         temperature=1.0, max_tokens=int(tokens), min_tokens=int(tokens), ignore_eos=True, detokenize=False
     )
-    asked: dict[str, list[list[int]]] = json.loads(works)
+    asked: dict[str, list[list[int]]] = json.loads(Path(works).read_text())
     found: dict[str, float] = {}
     for name in (next(iter(asked)), *asked):
         prompts = [{"prompt_token_ids": prompt} for prompt in asked[name]]

@@ -49,7 +49,7 @@ def test_a_dry_run_answers_every_question_that_needs_no_vllm(tmp_path):
     done = run("--dry-run", "--seconds", 150, "--out", tmp_path / "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr
     (asked,) = json.loads((tmp_path / "gpu.json").read_text()).values()
-    assert len(asked["questions"]) == 15
+    assert len(asked["questions"]) == 16
     found = {name: answer["found"] for name, answer in asked["questions"].items()}
     assert found["equal"]["equal"]
     assert found["killed"]["right"]
