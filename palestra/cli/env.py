@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
         commands,
         "env",
         run,
-        "serve an environment to jobs on other machines, over WebSocket and HTTP",
+        "serve an environment to jobs on other machines",
         "  palestra env serve nim.py:Nim --key-file env_key\n"
         "  palestra env serve frozen-lake --host 0.0.0.0 --sessions 256\n"
         "  palestra env serve gomoku --dialect openenv\n\n"
@@ -57,13 +57,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--sessions", metavar="SESSIONS", type=int, default=64, help="sessions at the same time; more clients wait"
-    )
-    parser.add_argument(
-        "--lease-seconds",
-        metavar="SECONDS",
-        type=float,
-        default=60.0,
-        help="a session ends after so long without a sign of its client",
     )
     parser.add_argument(
         "--idle-seconds",
@@ -103,12 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     checked_count("--sessions", arguments.sessions)
     checked_amount("--drain-seconds", arguments.drain_seconds, endless=True)
-    for name in ("lease_seconds", "idle_seconds", "hang_seconds"):
+    for name in ("idle_seconds", "hang_seconds"):
         if not checked_amount(f"--{name.replace('_', '-')}", getattr(arguments, name)):
             raise ConfigError(f"--{name.replace('_', '-')} is 0, and has to be above")
     limits = SessionLimits(
         sessions=arguments.sessions,
-        lease_seconds=arguments.lease_seconds,
         idle_seconds=arguments.idle_seconds,
         hang_seconds=arguments.hang_seconds,
     )
@@ -186,7 +178,7 @@ async def _serve_openenv(
     listener = listen(arguments.host, arguments.port)
     stop = _stopped()
     try:
-        async with served(server.app(key), listener, websocket_bytes=limits.max_frame_bytes):
+        async with served(server.app(key), listener, websocket_bytes=limits.max_message_bytes):
             say(f"{server.name} at {url_of(listener)}, in OpenEnv's protocol; Ctrl-C ends")
             _show_new(key, is_new)
             await stop.wait()

@@ -1,7 +1,7 @@
 """An environment served in OpenEnv's protocol, so that clients and trainers of OpenEnv can play it.
 
-One WebSocket is one session with an environment of its own, as OpenEnv has it: a connection that breaks ends the
-episode. `palestra.env_server.app` serves the protocol of this project, whose sessions outlive their connections.
+One WebSocket is one session with an environment of its own: a connection that breaks ends the episode.
+`palestra.env_server.app` serves the protocol of this project, which has several agents and several named rewards.
 """
 
 from __future__ import annotations
@@ -116,9 +116,11 @@ class OpenEnvServer:
                 raise Unauthorized(
                     "no key, or one that is not this server's: give the client headers={'Authorization': …}"
                 )
-            return self.limits.max_frame_bytes
+            return self.limits.max_message_bytes
 
-        app = build_app(_TITLE, "Plays environments.", authenticate, self.limits.max_frame_bytes, {*PUBLIC, "/health"})
+        app = build_app(
+            _TITLE, "Plays environments.", authenticate, self.limits.max_message_bytes, {*PUBLIC, "/health"}
+        )
 
         @app.get("/health")
         async def health() -> dict[str, str]:

@@ -7,8 +7,8 @@ import hashlib
 
 _SCRIPT = """
 const form = document.querySelector("form"), body = document.querySelector("tbody"), told = document.querySelector("p");
-const columns = ["session_id", "state", "connected", "age_seconds", "silent_seconds", "episodes", "observations",
-                 "actions", "open"];
+const columns = ["session_id", "state", "age_seconds", "silent_seconds", "episodes", "observations", "actions",
+                 "open"];
 let key = "";
 async function show() {
   if (!key) return;
@@ -47,9 +47,9 @@ PAGE = f"""<!doctype html>
 <form><label>Key of this server <input name="key" type="password" autocomplete="off" required></label>
 <button>Show the sessions</button></form>
 <p role="status"></p>
-<table><thead><tr><th scope="col">session<th scope="col">state<th scope="col">connected<th scope="col">age (s)
-<th scope="col">silent (s)<th scope="col">episodes<th scope="col">observations<th scope="col">actions
-<th scope="col">open</tr></thead><tbody></tbody></table>
+<table><thead><tr><th scope="col">session<th scope="col">state<th scope="col">age (s)<th scope="col">silent (s)
+<th scope="col">episodes<th scope="col">observations<th scope="col">actions<th scope="col">open</tr></thead>
+<tbody></tbody></table>
 <script>{_SCRIPT}</script></body></html>
 """
 

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import logging
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-from palestra.env_server.session import EnvironmentSession, Made, SessionLimits
+from palestra.env_server.session import EnvironmentSession, Made, Send, SessionLimits, said
 from palestra.envs import Environment
-from palestra.errors import (
-    EnvironmentFailed,
-    NotFound,
-    PalestraError,
-    ProtocolMismatch,
-    ServerStopping,
-    Unauthorized,
-    place_of,
-)
+from palestra.errors import EnvironmentFailed, PalestraError, ServerStopping, TooManyRequests
 from palestra.types.clock import Clock, SystemClock
-from palestra.types.env_wire import (
-    MAX_WAIT_SECONDS,
-    PROTOCOLS,
-    CreateSession,
-    EnvironmentFacts,
-    SessionAnswer,
-    SessionCreated,
-    SessionList,
-)
+from palestra.types.env_wire import PROTOCOL, EnvironmentFacts, SessionList
 
-log = logging.getLogger("palestra.env_server")
-SWEEP_SECONDS = 1.0
+CLOSE_SECONDS = 5.0  # for sessions to end with their server; an environment that does not close is left behind
 
 
 class SessionTable:
-    """Makes sessions for clients, at most `limits.sessions` at a time, and ends those whose clients are gone.
+    """Makes sessions for clients, at most `limits.sessions` at a time.
 
     Who waits longest for a session gets the next one. While clients wait, a session in which no episode is being played
     ends; its client gets another one when it begins its next episode.
@@ -59,13 +40,10 @@ class SessionTable:
         self.limits = limits or SessionLimits()
         self._make, self._clock = make, clock or SystemClock()
         self.facts = _facts(make())
-        self._sessions: dict[str, EnvironmentSession] = {}
-        self._by_request: dict[str, asyncio.Future[EnvironmentSession | None]] = {}
-        self._requests: dict[str, str] = {}  # session -> the request that made it
+        self._sessions: set[EnvironmentSession] = set()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._taken = 0  # places of sessions, also of those that are being opened or closed
         self._opened = 0
-        self._ending: set[asyncio.Task[None]] = set()
         self._closed: str | None = None  # why there are no new sessions; None: there may be
         self._empty = asyncio.Event()  # set while there is no session, once the table drains
 
@@ -81,81 +59,46 @@ class SessionTable:
             waiting=len(self._waiting),
             draining=self._closed is not None,
             opened=self._opened,
-            sessions=tuple(session.line() for session in self._sessions.values()),
+            sessions=tuple(session.line() for session in self._sessions),
         )
 
-    def session(self, session_id: str, key: str) -> EnvironmentSession:
-        """Return a session.
+    @asynccontextmanager
+    async def session(
+        self, system: str | None, wait_seconds: float | None, send: Send
+    ) -> AsyncIterator[EnvironmentSession]:
+        """Hold a new session inside of the block; wait for one while all are in use.
 
         Args:
-            key: the session's key, as the client has sent it.
+            system: system message of the agent of an environment with one agent; None: the environment's own.
+            wait_seconds: None: without a limit.
 
         Raises:
-            NotFound: there is no such session, or it has ended.
-            Unauthorized: the key opens something else.
-        """
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise NotFound(f"there is no session {session_id!r:.60}; it has ended, or the server was started again")
-        if not hmac.compare_digest(key.encode(), session.key.encode()):
-            raise Unauthorized("no key, or one that opens something else; a session has a key of its own")
-        return session
-
-    async def create(self, request: CreateSession) -> SessionAnswer:
-        """Return a new session, or the one that the same request has made before, or that all are in use.
-
-        Raises:
-            ProtocolMismatch: the client speaks no version that this server speaks.
+            TooManyRequests: no session has become free in time.
+            ServerStopping: the server ends.
             EnvironmentFailed: the environment could not be made.
         """
-        common = set(request.protocols) & set(PROTOCOLS)
-        if not common:
-            raise ProtocolMismatch(
-                f"this server speaks version {_listed(PROTOCOLS)} of the environment protocol, and the client "
-                f"{_listed(request.protocols)}",
-                "protocols",
-            )
-        opening = self._by_request.get(request.request_id)
-        if opening is None:
-            opening = asyncio.ensure_future(self._open(request))
-            self._by_request[request.request_id] = opening
-            opening.add_done_callback(partial(_forget_unmade, self._by_request, request.request_id))
-        session = await asyncio.shield(opening)
-        if session is None:
-            return SessionAnswer(status="waiting")
-        created = SessionCreated(
-            session_id=session.session_id,
-            key=session.key,
-            protocol=max(common),
-            lease_seconds=self.limits.lease_seconds,
-            max_message_bytes=self.limits.max_message_bytes,
-            environment=self.facts,
-        )
-        return SessionAnswer(status="created", session=created)
+        await self._take_place(wait_seconds)
+        session = EnvironmentSession(self._make, system, self.limits, self._clock, send, self._make_room)
+        try:
+            await self._set_up(session)
+            self._opened += 1
+            self._sessions.add(session)
+            yield session
+        finally:
+            try:
+                await session.close()
+            finally:
+                self._sessions.discard(session)
+                self._leave_place()
 
-    async def sweep(self) -> None:
-        """End the sessions whose clients are gone, and fail episodes whose environments hang, until cancelled."""
-        while True:
-            await asyncio.sleep(min(SWEEP_SECONDS, self.limits.lease_seconds / 4, self.limits.hang_seconds / 4))
-            now = self._clock.monotonic()
-            for session in list(self._sessions.values()):
-                if now - session.heard_at > self.limits.lease_seconds:
-                    log.info("session %s: no word of its client for %g s", session.session_id, now - session.heard_at)
-                    self.end(session)
-                elif now - session.asked_at > self.limits.idle_seconds:
-                    log.info("session %s: idle for %g s", session.session_id, now - session.asked_at)
-                    self.end(session)
-                else:
-                    session.check_hanging()
+    def check_open(self) -> None:
+        """Refuse a new session if there may be none any more.
 
-    def end(self, session: EnvironmentSession) -> None:
-        """End a session; when its environment is closed, the client that has waited longest gets its place."""
-        if self._sessions.pop(session.session_id, None) is None:
-            return
-        self._by_request.pop(self._requests.pop(session.session_id), None)
-        task = asyncio.ensure_future(self._close(session))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        Raises:
+            ServerStopping: the server ends.
+        """
+        if self._closed is not None:
+            raise ServerStopping(self._closed)
 
     async def drain(self, seconds: float) -> bool:
         """Make no more sessions, and wait until the episodes that are being played are over.
@@ -169,48 +112,35 @@ class SessionTable:
             Whether all sessions have ended; False: the time is over, and episodes are still being played.
         """
         self._refuse("this environment server is draining: it ends, and takes no new sessions")
-        for session in list(self._sessions.values()):
-            if session.is_idle:
-                self.end(session)
+        self._make_room()
         self._look_empty()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._empty.wait()
         return self._empty.is_set()
 
-    async def close(self) -> None:
+    def stop(self) -> None:
         """End all sessions, and make no more."""
         self._refuse("this server is going down")
-        for session in list(self._sessions.values()):
-            self.end(session)
-        if self._ending:
-            await asyncio.wait(self._ending)
+        for session in self._sessions:
+            session.ended.set()
+        self._look_empty()
 
-    async def _open(self, request: CreateSession) -> EnvironmentSession | None:
-        """Wait for a place, make a session and set its environment up; None: no place has become free in time."""
-        if not await self._take_place(min(request.wait_seconds, MAX_WAIT_SECONDS)):
-            return None
-        session = EnvironmentSession(
-            self._make, request.system, self.limits, self._clock, on_idle=self._make_room, on_end=self.end
-        )
+    async def close(self) -> None:
+        """End all sessions, and wait until they have ended."""
+        self.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._empty.wait()
+
+    async def _set_up(self, session: EnvironmentSession) -> None:
         try:
             async with asyncio.timeout(self.limits.hang_seconds):
                 await session.open()
-        except BaseException as error:
-            await self._close(session)
-            if isinstance(error, PalestraError) or not isinstance(error, Exception):
-                raise
-            said = f"{type(error).__name__}: {error}{place_of(error)}"
-            raise EnvironmentFailed(f"the environment could not be made: {said}") from error
-        self._opened += 1
-        self._sessions[session.session_id] = session
-        self._requests[session.session_id] = request.request_id
-        return session
-
-    def _check_open(self) -> None:
-        """Refuse a new session if there may be none any more."""
-        if self._closed is not None:
-            raise ServerStopping(self._closed)
+        except PalestraError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailed(f"the environment could not be made: {said(error)}") from error
 
     def _refuse(self, reason: str) -> None:
         """Refuse new sessions from now on, also to those who wait for one."""
@@ -223,18 +153,15 @@ class SessionTable:
         if self._closed is not None and self._taken == 0:
             self._empty.set()
 
-    async def _close(self, session: EnvironmentSession) -> None:
-        """Close a session and give its place to the client that has waited longest."""
-        try:
-            await session.close()
-        finally:
-            self._taken -= 1
-            self._grant()
-            self._look_empty()
+    def _leave_place(self) -> None:
+        """Give a place to the client that has waited longest."""
+        self._taken -= 1
+        self._grant()
+        self._look_empty()
 
-    async def _take_place(self, seconds: float) -> bool:
-        """Wait until there may be one session more, in the order in which clients have come; False: there is none."""
-        self._check_open()
+    async def _take_place(self, seconds: float | None) -> None:
+        """Wait until there may be one session more, in the order in which clients have come."""
+        self.check_open()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._grant()
@@ -243,15 +170,18 @@ class SessionTable:
             await asyncio.wait((place,), timeout=seconds)
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():  # leave the place to the next
-                self._taken -= 1
-                self._grant()
+                self._leave_place()
             raise
         finally:
             if not place.done():
                 self._waiting.remove(place)
         if place.cancelled():
-            self._check_open()
-        return place.done()
+            self.check_open()
+        if not place.done():
+            raise TooManyRequests(
+                f"all sessions of this server are in use, and none has become free in {seconds:g} s; "
+                "play fewer episodes at the same time, or let its operator allow more"
+            )
 
     def _grant(self) -> None:
         """Give free places to those that wait longest."""
@@ -264,28 +194,19 @@ class SessionTable:
 
         While the table drains, all of them end.
         """
-        wanted = len(self._sessions) if self._closed is not None else len(self._waiting) - len(self._ending)
+        ending = sum(session.ended.is_set() for session in self._sessions)
+        wanted = len(self._sessions) if self._closed is not None else len(self._waiting) - ending
         if wanted > 0:
-            idle = sorted((s for s in self._sessions.values() if s.is_idle), key=lambda session: session.asked_at)
-            for session in idle[:wanted]:
-                self.end(session)
-
-
-def _forget_unmade(
-    requests: dict[str, asyncio.Future[EnvironmentSession | None]],
-    request_id: str,
-    done: asyncio.Future[EnvironmentSession | None],
-) -> None:
-    """Let a request that has brought no session be tried again under its name."""
-    if done.cancelled() or done.exception() is not None or done.result() is None:
-        requests.pop(request_id, None)
+            idle = [session for session in self._sessions if session.is_idle and not session.ended.is_set()]
+            for session in sorted(idle, key=lambda session: session.asked_at)[:wanted]:
+                session.ended.set()
 
 
 def _facts(made: Any) -> EnvironmentFacts:
     serial = isinstance(made, Environment)
     return EnvironmentFacts(
         name=type(made).__name__,
-        protocols=PROTOCOLS,
+        protocol=PROTOCOL,
         roles=() if serial else tuple(made.roles),
         gives_choices=False if serial else made.gives_choices,
         moves=() if serial else tuple(made.moves),
@@ -293,7 +214,3 @@ def _facts(made: Any) -> EnvironmentFacts:
         forfeit_reward=made.forfeit_reward,
         time_limited=tuple(getattr(made, "time_limits", ())),
     )
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers))

@@ -1,74 +1,88 @@
-"""A session over a WebSocket: frames in both directions until the connection or the session ends."""
+"""A session over its WebSocket, with which it begins and ends."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from palestra.env_server.session import EnvironmentSession
-from palestra.errors import PalestraError
+from palestra.env_server.session import Send, said
+from palestra.env_server.sessions import SessionTable
+from palestra.errors import InvalidRequest, PalestraError, ProtocolMismatch, TooManyRequests
 from palestra.http.bodies import parse_body
-from palestra.types.env_wire import CLOSE_ENDED, CLOSE_REFUSED, CLOSE_REPLACED, ClientFrame
+from palestra.types.env_wire import (
+    CLOSE_ENDED,
+    CLOSE_REFUSED,
+    MOST_WAITING,
+    PROTOCOL,
+    ClientMessage,
+    Failed,
+    Open,
+    Opened,
+)
 from palestra.waiting import race
 
-ACKNOWLEDGED_AFTER = 32  # messages of the client, where there is nothing to send that would carry the acknowledgement
 MAX_REASON_BYTES = 120  # of the WebSocket's close frame
 
 
-async def carry(session: EnvironmentSession, websocket: WebSocket) -> None:
-    """Carry a session's messages over a new connection, which takes the place of an older one."""
-    await websocket.accept()
-    connection = _Connection(session, websocket)
-    session.connection = connection
-    session.news.set()  # an older connection notices that it was replaced
+async def carry(table: SessionTable, websocket: WebSocket) -> None:
+    """Play for a client until it is gone, or the session ends."""
+    inbox: asyncio.Queue[ClientMessage] = asyncio.Queue()
+
+    async def send(text: str) -> None:
+        with contextlib.suppress(WebSocketDisconnect):  # the reader sees it, and ends the session
+            await websocket.send_text(text)
+
+    code, reason = CLOSE_ENDED, "the session has ended"
     try:
-        await race(connection.read(), connection.write())
+        # Someone has to read all the time: nothing else notices that the client is gone.
+        await race(_read(websocket, inbox), _play(table, send, inbox))
     except WebSocketDisconnect:
         return
-    finally:
-        if session.connection is connection:
-            session.connection = None
+    except PalestraError as error:
+        code, reason = CLOSE_REFUSED, str(error)
+    if websocket.application_state is WebSocketState.CONNECTED:
+        await websocket.close(code, reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore"))
 
 
-class _Connection:
-    def __init__(self, session: EnvironmentSession, websocket: WebSocket) -> None:
-        self._session, self._websocket = session, websocket
-        self._acknowledged = -1  # number of the last message of the client of which this connection has told it
+async def _read(websocket: WebSocket, inbox: asyncio.Queue[ClientMessage]) -> None:
+    """Put the client's messages into the inbox until it is gone, or one is refused."""
+    while True:
+        event = await websocket.receive()
+        if event["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(event["code"])
+        text: str | None = event.get("text")
+        message = parse_body(ClientMessage, event["bytes"] if text is None else text.encode())
+        if inbox.qsize() >= MOST_WAITING:
+            raise TooManyRequests(f"{MOST_WAITING:,} messages wait until they are handled")
+        inbox.put_nowait(message)
 
-    async def read(self) -> None:
-        """Handle frames of the client until the connection ends, or a frame is refused."""
-        session, websocket = self._session, self._websocket
-        while True:
-            event = await websocket.receive()
-            if event["type"] == "websocket.disconnect":
-                return
-            text: str | None = event.get("text")
-            try:
-                session.receive(parse_body(ClientFrame, event["bytes"] if text is None else text.encode()))
-            except PalestraError as error:
-                await self._close(CLOSE_REFUSED, str(error))
-                return
-            if session.stream.received - self._acknowledged >= ACKNOWLEDGED_AFTER:
-                session.news.set()
 
-    async def write(self) -> None:
-        """Send what the client does not have, until the session ends or another connection carries it."""
-        session, stream = self._session, self._session.stream
-        sent = stream.acknowledged
-        while session.connection is self:
-            session.news.clear()
-            behind = stream.received - self._acknowledged
-            if sent < stream.sent or behind >= ACKNOWLEDGED_AFTER or self._acknowledged < 0:
-                self._acknowledged = stream.received
-                frame, sent = stream.frame(sent)
-                await self._websocket.send_text(frame.decode())
-            elif session.ended:
-                await self._close(CLOSE_ENDED, "the session has ended")
-                return
-            else:
-                await session.news.wait()
-        await self._close(CLOSE_REPLACED, "another connection carries the session")
+async def _play(table: SessionTable, send: Send, inbox: asyncio.Queue[ClientMessage]) -> None:
+    """Open a session for the client and play its episodes."""
+    try:
+        opening = await _opening(inbox, table.limits.idle_seconds)
+        async with table.session(opening.system, opening.wait_seconds, send) as session:
+            opened = Opened(max_message_bytes=table.limits.max_message_bytes, environment=table.facts)
+            await send(opened.model_dump_json())
+            await session.play(inbox)
+    except PalestraError as error:
+        await send(Failed(code=error.code, message=said(error)).model_dump_json())
 
-    async def _close(self, code: int, reason: str) -> None:
-        if self._websocket.application_state is WebSocketState.CONNECTED:
-            short = reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
-            await self._websocket.close(code, short)
+
+async def _opening(inbox: asyncio.Queue[ClientMessage], seconds: float) -> Open:
+    """Return the client's first message."""
+    try:
+        async with asyncio.timeout(seconds):
+            opening = (await inbox.get()).root
+    except TimeoutError:
+        raise InvalidRequest(f"no message came for {seconds:g} s") from None
+    if not isinstance(opening, Open):
+        raise InvalidRequest(f"a session begins with `open`, and not with {opening.type!r}")
+    if opening.protocol != PROTOCOL:
+        raise ProtocolMismatch(
+            f"this server speaks version {PROTOCOL} of the environment protocol, and the client {opening.protocol}",
+            "protocol",
+        )
+    return opening

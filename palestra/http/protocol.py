@@ -224,6 +224,11 @@ class CountedWebSocket(WebSocketsSansIOProtocol):
 
     ended: Callable[[], None] | None = None
 
+    def keepalive_timeout(self) -> None:
+        """Drop a client that is gone: a graceful close would wait until it reads (called by uvicorn)."""
+        super().keepalive_timeout()
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget a connection that is closed (called by asyncio)."""
         if self.ended is not None:

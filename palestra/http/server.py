@@ -19,6 +19,7 @@ from palestra.waiting import cancelled
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BACKLOG = 4096
+PONG_SECONDS = 60.0  # after which a client of a WebSocket that answers no ping is gone; uvicorn pings each 20 s
 NO_DESCRIPTOR_SECONDS = 0.05  # pause before the next attempt to accept a connection if no descriptor was free
 
 
@@ -79,6 +80,7 @@ async def served(
         http=LimitedProtocol,
         ws="none" if websocket_bytes is None else CountedWebSocket,
         ws_max_size=websocket_bytes or 0,
+        ws_ping_timeout=PONG_SECONDS,
         ws_per_message_deflate=False,  # takes more time than it saves in a network of machines side by side
         log_config=None,
         access_log=False,

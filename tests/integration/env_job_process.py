@@ -12,18 +12,18 @@ from test_env_wire import TASKS, job
 
 from palestra import train
 from palestra.envs.remote import RemoteEnvironment
-from palestra.envs.remote.session_link import SessionLink
+from palestra.envs.remote.link import SessionLink
 
 if __name__ == "__main__":
     url, folder, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     sent, send = 0, SessionLink.send
 
-    def killed(self, **message) -> int:
+    async def killed(self, **message) -> None:
         global sent
         sent += 1
         if sent == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return send(self, **message)
+        await send(self, **message)
 
     SessionLink.send = killed
     config = job(folder, environment={"max_concurrency": 1})

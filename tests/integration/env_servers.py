@@ -56,7 +56,7 @@ class CuttingProxy:
     Attributes:
         frames: how many frames were passed on, by direction ("up" to the server, "down" to the client).
         cut: (direction, number of the frame from 0, whether the frame is passed on before the connection is cut); None:
-            none is cut.
+            none is cut. Frames of later connections count on.
     """
 
     def __init__(self, target: str, cut: tuple[str, int, bool] | None = None) -> None:

@@ -26,7 +26,8 @@ RIGHT = [10.0] * 8  # an undisturbed episode has rewards of 1, 2, 3 and 4
 
 
 def run(script: str, *arguments: object, **more) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, HERE / script, *map(str, arguments)], env=environment, **more)
 
 
@@ -78,7 +79,7 @@ def test_a_server_that_is_killed_at_any_message_costs_attempts_and_no_rewards(tm
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_at_any_message_ends_with_the_rewards_of_one_that_was_not(tmp_path):
-    with EnvServer(Ledger, lease_seconds=5) as server:
+    with EnvServer(Ledger) as server:
         for number in (1, 2, 3, 4, 5, 6, 0):  # the first reset, each act, and the message after an episode
             words = [sys.executable, HERE / "env_job_process.py", server.url, tmp_path / "run", number]
             process = Process.start(words, tmp_path / f"job-{number}.log", fresh=False)

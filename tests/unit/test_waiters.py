@@ -19,6 +19,7 @@ from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.worker import InferenceWorker
 from palestra.env_server import SessionLimits, SessionTable
 from palestra.envs import Gomoku
+from palestra.errors import TooManyRequests
 from palestra.grammars import pool
 from palestra.grammars.pool import Grammars
 from palestra.rollout.sync_lock import RolloutSyncLock
@@ -26,7 +27,6 @@ from palestra.session.registry import CallRegistry
 from palestra.tinker.futures import Futures
 from palestra.tinker.tables import PENDING
 from palestra.tools.mcp.connection import McpConnection
-from palestra.types.env_wire import PROTOCOLS, CreateSession
 
 WAITS = 1000
 Case = tuple[Callable[[], Awaitable[Any]], Callable[[], int]]  # begins a wait; the size of what it may be left in
@@ -101,13 +101,14 @@ def places_of_an_environment_server() -> Case:
 @case
 def sessions_of_an_environment_server() -> Case:
     made = SessionTable(Gomoku, SessionLimits(sessions=1))
-    made._taken, numbers = 1, iter(range(10**6))
+    made._taken = 1
 
-    def wait() -> Awaitable[Any]:
-        name = f"request-{next(numbers)}"
-        return made.create(CreateSession(request_id=name, protocols=PROTOCOLS, wait_seconds=0.05))
+    async def wait() -> None:
+        with contextlib.suppress(TooManyRequests):
+            async with made.session(None, 0.05, never):
+                pass
 
-    return wait, lambda: len(made._waiting) + len(made._by_request) + made._taken
+    return wait, lambda: len(made._waiting) + len(made._sessions) + made._taken
 
 
 @case
@@ -235,5 +236,5 @@ async def test_a_place_that_a_cancelled_client_got_goes_to_the_next():
     table._taken = 0
     table._grant()
     first.cancel()
-    assert await second
+    await second
     assert table._taken == 1

@@ -1,31 +1,22 @@
-"""Where an environment server is, and the requests to it that are no messages of a session."""
+"""Where an environment server is, and what it says of its environment before an episode."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import uuid
 from typing import Any
 
 import httpx2
 
-from palestra.client.async_client import drive_async
 from palestra.client.client import drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
-from palestra.envs.remote.bounded import BoundedAsyncClient, BoundedClient
-from palestra.errors import ConfigError, TooManyRequests
-from palestra.types.env_wire import (
-    MAX_WAIT_SECONDS,
-    PROTOCOLS,
-    CreateSession,
-    EnvironmentFacts,
-    SessionAnswer,
-    SessionCreated,
-)
+from palestra.errors import ConfigError
+from palestra.http_clients import ProxyRoutes, trusted
+from palestra.types.env_wire import MAX_MESSAGE_BYTES, EnvironmentFacts
 
 KEY_VARIABLE = "PALESTRA_ENVIRONMENT_KEY"
 EXAMPLE = "http://127.0.0.1:7500"
-REQUEST_SECONDS = 10.0  # of a request, beside the time for which it asks the server to wait
+REQUEST_SECONDS = 10.0
+_CODINGS = ("content-encoding", "content-length", "transfer-encoding")  # of the body as it came
 
 
 class ServerAddress:
@@ -53,14 +44,11 @@ class ServerAddress:
         """Return the server's URL, without a slash at its end."""
         return self.endpoint.url
 
-    def stream_url(self, session_id: str, received: int) -> str:
-        """Return the URL of a session's WebSocket.
-
-        Args:
-            received: number of the last message that the client has.
-        """
+    @property
+    def session_url(self) -> str:
+        """Return the URL of a session's WebSocket."""
         scheme, _, rest = self.url.partition(":")
-        return f"{'wss' if scheme == 'https' else 'ws'}:{rest}/v1/sessions/{session_id}/stream?received={received}"
+        return f"{'wss' if scheme == 'https' else 'ws'}:{rest}/v1/session"
 
     def facts(self) -> EnvironmentFacts:
         """Ask the server what is known of its environment before an episode, and wait for the answer.
@@ -68,55 +56,35 @@ class ServerAddress:
         Raises:
             PalestraError: the server refuses the key, or can't be reached.
         """
+        request = {
+            "method": "GET",
+            "url": f"{self.url}/v1/environment",
+            "headers": {"authorization": f"Bearer {self.endpoint.key}"},
+            "timeout": REQUEST_SECONDS,
+        }
         steps = exchange(
-            self.endpoint,
-            lambda: self._request("GET", "/v1/environment", REQUEST_SECONDS),
-            lambda reply: EnvironmentFacts.model_validate_json(reply.content),
+            self.endpoint, lambda: request, lambda reply: EnvironmentFacts.model_validate_json(reply.content)
         )
-        with BoundedClient() as http:
+        with _BoundedClient(transport=ProxyRoutes(verify=trusted()), follow_redirects=False) as http:
             return drive(http, steps)
 
-    async def create(self, system: str | None) -> SessionCreated:
-        """Get a session, and wait for one while all are in use.
 
-        Args:
-            system: system message of the agent; None: the environment's own.
+class _BoundedClient(httpx2.Client):
+    """Holds no more than `MAX_MESSAGE_BYTES` of an answer, since the server may be a stranger's."""
+
+    def request(self, method: str, url: Any, **settings: Any) -> httpx2.Response:
+        """Return the answer, read to its end.
 
         Raises:
-            TooManyRequests: none has become free in `wait_seconds`.
-            PalestraError: the server refuses the request, or can't be reached.
+            httpx2.RequestError: the server can't be reached, or its answer is too long.
         """
-        loop = asyncio.get_running_loop()
-        until, request_id = loop.time() + self.wait_seconds, uuid.uuid4().hex
-        async with BoundedAsyncClient() as http:
-            while True:
-                wait = max(0.0, min(MAX_WAIT_SECONDS, until - loop.time()))
-                request = CreateSession(request_id=request_id, protocols=PROTOCOLS, wait_seconds=wait, system=system)
-                answer = await self._send(http, request.model_dump_json(), wait + REQUEST_SECONDS)
-                if answer.session is not None:
-                    return answer.session
-                if loop.time() >= until:
-                    raise TooManyRequests(
-                        f"all sessions of {self.url} are in use, and none has become free in {self.wait_seconds:g} s; "
-                        "play fewer episodes at the same time, or let its operator allow more"
+        body = bytearray()
+        with self.stream(method, url, **settings) as answer:
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if len(body) > MAX_MESSAGE_BYTES:
+                    raise httpx2.DecodingError(
+                        f"the answer has more than {MAX_MESSAGE_BYTES:,} bytes", request=answer.request
                     )
-
-    async def _send(self, http: httpx2.AsyncClient, body: str, timeout_seconds: float) -> SessionAnswer:
-        """Send the request for a session until the server answers it."""
-        steps = exchange(
-            self.endpoint,
-            lambda: self._request("POST", "/v1/sessions", timeout_seconds, body),
-            lambda reply: SessionAnswer.model_validate_json(reply.content),
-        )
-        return await drive_async(http, steps)
-
-    def _request(self, method: str, path: str, timeout_seconds: float, body: str | None = None) -> dict[str, Any]:
-        """Return the arguments of a request, for `httpx2.Client.request`."""
-        headers = {"authorization": f"Bearer {self.endpoint.key}", "content-type": "application/json"}
-        return {
-            "method": method,
-            "url": self.url + path,
-            "content": body,
-            "headers": headers,
-            "timeout": timeout_seconds,
-        }
+        headers = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in _CODINGS]
+        return httpx2.Response(answer.status_code, headers=headers, content=bytes(body), request=answer.request)

@@ -10,15 +10,26 @@ from typing import Any
 from palestra.client.arguments import checked_amount
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.remote.address import ServerAddress
+from palestra.envs.remote.link import SessionEnded, SessionLink, error_of, open_session
 from palestra.envs.remote.observations import observation_of
-from palestra.envs.remote.session_link import SessionEnded, SessionLink, error_of
 from palestra.errors import EnvironmentFailed, PalestraError
 from palestra.types.clock import Clock
-from palestra.types.env_wire import MOST_WAITING, EnvironmentFacts, Failed, Observed, Over
+from palestra.types.env_wire import (
+    MOST_WAITING,
+    Abandoned,
+    Begun,
+    EnvironmentFacts,
+    Failed,
+    Observed,
+    Opened,
+    Over,
+    ServerMessage,
+    Withdrawn,
+)
 from palestra.types.messages import ChatMessage, Observation
 
 RETRY_SECONDS, WAIT_SECONDS = 60.0, 600.0
-CLOSE_SECONDS = 10.0  # for the server to answer that an episode or a session has ended
+ABANDON_SECONDS = 10.0  # for the server to answer that an episode has ended
 ATTEMPTS = 3  # at the beginning of an episode, if sessions end meanwhile
 
 
@@ -28,8 +39,8 @@ class RemoteEnvironment(ConcurrentEnvironment):
     It is given to `palestra.train` as it is, or to `check_environment`: each episode then gets one of its own, as
     calling it returns another one of the same server. Its session is kept from one episode to the next.
 
-    A connection that is lost is made again, and every message is handled once. If the server can't be reached for
-    `retry_seconds`, or has forgotten the session, the attempt at the episode fails, and has no reward.
+    If the connection is lost, or the server is killed, the attempt at the episode fails without a reward and is played
+    again; that is never the agent's loss. Between two episodes it costs nothing: the next one begins in a new session.
     """
 
     reusable = True  # the server makes a new environment for each episode where it has to
@@ -65,7 +76,8 @@ class RemoteEnvironment(ConcurrentEnvironment):
         self._link: SessionLink | None = None
         self._alone: set[str] = set()  # open observations until whose answer nothing can happen
         self._survivors: set[str] = set()  # open observations whose agent may fail
-        self._pictures: set[str] = set()  # digests of those whose files this session's messages had
+        self._pictures: set[str] = set()  # digests of those whose files this episode's messages had
+        self._number = 0  # of the episode
         self._playing = False  # whether the server plays an episode of this environment, as far as is known
 
     def __call__(self) -> RemoteEnvironment:
@@ -130,24 +142,20 @@ class RemoteEnvironment(ConcurrentEnvironment):
         """End the episode and the session."""
         await super().abandon()
         link, self._link, self._playing = self._link, None, False
-        if link is None:
-            return
-        try:
-            with contextlib.suppress(PalestraError, TimeoutError):  # the session ends by itself when its lease does
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await link.ask(type="close")
-        finally:
+        if link is not None:
             await link.close()
 
     async def start(self, task: Mapping[str, Any]) -> None:
         """Begin an episode on the server, in a new session if the last one has ended between two episodes."""
-        self._alone, self._survivors = set(), set()
+        self._alone, self._survivors, self._pictures = set(), set(), set()
         for attempt in range(1, ATTEMPTS + 1):
-            if (link := self._link) is None:
-                link = await self._connect()
-            self._playing = True
+            link = self._link or await self._connect()
+            self._number += 1
             try:
-                await link.ask(type="reset", task=dict(task))
+                await link.send(type="reset", episode=self._number, task=dict(task))
+                self._playing = True
+                while not isinstance(await self._next(link), Begun):
+                    pass
             except SessionEnded:  # nothing of the episode has been seen, so it can begin in another session
                 self._link = None
                 await link.close()
@@ -162,7 +170,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
         assert self._link is not None
         self._alone.discard(observation.id)
         self._survivors.discard(observation.id)
-        self._link.send(
+        await self._link.send(
             type="act",
             observation_id=observation.id,
             action=action.model_dump(mode="json", exclude_none=True),
@@ -173,7 +181,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
         was_open = observation_id in self._open
         super().cancel(observation_id)
         if was_open and self._link is not None:
-            self._link.send(type="cancel", observation_id=observation_id)
+            self._work(f"cancel {observation_id}", self._link.send(type="cancel", observation_id=observation_id))
 
     def waits_only_for(self, observation_id: str) -> bool:
         """Return whether nothing can happen in the environment until this observation is answered."""
@@ -189,30 +197,35 @@ class RemoteEnvironment(ConcurrentEnvironment):
         if self._playing and self._link is not None:
             self._playing = False
             with contextlib.suppress(PalestraError, TimeoutError):  # the next message says what is wrong
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._link.ask(type="abandon")
+                async with asyncio.timeout(ABANDON_SECONDS):
+                    await self._link.send(type="abandon")
+                    while not isinstance(await self._next(self._link), Abandoned):
+                        pass
 
     async def _connect(self) -> SessionLink:
-        created = await self._address.create(self._system)
-        self._facts = created.environment
-        self._link, self._pictures = SessionLink(self._address, created), set()
-        self._link.open()
-        return self._link
+        self._link = link = await open_session(self._address, self._system)
+        self._facts = link.opened.environment
+        return link
+
+    async def _next(self, link: SessionLink) -> ServerMessage:
+        """Return the next message about this episode, and drop those about earlier ones."""
+        while True:
+            message = await link.receive()
+            if isinstance(message, Opened) or message.episode != self._number:
+                continue
+            if isinstance(message, Failed):
+                raise error_of(message)
+            return message
 
     async def _listen(self, link: SessionLink) -> None:
         """Take what the server shows until the episode is over."""
-        while True:
-            event = await link.next()
-            if isinstance(event, Over):
-                self._playing = False
-                self._open.clear()
-                return
-            if isinstance(event, Failed):
-                raise error_of(event)
+        while not isinstance(event := await self._next(link), Over):
             if isinstance(event, Observed):
                 self._show(event)
-            else:
+            elif isinstance(event, Withdrawn):
                 self.withdraw(event.observation_id, event.action)
+        self._playing = False
+        self._open.clear()
 
     def _show(self, event: Observed) -> None:
         """Show an observation."""

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from palestra.envs.rewards import checked_names
-from palestra.errors import EnvironmentFailed, InvalidEnvironment
+from palestra.errors import EnvironmentFailed, InvalidEnvironment, InvalidRequest, PayloadTooLarge
 from palestra.pictures.blobs import digest_of
 from palestra.pictures.parts import Picture, files_in
 from palestra.types.env_wire import Observed
@@ -18,6 +18,22 @@ from palestra.types.messages import ChatMessage, ImagePart, Observation, Part, S
 
 _INFO = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 MAX_INFO_CHARACTERS = 4_000
+
+
+def encoded(message: Mapping[str, Any], max_bytes: int) -> str:
+    """Return a message as JSON.
+
+    Raises:
+        InvalidRequest: it is no JSON: a lone surrogate, an integer of more than 64 bits, another type.
+        PayloadTooLarge: it is longer than `max_bytes`.
+    """
+    try:
+        found = orjson.dumps(message)
+    except TypeError as error:
+        raise InvalidRequest(f"a message {message['type']!r} can't be sent as JSON: {error}") from error
+    if len(found) > max_bytes:
+        raise PayloadTooLarge(f"a message {message['type']!r} of {len(found)} bytes is over the limit of {max_bytes}")
+    return found.decode()
 
 
 def message_of(

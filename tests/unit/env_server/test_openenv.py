@@ -61,7 +61,7 @@ class Hangs(Environment):
 async def serving(make=Guess, tasks=None, **limits) -> AsyncIterator[tuple[OpenEnvServer, str]]:
     server, listener = OpenEnvServer(make, SessionLimits(**limits), tasks=tasks), listen("127.0.0.1", 0)
     try:
-        async with served(server.app(KEY), listener, websocket_bytes=server.limits.max_frame_bytes):
+        async with served(server.app(KEY), listener, websocket_bytes=server.limits.max_message_bytes):
             yield server, url_of(listener)
     finally:
         await server.close()
