@@ -44,7 +44,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--trial-seconds", metavar="SECONDS", type=float, default=300.0, help="end the trial after so long"
     )
-    parser.add_argument("--rollout", metavar="FUNCTION", help=f"your function plays the episodes: {FUNCTION}")
+    parser.add_argument(
+        "--rollout",
+        metavar="FUNCTION",
+        help=f"your function plays the episodes: {FUNCTION}; without it, the environment",
+    )
     parser.add_argument("--json", action="store_true", help="print findings and what the trial took as one JSON object")
     add_set(parser)
 
