@@ -5,7 +5,7 @@
 
 The service is started here with a local Ray cluster, and ended in the end. Where it runs for a team, the lines below
 `main` are all that a user needs: the variables PALESTRA_URL and PALESTRA_KEY, `ControlClient()`, and `submit`. The same
-on the command line: `palestra submit job.toml --cpus 1`, `palestra watch ID`. What it prints is in README.md.
+on the command line: `palestra submit job.toml --cpus 1`, `palestra logs -f ID`. What it prints is in README.md.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def doctor_page() -> str:
         "after an error.",
         "",
         "A running job looks for the same signs after each step, except for the last two of the table, which need "
-        "more than its metrics. What appears is a `warning` on the console, in `palestra watch`, among the events and "
+        "more than its metrics. What appears is a `warning` on the console, among the events and "
         "on the [page](dashboard.md); `/status` has in `warnings` what holds now, and `train/warnings` counts them.",
         "",
         "## Signs",

@@ -1,13 +1,29 @@
-"""The events of a job in words, a line each, as `palestra watch` prints them."""
+"""The events of a job in words, a line each, as `palestra submit --watch` prints them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from palestra.terminal import one_line
+from palestra.terminal import one_line, say
 from palestra.types.metrics import of_policies
 from palestra.types.states import LOSSES
+
+if TYPE_CHECKING:
+    from palestra.client.job import Job
+
+
+def show(job: Job) -> int:
+    """Print a line for each event until the job is over; return 0 where the job completed, 130 after Ctrl-C."""
+    try:
+        policy = trained_of_several(job.view().config)
+        for event in job.events():
+            if line := describe(event.kind, event.data, policy):
+                say(line)
+    except KeyboardInterrupt:
+        say(f"\nthe job continues; see how it goes with: palestra top, palestra logs -f {job.job_id}")
+        return 130
+    return 0 if job.view().state == "completed" else 1
 
 
 def trained_of_several(config: Mapping[str, Any]) -> str:

@@ -39,7 +39,6 @@ from palestra.cli import (
     track,
     train,
     users,
-    watch,
     worker,
 )
 from palestra.cli.ending import own_process
@@ -73,14 +72,13 @@ COMMANDS = (
     serve,
     submit,
     jobs,
-    watch,
     users,
     tenants,
     completion,
 )
 
 # Names that other tools give to what a command here does.
-_SAME = {"status": "; did you mean `palestra watch` or `palestra top`?"}
+_SAME = {"status": "; did you mean `palestra top`?"}
 
 
 def parser() -> CommandParser:

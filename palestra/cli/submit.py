@@ -143,7 +143,7 @@ def _bundle(text: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job, print its id, push the tasks of its files, and watch it where that was asked for."""
-    from palestra.cli.watch import show
+    from palestra.cli.event_lines import show
     from palestra.client.control import ControlClient
 
     given, tasks = _config(arguments)

@@ -77,7 +77,7 @@ def test_the_commands_do_the_same(service, tmp_path):
     assert (tmp_path / "model" / "weights.txt").exists()
     assert service.command("cancel", job_id).stdout == f"{job_id}: completed\n"
     for words, said in (
-        (("watch", "job-0000000000000000"), "no job"),
+        (("cancel", "job-0000000000000000"), "no job"),
         (("submit", tmp_path / "none.toml"), "no such file"),
         (("submit", config, "--gpus", "7"), "could never start"),
         (("jobs", "--state", "sleeping"), "state"),

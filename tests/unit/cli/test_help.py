@@ -128,7 +128,7 @@ def test_the_list_of_commands_has_each_beside_what_it_does(monkeypatch):
         (["run"], "palestra run: the following arguments are required: JOB.TOML"),
         (["demo", "--steps", "many"], "palestra demo: argument --steps: invalid int value: 'many'"),
         (["runn", "job.toml"], "palestra: there is no command 'runn'; did you mean `palestra run`?"),
-        (["status"], "there is no command 'status'; did you mean `palestra watch` or `palestra top`?"),
+        (["status"], "there is no command 'status'; did you mean `palestra top`?"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_nearest_name(words, said, capsys):

@@ -190,12 +190,11 @@ CASES: dict[str, list[list[str]]] = {
     "jobs": [[]],
     "logs": [[JOB]],
     "cancel": [[JOB]],
-    "watch": [[JOB], ["run"]],
     "users": [[], ["add", HOSTILE], ["role", HOSTILE, "viewer"]],
     "keys": [[], ["make"], ["rotate", HOSTILE]],
     "tenants": [[], ["add", HOSTILE], ["quota", HOSTILE, "--jobs", "1"]],
 }
-WITH_CONTROL = {"export", "rotate-key", "submit", "jobs", "logs", "cancel", "watch", "users", "keys", "tenants"}
+WITH_CONTROL = {"export", "rotate-key", "submit", "jobs", "logs", "cancel", "users", "keys", "tenants"}
 
 
 def test_every_command_is_among_them():

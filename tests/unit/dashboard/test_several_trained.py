@@ -83,8 +83,6 @@ async def test_the_commands_show_both(folder, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "white reward" in shown
     assert "black validation" in shown
-    assert main(["watch", str(folder)]) == 0
-    assert "black reward" in capsys.readouterr().out
     assert main(["episodes", str(folder)]) == 0
     assert main(["episodes", str(folder), "train-000000-00"]) == 0
     capsys.readouterr()
