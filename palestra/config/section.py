@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic._internal._model_construction import ModelMetaclass  # exported nowhere else
 from pydantic_core import ErrorDetails
 
 from palestra.config.other_names import key_of_other_name
@@ -189,10 +188,12 @@ def _keys_named(name: str, root: type[Section], above: str = "") -> list[str]:
     return found
 
 
-class _InWords(ModelMetaclass):
-    """Metaclass that gives sections made in Python the same error messages as sections read from TOML."""
+if TYPE_CHECKING:
+    _InWords = BaseModel  # type checkers see the signature that pydantic makes of the fields
+else:
 
-    if not TYPE_CHECKING:  # type checkers see the signature that pydantic makes of the fields
+    class _Making(type(BaseModel)):
+        """Metaclass that gives sections made in Python the same error messages as sections read from TOML."""
 
         def __call__(cls, *args: Any, **values: Any) -> Any:
             """Make a section, as pydantic does."""
@@ -201,8 +202,11 @@ class _InWords(ModelMetaclass):
             except ValidationError as error:
                 raise ConfigError(f"{cls.__name__}: {explain(error, cls)}") from None
 
+    class _InWords(BaseModel, metaclass=_Making):
+        """Base class of sections."""
 
-class Section(BaseModel, metaclass=_InWords):
+
+class Section(_InWords):
     """Base class of all tables: unknown keys are errors, and values can't be changed after the check."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
