@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from packaging.version import Version as ParsedVersion
+
 Version = tuple[int, int]
-_DIGITS = 9
 
 
 def version_of(text: str) -> Version:
     """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): it is none."""
-    major, _, rest = text.partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if all(map(_is_number, (major, minor))) else (0, 0)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _DIGITS  # int() reads neither all digits nor any number
+    try:
+        found = ParsedVersion(text)
+    except ValueError:  # also a number of many thousand digits
+        return (0, 0)
+    return found.major, found.minor
 
 
 def dotted(version: Version) -> str:
