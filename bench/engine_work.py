@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 PROMPT_TOKENS, NEW_TOKENS, TURNS = 40, 24, 8
 MAX_CONTEXT = 1024
@@ -37,7 +37,6 @@ class Sampler(Protocol):
         ...
 
 
-@runtime_checkable
 class Interruptible(Sampler, Protocol):
     """A contestant that takes new prompts while others run."""
 
@@ -91,7 +90,7 @@ def run(sampler: Sampler, name: str, number: int) -> list[float]:
     """Seconds of each repeat of a piece of work."""
     work, draw = WORKS[name], Random(f"{name} {number}")
     if work.probed:
-        assert isinstance(sampler, Interruptible), f"{name} is for contestants that take prompts at any time"
+        assert hasattr(sampler, "first_tokens"), f"{name} is for contestants that take prompts at any time"
         gaps = [draw.uniform(0.0, 0.1) for _ in range(work.repeats)]
         probes = list(zip(gaps, make_prompts(work.repeats, draw), strict=True))
         return sampler.first_tokens(make_prompts(work.prompts, draw), probes)

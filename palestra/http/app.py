@@ -6,12 +6,12 @@ Bodies that are read by hand are described in the OpenAPI document like those th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from palestra import __version__
 from palestra.http.errors import ErrorAnswers, ErrorForm
 from palestra.http.guard import Authenticate, RequestGuard
 from palestra.types.wire import ErrorAnswer
@@ -77,7 +77,7 @@ def build_app(
     """
     app = FastAPI(
         title=title,
-        version=version("palestra"),
+        version=__version__,
         description=description,
         responses=_ERRORS,
         docs_url=None,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from palestra import __version__
 from palestra.errors import ConfigError
 
 # Read by the libraries that multiply matrices; each may change the order of sums.
@@ -30,7 +31,8 @@ def numerics(kernels: bool) -> dict[str, str]:
     """
     import torch
 
-    found = {name: version(name) for name in ("palestra", "torch", "transformers")}
+    # Of torch not what its package says, which leaves out for which card it was built.
+    found = {"palestra": __version__, "torch": torch.__version__, "transformers": version("transformers")}
     found["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
     found["variables"] = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
     if kernels:

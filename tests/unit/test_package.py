@@ -5,6 +5,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -136,5 +137,13 @@ def test_examples_and_pages_import_from_the_top(page):
 
 def test_no_class_is_told_by_a_protocol_at_run_time():
     """From Python 3.12 on, `isinstance` with a protocol does not see what an object has by `__getattr__`."""
-    root = Path(palestra.__file__).parent
-    assert [str(path) for path in root.rglob("*.py") if "runtime_checkable" in path.read_text()] == []
+    root = Path(palestra.__file__).parents[1]
+    files = [path for folder in ("palestra", "bench", "recipes") for path in (root / folder).rglob("*.py")]
+    assert [str(path) for path in files if "runtime_checkable" in path.read_text()] == []
+
+
+def test_a_checkout_knows_its_version_without_being_installed():
+    root = Path(palestra.__file__).parents[1]
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"] == palestra.__version__
+    files = [path for path in (root / "palestra").rglob("*.py") if 'version("palestra")' in path.read_text()]
+    assert files == []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from importlib.metadata import version
 from itertools import count
 from typing import Any
 
+from palestra import __version__
 from palestra.errors import EnvironmentFailed, ProtocolMismatch
 from palestra.tools.mcp.transport import Message, Transport
 from palestra.types.tools import MAX_TOOLS
@@ -61,7 +61,7 @@ class McpConnection:
             ProtocolMismatch: server and client speak no common version of MCP.
         """
         await self._transport.start(self._receive, self._lose)
-        client = {"name": "palestra", "version": version("palestra")}
+        client = {"name": "palestra", "version": __version__}
         asked = {"protocolVersion": PROTOCOLS[0], "capabilities": {}, "clientInfo": client}
         try:
             answer = await self.request("initialize", asked)
