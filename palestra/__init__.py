@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from palestra.extras import missing_extra
+from palestra.version import __version__ as __version__
 
 # Type checkers and editors can't follow `__getattr__` below, so they get the imports here.
 if TYPE_CHECKING:
@@ -115,7 +116,6 @@ if TYPE_CHECKING:
     from palestra.tools import tool as tool
     from palestra.types.messages import text_message as text_message
 
-__version__ = "0.1.0"
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.agents": (

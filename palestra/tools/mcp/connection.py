@@ -8,10 +8,10 @@ from collections.abc import Coroutine
 from itertools import count
 from typing import Any
 
-from palestra import __version__
 from palestra.errors import EnvironmentFailed, ProtocolMismatch
 from palestra.tools.mcp.transport import Message, Transport
 from palestra.types.tools import MAX_TOOLS
+from palestra.version import __version__
 from palestra.waiting import cancelled
 
 PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")  # the newest that begins with `initialize` first
