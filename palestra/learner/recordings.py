@@ -74,13 +74,15 @@ class Recordings:
             self._policies = learned_policies(run_dir, self._source.policy, self._runtime.name)
             await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
             names = await in_thread(lambda: chosen_episodes(run_dir, self._policies, self._source.min_reward))
-            await self._store.log.set_fact(_POLICIES, to_json(list(self._policies)))
+            await self._store.log.set_fact(
+                _POLICIES, to_json(list(self._policies))
+            )  # before _IDS, which says it is there
             await self._store.log.set_fact(_IDS, to_json(names))
         else:
             names = orjson.loads(known)
             chosen = await self._store.log.fact(_POLICIES)
-            # Jobs of earlier versions have learned from the calls of all policies that their source has trained.
-            self._policies = config.trained_policies if chosen is None else tuple(orjson.loads(chosen))
+            assert chosen is not None
+            self._policies = tuple(orjson.loads(chosen))
             await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
         return [Task(task_id=name, data={"recorded": name}) for name in names]
 

@@ -116,7 +116,7 @@ class ClaimEpisode(Body):
     episode_id: Name | None = Field(None, description="The episode to claim; None: the next in order.")
     role: Name | None = Field(
         None,
-        exclude_if=lambda role: role is None,  # a server of an earlier version refuses keys that it does not know
+        exclude_if=lambda role: role is None,
         description="Claim this seat of an episode that the server plays, and not an episode; see `seats.roles`.",
     )
 
@@ -137,7 +137,7 @@ class ClaimedEpisode(Body):
     )
     players: dict[str, str] = Field(
         default_factory=dict,
-        exclude_if=lambda players: not players,  # a client of an earlier version refuses keys that it does not know
+        exclude_if=lambda players: not players,
         description="Who plays the roles that have a pool in this episode, by the role: a past version such as "
         "`white@5`, or the policy itself.",
     )
@@ -191,7 +191,7 @@ class EndEpisode(Body):
     )
     named_rewards: Annotated[dict[RewardName, Reward | None], Field(min_length=1, max_length=MAX_NAMED)] | None = Field(
         None,
-        exclude_if=lambda named: named is None,  # a server of an earlier version refuses keys that it does not know
+        exclude_if=lambda named: named is None,
         description="Several rewards of the episode by name, of which at least one is scored: null was not scored, "
         "which is not 0. The episode's reward is their sum, weighed by `algorithm.reward_weights`; `rewards` beside "
         "them are these sums by agent.",
@@ -213,7 +213,6 @@ class EndEpisode(Body):
         exclude_if=lambda facts: facts is None,
         description="How a player of Palestra's own has played it; see `EpisodeRecord.facts`.",
     )
-    # The next two are not sent where there is nothing to say: a server of an earlier version refuses them.
     agent_step_rewards: Annotated[tuple[EarnedBody, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
         None,
         exclude_if=lambda earned: earned is None,

@@ -13,12 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from pydantic import ValidationError
-
-from palestra.config import JobConfig
 from palestra.errors import ConfigError, RunInUse
 from palestra.runtime.comparison.one_run import FAILED, FINISHED, STARTED, cause_of, read_record, write_record
-from palestra.runtime.comparison.plan import PlannedRun, settings_of, with_resolved_paths
+from palestra.runtime.comparison.plan import PlannedRun
 from palestra.runtime.comparison.progress import GridProgress
 
 POLL_SECONDS = 0.3
@@ -148,11 +145,7 @@ def check_records(runs: Sequence[PlannedRun]) -> None:
         record = read_record(run.record)
         if record is None:
             continue
-        known = {name: record[name] for name in run.settings}
-        with contextlib.suppress(ValidationError):
-            # Keys that this version has and the version of the run had not get their defaults, as a resumed run's do.
-            known["config"] = settings_of(JobConfig.model_validate(record["config"]))
-        key = first_difference(with_resolved_paths(known), with_resolved_paths(run.settings))
+        key = first_difference({name: record[name] for name in run.settings}, run.settings)
         if key is not None:
             raise ConfigError(
                 f"{run.folder} was run with another {key}; choose another `output` (or name), or remove that folder "

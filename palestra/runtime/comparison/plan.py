@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import JobConfig, load_config, parse_config, resolve_paths
-from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table, resolved_play
+from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table
 from palestra.errors import ConfigError, PalestraError
 
 Load = Callable[[str], Any]  # imports "module:function", or "path/to/file.py:function"
@@ -74,13 +74,6 @@ class PlannedRun:
 def settings_of(config: JobConfig) -> Table:
     """Return the configuration of a run as JSON, without what differs from run to run or decides nothing."""
     return config.model_dump(mode="json", exclude={"name", "run_dir", "server", "store"})
-
-
-def with_resolved_paths(settings: Table) -> Table:
-    """Return settings of a run with absolute paths, which those of earlier versions have not; see `PlannedRun`."""
-    tasks = {split: path and str(Path(path).resolve()) for split, path in settings["config"].get("tasks", {}).items()}
-    play = settings["play"] and resolved_play(settings["play"], Path())
-    return settings | {"config": settings["config"] | {"tasks": tasks}, "play": play}
 
 
 def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
