@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -163,20 +162,6 @@ async def test_of_several_that_of_the_same_name_is_learned_or_the_one_that_is_na
         await run_until_refused(ScriptedJob(tmp_path / "red", sft(source_of_two, from_policy="red")))
     with pytest.raises(ValidationError, match="from_policy is a policy of the run"):
         JobConfig.model_validate({"algorithm": {"name": "sft", "from_policy": "white"}})
-
-
-async def test_a_job_of_an_earlier_version_learns_from_all_policies_of_its_source_as_before(tmp_path, source_of_two):
-    """Its store has the episodes that were chosen, and does not say whose calls they are taken for."""
-    first = ScriptedJob(tmp_path / "job", sft(source_of_two, from_policy="black"))
-    first.on_event = lambda kind, data: first.learner.stop() if kind == "step" and data["step"] == 1 else None
-    await first.run()
-    with sqlite3.connect(tmp_path / "job/run.db") as db:
-        assert json.loads(db.execute("SELECT value FROM meta WHERE key = 'recorded_policies'").fetchone()[0]) == [
-            "black"
-        ]
-        db.execute("DELETE FROM meta WHERE key = 'recorded_policies'")
-    await ScriptedJob(tmp_path / "job", sft(source_of_two, from_policy="black")).run()
-    assert [len(trajectory.chats) for trajectory in of(tmp_path / "job")] == [1, 1, 3, 3]
 
 
 async def run_until_refused(job: ScriptedJob) -> None:
