@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from palestra.client.arguments import checked_amount
 from palestra.client.episode import Episode, ModelEndpoint, Reward, StepRecords
+from palestra.client.plain_values import plain_object, plain_task
 from palestra.errors import InvalidRequest
 from palestra.types.messages import ChatMessage
 from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
@@ -153,7 +154,7 @@ def end_call(
             if named_rewards is None
             else {name: None if value is None else _number(value) for name, value in named_rewards.items()},
             step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
-            metadata=dict(metadata or {}),
+            metadata=plain_object(metadata or {}, "metadata"),
             agent_step_rewards=None if earned is None else tuple(earned),
             step_times=None if steps is None else tuple(steps.times),
             facts=None if steps is None else dict(steps.facts),
@@ -289,7 +290,7 @@ def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskB
     """
     start, size, bodies = 0, 0, list[TaskBody]()
     for index, row in enumerate(rows):
-        body = _task_body(row)
+        body = _task_body(row, index)
         length = len(body.model_dump_json())
         if bodies and (len(bodies) == CHUNK_TASKS or size + length > CHUNK_BYTES):
             yield start, bodies
@@ -300,11 +301,11 @@ def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskB
         yield start, bodies
 
 
-def _task_body(row: Mapping[str, Any]) -> TaskBody:
+def _task_body(row: Mapping[str, Any], number: int) -> TaskBody:
     if not isinstance(row, Mapping):
         raise InvalidRequest(
             f"a task is a JSON object, such as {{'prompt': {str(row)[:40]!r}}}; {row!r:.60} is a {type(row).__name__}",
             "tasks",
         )
     with _checked():
-        return TaskBody(data=dict(row))
+        return TaskBody(data=plain_task(row, number, "tasks"))

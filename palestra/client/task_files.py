@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from palestra.client.plain_values import rows_of_frame
 from palestra.errors import ConfigError
 from palestra.types.wire import TaskBody
 
@@ -32,12 +33,12 @@ def task_rows(tasks: TaskRows | str | Path) -> TaskRows:
     """Return tasks as JSON objects.
 
     Args:
-        tasks: the objects, which are returned as they are, or the path of a JSONL file.
+        tasks: the objects, which are returned as they are, a DataFrame, or the path of a JSONL file.
 
     Raises:
         ConfigError: see `read_task_file`.
     """
-    return read_task_file(Path(tasks)) if isinstance(tasks, str | Path) else tasks
+    return read_task_file(Path(tasks)) if isinstance(tasks, str | Path) else rows_of_frame(tasks)  # type: ignore[no-any-return]
 
 
 def _task(line: bytes, place: str) -> dict[str, Any]:

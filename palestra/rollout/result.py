@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from palestra.client.plain_values import plain_object
 from palestra.errors import EpisodeForfeited, RolloutFailed
 from palestra.types.messages import Observation, StepReward
 from palestra.types.records import CONTEXT_FULL, FORFEIT, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
@@ -76,7 +77,7 @@ class EpisodeResult:
         if left <= 0:
             return
         try:
-            text = json.dumps(info, default=repr)
+            text = json.dumps(info, default=_shown)
         except (TypeError, ValueError, RecursionError):
             text = repr(info).encode("ascii", "backslashreplace").decode()
         text = f"{self.info[name]} {text}" if name in self.info else text
@@ -146,3 +147,11 @@ class EpisodeResult:
         for name, value in reward.items():
             before = named.get(name)
             named[name] = before if value is None else (before or 0.0) + value
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of an environment's information in a form of JSON, or its `repr`."""
+    try:
+        return plain_object({"": value}, "info")[""]
+    except InvalidRequest:
+        return repr(value)

@@ -11,6 +11,7 @@ from typing import Any, Self
 from palestra.agents import ModelAgent
 from palestra.config import GRPOConfig
 from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
+from palestra.client.plain_values import plain_object
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
@@ -80,7 +81,7 @@ class Runner:
         if reset_kwargs is not None:
             request = uuid.uuid4().hex
             name = await store.episodes.register_adhoc(
-                Task(task_id=f"t{request[:15]}", data=dict(reset_kwargs)), request
+                Task(task_id=f"t{request[:15]}", data=plain_object(reset_kwargs, "reset_kwargs")), request
             )
         episode = await self._claim(name)
         if episode is None:

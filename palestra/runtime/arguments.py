@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from palestra.client.plain_values import plain_tasks, rows_of_frame
 from palestra.client.player import Rollout
 from palestra.client.task_files import task_rows
 from palestra.config import JobConfig
@@ -181,14 +182,17 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
     """Return tasks as a list of JSON objects.
 
     Args:
-        tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, or the path of a JSONL file.
+        tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, a DataFrame of pandas or polars, or
+            the path of a JSONL file.
         most: number of tasks to take from an iterator, which may be endless; None: all.
 
     Raises:
         ConfigError: `tasks` has none of these types, or the file has a line that is not a task.
+        InvalidRequest: a value of a task can't be stored; see `plain_object`.
     """
     if isinstance(tasks, str | Path):
         return [dict(row) for row in task_rows(tasks)]
+    tasks = rows_of_frame(tasks)
     if isinstance(tasks, Mapping):
         # `datasets.load_dataset` without `split` is a mapping of splits.
         raise ConfigError(
@@ -200,4 +204,4 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
         )
     # Entries that are not objects pass here: the check of pushed tasks, which all tasks go through, refuses them.
     found: list[Any] = list(tasks) if hasattr(tasks, "__len__") else list(islice(tasks, most))
-    return [dict(task) if isinstance(task, Mapping) else task for task in found]
+    return plain_tasks(found, name)

@@ -1,0 +1,132 @@
+"""Values of users as JSON: scalars and arrays of numpy and torch, dates and decimals; and frames as rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from palestra.errors import InvalidRequest
+
+_MOST = 2**63  # integers are stored in 64 bits, signed or not
+_MISSING = ("NAType", "NaTType")  # pandas' types of missing values
+
+
+def plain_object(value: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return an object with values of JSON in place of others that have such a form.
+
+    Scalars and arrays become numbers and lists, dates and times ISO 8601 texts, decimals and fractions floats.
+
+    Args:
+        value: the object; it is not changed.
+
+    Raises:
+        InvalidRequest: a key or a value has no such form, or loses something in it; the error names its place, its type
+            and what to do.
+    """
+    try:
+        return {_key(key, place): _plain(one, f"{place}: {key!r}") for key, one in value.items()}
+    except RecursionError:
+        raise InvalidRequest(f"{place} is nested too deeply, or contains itself", place) from None
+
+
+def rows_of_frame(tasks: Any) -> Any:
+    """Return the rows of a DataFrame of pandas or polars, or of a table of pyarrow; anything else as it is.
+
+    A missing value is None.
+    """
+    if hasattr(tasks, "iter_rows") and hasattr(tasks, "columns"):
+        return list(tasks.iter_rows(named=True))
+    if hasattr(tasks, "iloc") and hasattr(tasks, "to_dict"):
+        return [{key: _missing_as_none(value) for key, value in row.items()} for row in tasks.to_dict("records")]
+    if hasattr(tasks, "to_pylist") and hasattr(tasks, "column_names"):
+        return tasks.to_pylist()
+    return tasks
+
+
+def _missing_as_none(value: Any) -> Any:
+    is_missing = type(value).__name__ in _MISSING or (isinstance(value, float) and math.isnan(value))
+    return None if is_missing else value
+
+
+def _key(key: Any, place: str) -> str:
+    if not isinstance(key, str):
+        raise _refused(place, f"has the key {key!r:.60}", key, "keys are texts: write str(key)")
+    return str(key)
+
+
+def _plain(value: Any, place: str) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value, place)
+    if isinstance(value, int):
+        if not -_MOST <= value < 2 * _MOST:
+            raise _refused(place, f"is {value!r:.60}", value, "an integer has at most 64 bits: give it as a text")
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _refused(place, f"is {value}", value, "a number is finite: give None for a missing value")
+        return float(value)
+    if isinstance(value, Mapping):
+        return {_key(key, place): _plain(one, f"{place}, {key!r}") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{place}, {number}") for number, one in enumerate(value)]
+    return _converted(value, place)
+
+
+def _text(value: str, place: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _refused(place, f"is {value!r:.60}", value, "it has half of a character: repair or remove it") from None
+    return str(value)
+
+
+def _converted(value: Any, place: str) -> Any:
+    """Return the form in JSON of a value that is none of JSON's own."""
+    if type(value).__name__ in _MISSING:
+        raise _refused(place, "is missing", value, "give None")
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | Fraction):
+        number = float(value)
+        if not math.isfinite(number) or type(value)(repr(number)) != value:
+            raise _refused(place, f"is {value!r:.60}", value, "no float is equal to it: give float(…) or str(…)")
+        return number
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        found = value.tolist()
+        if found is not value and not hasattr(found, "tolist"):
+            kind = str(value.dtype)
+            if not kind.startswith(("datetime64", "timedelta64")):
+                return _plain(found, place)
+            if kind.startswith("datetime64"):
+                return _plain(value.astype("datetime64[us]").tolist(), place)
+    raise _refused(place, f"is {value!r:.60}", value, "give text, a number, true, false, None, a list or an object")
+
+
+def _refused(place: str, what: str, value: Any, remedy: str) -> InvalidRequest:
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return InvalidRequest(f"{place} {what}, of the type {name}, which can't be stored; {remedy}", place)
+
+
+def plain_tasks(tasks: Iterable[Any], name: str) -> list[Any]:
+    """Return tasks as objects of JSON; entries that are no objects stay, for the check of pushed tasks.
+
+    Raises:
+        InvalidRequest: see `plain_object`; the error names the task.
+    """
+    return [plain_task(task, number, name) for number, task in enumerate(tasks)]
+
+
+def plain_task(task: Any, number: int, name: str) -> Any:
+    """Return one of `plain_tasks`."""
+    if not isinstance(task, Mapping):
+        return task
+    own = task.get("id")
+    said = f" (id {own!r:.60})" if isinstance(own, str | int) else ""
+    return plain_object(task, f"{name}, task {number}{said}")
