@@ -101,11 +101,15 @@ def _converted(value: Any, place: str) -> Any:
         found = value.tolist()
         if found is not value and not hasattr(found, "tolist"):
             kind = str(value.dtype)
-            if not kind.startswith(("datetime64", "timedelta64")):
-                return _plain(found, place)
             if kind.startswith("datetime64"):
-                return _plain(value.astype("datetime64[us]").tolist(), place)
+                found = value.astype("datetime64[us]").tolist()
+            if not kind.startswith("timedelta64") and found is not None and (isinstance(found, list) or _finite(found)):
+                return _plain(found, place)
     raise _refused(place, f"is {value!r:.60}", value, "give text, a number, true, false, None, a list or an object")
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _refused(place: str, what: str, value: Any, remedy: str) -> InvalidRequest:

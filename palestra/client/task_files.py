@@ -38,7 +38,7 @@ def task_rows(tasks: TaskRows | str | Path) -> TaskRows:
     Raises:
         ConfigError: see `read_task_file`.
     """
-    return read_task_file(Path(tasks)) if isinstance(tasks, str | Path) else rows_of_frame(tasks)  # type: ignore[no-any-return]
+    return read_task_file(Path(tasks)) if isinstance(tasks, str | Path) else rows_of_frame(tasks)
 
 
 def _task(line: bytes, place: str) -> dict[str, Any]:

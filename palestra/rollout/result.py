@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from palestra.client.plain_values import plain_object
-from palestra.errors import EpisodeForfeited, RolloutFailed
+from palestra.errors import EpisodeForfeited, InvalidRequest, RolloutFailed
 from palestra.types.messages import Observation, StepReward
 from palestra.types.records import CONTEXT_FULL, FORFEIT, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
 from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from palestra.agents import ModelAgent
+from palestra.client.plain_values import plain_object
 from palestra.config import GRPOConfig
 from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
-from palestra.client.plain_values import plain_object
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool

@@ -58,8 +58,8 @@ def train(
         rollout: a function `(task, endpoint)`, sync or async; it gets a task and a `ModelEndpoint` (base_url, api_key,
             model for any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. An exception
             gives the episode back and is no reward. Or a `RolloutSpec`: an environment, and the agents that act in it.
-        tasks: JSON objects: a list, an iterator, a data set of `datasets`, a DataFrame, or the path of a JSONL file. A rollout
-            function, environment or reward gets each task with all of its keys; `id` also names it in lists. From an
+        tasks: JSON objects: a list, an iterator, a data set of `datasets`, a DataFrame, or the path of a JSONL file. A
+            rollout function, environment or reward gets each task with all of its keys; `id` also names it. From an
             iterator, which may be endless, as many are taken as the job has groups. May be empty if the configuration
             names files, or an environment that makes its own tasks; such an environment makes none where some are
             given.
