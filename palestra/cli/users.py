@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         "users",
         users,
         "list, add, change and remove the users of your tenant",
-        "  palestra users\n  palestra users add ann --role member\n  palestra users role ann viewer",
+        "  palestra users\n  palestra users add ann --role member\n  palestra users role ann admin",
     )
     parser.add_argument(
         "action",
@@ -31,9 +31,9 @@ def add(commands: Any) -> None:
         help="what to do",
     )
     parser.add_argument("name", nargs="?", help="after `add`, `role` and `remove`: the user")
-    parser.add_argument("new_role", nargs="?", choices=("admin", "member", "viewer"), help="after `role`: the new role")
+    parser.add_argument("new_role", nargs="?", choices=("admin", "member"), help="after `role`: the new role")
     parser.add_argument(
-        "--role", choices=("admin", "member", "viewer"), default="member", help="after `add`: the role of the new user"
+        "--role", choices=("admin", "member"), default="member", help="after `add`: the role of the new user"
     )
     add_control(parser)
     parser = command(
@@ -55,11 +55,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--user", help="the user whose keys are meant; without it, you")
     parser.add_argument("--label", default="", help="name of a new key; without it, none")
     parser.add_argument(
-        "--scope",
-        action="append",
-        help="what a new key may be used for; may be given several times; without it, all that you may do",
-    )
-    parser.add_argument(
         "--limit",
         metavar="NAME=N",
         action="append",
@@ -80,7 +75,7 @@ def users(arguments: argparse.Namespace) -> None:
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"whom? palestra users {arguments.action} NAME")
     if arguments.action == "role" and arguments.new_role is None:
-        raise ConfigError(f"which role? palestra users role {arguments.name} admin|member|viewer")
+        raise ConfigError(f"which role? palestra users role {arguments.name} admin|member")
     from palestra.client.control import ControlClient
 
     with ControlClient(arguments.control) as control:
@@ -111,14 +106,14 @@ def keys(arguments: argparse.Namespace) -> None:
         if arguments.action == "list":
             for key in control.request("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):
                 state = "revoked" if key["revoked_at"] else "" if not key["expires_at"] else _until(key["expires_at"])
-                say(f"{key['key_id']}  {key['label']:<20} {' '.join(key['scopes'])}  {state}".rstrip())
+                say(f"{key['key_id']}  {key['label']:<20} {state}".rstrip())
         elif arguments.action == "make":
-            body = {"user": arguments.user, "label": arguments.label, "scopes": arguments.scope}
+            body = {"user": arguments.user, "label": arguments.label}
             body["lifetime_seconds"] = arguments.days * 86400 if arguments.days else None
             body["limits"] = dict(arguments.limit) or None
             say(f"shown this once:  {control.request('POST', '/keys', json=body)['secret']}")
         elif arguments.action == "rotate":
-            say(f"shown this once:  {control.request('POST', f'/keys/{key_id}/rotate', json={})['secret']}")
+            say(f"shown this once:  {control.request('POST', f'/keys/{key_id}/rotate')['secret']}")
         else:
             control.request("DELETE", f"/keys/{key_id}")
 

@@ -52,7 +52,7 @@ class _TenantJobs:
             by.tenant,
             states=(JobState.RUNNING,),
             limit=MOST_FOLLOWED,
-            viewer=None if by.sees(Action.JOB_LIST, None) else by.user,
+            viewer=None if by.sees(None) else by.user,
         )
         return [self._run_of(job) for job in page.jobs]
 

@@ -318,13 +318,13 @@ class AddUser(Body):
     """Request of `POST /users`: add a user to the caller's tenant."""
 
     name: Name
-    role: Literal["admin", "member", "viewer"] = "member"
+    role: Literal["admin", "member"] = "member"
 
 
 class ChangeRole(Body):
     """Request of `PATCH /users/{name}`: give a user another role."""
 
-    role: Literal["admin", "member", "viewer"]
+    role: Literal["admin", "member"]
 
 
 class UserView(Body):
@@ -384,19 +384,12 @@ class LimitsView(Body):
 
 
 class MakeKey(Body):
-    """Request of `POST /keys`: make a key with at most the rights of the calling one."""
+    """Request of `POST /keys`: make a key."""
 
     user: str | None = Field(None, description="User of the new key. None: the caller.")
     label: str = Field("", max_length=200)
-    scopes: list[str] | None = Field(None, description="None: all that both the user's role and the calling key have.")
     lifetime_seconds: Seconds | None = Field(None, description="None: it does not expire.")
     limits: LimitsBody | None = Field(None, description="Set by admins only. None: those of the key that makes it.")
-
-
-class RotateKey(Body):
-    """Request of `POST /keys/{key_id}/rotate`: replace a key by a new one with the same rights."""
-
-    grace_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False, description="How long the old key still opens.")
 
 
 class KeyView(Body):
@@ -405,13 +398,11 @@ class KeyView(Body):
     key_id: str
     user: str
     label: str
-    scopes: list[str]
     limits: LimitsView
     created_at: float
     expires_at: float | None
     revoked_at: float | None
     last_used_at: float | None
-    replaced_by: str | None
 
 
 class NewKeyView(KeyView):
@@ -421,12 +412,11 @@ class NewKeyView(KeyView):
 
 
 class IdentityView(Body):
-    """Answer of `GET /me`: the tenant, user and rights to which the calling key belongs."""
+    """Answer of `GET /me`: the tenant and user to whom the calling key belongs, and what they may do."""
 
     tenant: str
     user: str
     role: str
-    scopes: list[str]
     may: dict[str, Literal["own", "all"]] = Field(
         {}, description="The actions that the key may do: to objects of its own user, or to those of all users."
     )
@@ -434,7 +424,7 @@ class IdentityView(Body):
 
 
 class AuditView(Body):
-    """One line of the audit log: who did what, with which key, and whether it was allowed."""
+    """One line of the audit log: who changed what, and with which key."""
 
     number: int
     at: float
@@ -442,4 +432,3 @@ class AuditView(Body):
     key_id: str | None
     what: str
     target: str
-    outcome: str

@@ -266,14 +266,14 @@ def test_tenants_users_and_keys_keep_to_themselves(service):
         with pytest.raises(NotFound) as missing:
             other.job("job-0000000000000000").view()
         assert str(hidden.value).replace(mine.job_id, "") == str(missing.value).replace("job-0000000000000000", "")
-    viewer = service.client(admin.request("POST", "/users", json={"name": "eve", "role": "viewer"})["secret"])
-    assert viewer.job(mine.job_id).view().state == "completed"
-    for refused in (lambda: viewer.submit(GAMES), viewer.job(mine.job_id).cancel, viewer.job(mine.job_id).server):
+    member = service.client(admin.request("POST", "/users", json={"name": "eve", "role": "member"})["secret"])
+    assert member.job(mine.job_id).view().state == "completed"
+    for refused in (lambda: member.request("GET", "/users"), member.job(mine.job_id).cancel):
         with pytest.raises(Forbidden):
             refused()
-    key = viewer.request("POST", "/keys", json={"label": "laptop"})
+    key = member.request("POST", "/keys", json={"label": "laptop"})
     assert service.client(key["secret"]).request("GET", "/me")["user"] == "eve"
-    viewer.request("DELETE", f"/keys/{key['key_id']}")
+    member.request("DELETE", f"/keys/{key['key_id']}")
     with pytest.raises(Unauthorized):
         service.client(key["secret"]).request("GET", "/me")
     assert {line["what"] for line in admin.request("GET", "/audit")} >= {"job.submit", "user.add", "tenant.add"}

@@ -1,4 +1,4 @@
-"""The sender of a request: from a key to a tenant, a user, and the actions that they may do."""
+"""The sender of a request: from a key to a tenant, a user and a role."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from palestra.control.rights.keys import ExpiryClock, fits, key_id_of
 from palestra.control.rights.limits import KeyLimits
-from palestra.control.rights.permissions import OPERATOR_TENANT, PERMISSIONS, Action, Role, Scope, scopes_of
+from palestra.control.rights.permissions import ADMIN, OPERATOR, OPERATOR_TENANT, OWN, Action, Role
 from palestra.control.store import accounts
 from palestra.control.store.accounts import StoredKey
 from palestra.control.store.control_store import ControlStore
@@ -31,7 +31,6 @@ class Identity:
         user: by name.
         role: of the user.
         key_id: None: keys are turned off, which is only for a server on this machine alone.
-        scopes: of the key, as far as the role has them.
         limits: of the key.
     """
 
@@ -39,46 +38,30 @@ class Identity:
     user: str
     role: Role
     key_id: str | None
-    scopes: frozenset[Scope]
     limits: KeyLimits
 
     def may(self, action: Action, owner: str | None = None) -> bool:
-        """Return whether the table of permissions allows an action. A private job also has to be seen: `sees`.
+        """Return whether an action is allowed. A private job also has to be seen: `sees`.
 
         Args:
             owner: to whom the object of the action belongs; None: to no user in particular, or to the sender.
         """
-        rule = PERMISSIONS[action]
-        return (
-            self.role in rule.roles
-            and (rule.scope is None or rule.scope in self.scopes)
-            and (not rule.operator or self.tenant == OPERATOR_TENANT)
-            and (owner is None or owner == self.user or self.role in rule.others)
-        )
+        if action in OPERATOR and self.tenant != OPERATOR_TENANT:
+            return False
+        return self.role is Role.ADMIN or (action not in ADMIN and (owner in (None, self.user) or action not in OWN))
 
-    def may_all(self, action: Action) -> bool:
-        """Return whether an action is allowed to the objects of all users of the tenant."""
-        return self.may(action) and self.role in PERMISSIONS[action].others
-
-    def sees(self, action: Action, owner: str | None) -> bool:
-        """Return whether a private job of `owner` is visible to this sender for an action."""
-        return owner == self.user or self.role in PERMISSIONS[action].private
+    def sees(self, owner: str | None) -> bool:
+        """Return whether a private job of `owner` is visible to this sender."""
+        return owner == self.user or self.role is Role.ADMIN
 
     def require(self, action: Action, owner: str | None = None) -> None:
         """Refuse an action that `may` does not allow.
 
-        Args:
-            owner: see `may`.
-
         Raises:
-            Forbidden: the action is not allowed; the message says what is missing.
+            Forbidden: the action is not allowed.
         """
-        if self.may(action, owner):
-            return
-        rule = PERMISSIONS[action]
-        if self.role in rule.roles and rule.scope is not None and rule.scope not in self.scopes:
-            raise Forbidden(f"{action} needs a key with the scope {rule.scope}")
-        raise Forbidden(f"a {self.role} may not do {action}" + (" to what is another user's" if owner else ""))
+        if not self.may(action, owner):
+            raise Forbidden(f"a {self.role} may not do {action}" + (" to what is another user's" if owner else ""))
 
 
 def local_operator() -> Identity:
@@ -88,7 +71,6 @@ def local_operator() -> Identity:
         user="admin",
         role=Role.ADMIN,
         key_id=None,
-        scopes=scopes_of(Role.ADMIN),
         limits=KeyLimits(requests_per_minute=1e9, burst=10**9, open_jobs=10**6, episodes_in_flight=10**6),
     )
 
@@ -197,6 +179,5 @@ def _identity_of(stored: StoredKey) -> Identity:
         user=key.user,
         role=stored.role,
         key_id=key.key_id,
-        scopes=key.scopes & scopes_of(stored.role),
         limits=key.limits,
     )

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from palestra.control.api.access import ControlPlane
 from palestra.control.api.accounts_api import add_account_routes, add_key_routes
 from palestra.control.api.cluster_api import add_cluster_routes
-from palestra.control.api.denials import note_denials
 from palestra.control.api.jobs_api import add_job_routes, add_reading_routes
 from palestra.http import app as http_app
 
@@ -38,5 +37,4 @@ def create_control_app(plane: ControlPlane, public: Collection[str] = PUBLIC) ->
     add_account_routes(app, plane)
     add_key_routes(app, plane)
     add_cluster_routes(app, plane)
-    note_denials(app, plane)
     return app

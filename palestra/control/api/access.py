@@ -1,4 +1,4 @@
-"""Access to routes: each asks the table of permissions for one action."""
+"""Access to routes: each asks for one action."""
 
 from __future__ import annotations
 
@@ -93,17 +93,20 @@ class ControlPlane:
             Forbidden: the caller may see the job, but not do that.
         """
         job = await self.store.job(by.tenant, job_id)
-        if job.private and not by.sees(action, job.user):
+        if job.private and not by.sees(job.user):
             raise NotFound(f"there is no job {job_id}")
         by.require(action, job.user)
         return job
+
+    async def log(self, by: Identity, action: Action, target: str) -> None:
+        """Append what a caller has done to the audit log."""
+        await self.store.append_audit(by.tenant, by.user, by.key_id, action.value, target)
 
     def may(self, action: Action) -> Callable[[Request], Awaitable[Identity]]:
         """Return a dependency of a route, which refuses callers that may not do `action` even to their own objects."""
 
         async def allowed(request: Request) -> Identity:
             identity = await self.who(request)
-            request.state.asked = identity, action
             identity.require(action)
             return identity
 

@@ -10,8 +10,7 @@ from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
 from palestra.control.placement.tenants import Quota
 from palestra.control.rights.keys import KeyRecord, NewKey
-from palestra.control.rights.permissions import Action, Role, Scope
-from palestra.errors import InvalidRequest
+from palestra.control.rights.permissions import OWN, Action, Role
 from palestra.http.app import request_schema
 from palestra.types.control_wire import (
     AddTenant,
@@ -24,7 +23,6 @@ from palestra.types.control_wire import (
     MakeKey,
     NewKeyView,
     QuotaBody,
-    RotateKey,
     SetPrivate,
     TenantView,
     UserView,
@@ -43,8 +41,11 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
             tenant=by.tenant,
             user=by.user,
             role=by.role.value,
-            scopes=sorted(by.scopes),
-            may={action.value: "all" if by.may_all(action) else "own" for action in Action if by.may(action)},
+            may={
+                action.value: "own" if action in OWN and by.role is not Role.ADMIN else "all"
+                for action in Action
+                if by.may(action)
+            },
             private_jobs=private,
         )
 
@@ -121,18 +122,7 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
         by: Annotated[Identity, Depends(plane.may(Action.AUDIT_READ))], before: int | None = None, limit: int = 100
     ) -> list[AuditView]:
         """Return the tenant's audit log, newest lines first."""
-        return [
-            AuditView(
-                number=entry.number,
-                at=entry.at,
-                who=entry.who,
-                key_id=entry.key_id,
-                what=entry.what,
-                target=entry.target,
-                outcome=entry.outcome,
-            )
-            for entry in await plane.store.audit(by.tenant, before, limit)
-        ]
+        return [AuditView.model_validate(asdict(line)) for line in await plane.store.audit(by.tenant, before, limit)]
 
 
 def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -150,17 +140,13 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def create_key(request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
         """Make a key; its secret is in the answer, and can't be read again."""
         body = await plane.body(MakeKey, request)
-        scopes = None if body.scopes is None else [_scope(name) for name in body.scopes]
         limits = None if body.limits is None else body.limits.model_dump(exclude_none=True)
-        return _new_key(await accounts.create_key(by, body.user, body.label, scopes, body.lifetime_seconds, limits))
+        return _new_key(await accounts.create_key(by, body.user, body.label, body.lifetime_seconds, limits))
 
-    @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201, openapi_extra=request_schema(RotateKey))
-    async def rotate(
-        key_id: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]
-    ) -> NewKeyView:
-        """Make a new key in place of this one, which still works for a while."""
-        body = await plane.body(RotateKey, request)
-        return _new_key(await accounts.rotate_key(by, key_id, body.grace_seconds))
+    @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201)
+    async def rotate(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]) -> NewKeyView:
+        """Make a new key in place of this one, which opens nothing from now on."""
+        return _new_key(await accounts.rotate_key(by, key_id))
 
     @app.delete("/keys/{key_id}", tags=["accounts"], status_code=204)
     async def revoke(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_REVOKE))]) -> None:
@@ -168,18 +154,10 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
         await accounts.revoke_key(by, key_id)
 
 
-def _scope(name: str) -> Scope:
-    """Return a scope by its name."""
-    try:
-        return Scope(name)
-    except ValueError:
-        raise InvalidRequest(f"there is no scope {name!r}; known are {', '.join(Scope)}", "scopes") from None
-
-
 def _shown(key: KeyRecord) -> dict[str, object]:
     """Return the fields of a key that answers show."""
     shown: dict[str, object] = {name: getattr(key, name) for name in KeyView.model_fields}
-    return shown | {"scopes": sorted(key.scopes), "limits": asdict(key.limits)}
+    return shown | {"limits": asdict(key.limits)}
 
 
 def _quota(quota: Quota) -> QuotaBody:

@@ -58,7 +58,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         if reason := await scheduler.refusal(wanted.resources, by.tenant, wanted.adapters):
             raise InvalidRequest(f"this job could never start: it {reason}", "resources")
         job = await store.submit_job(by.tenant, by.user, wanted, idempotency_key, by.limits.open_jobs)
-        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_SUBMIT.value, job.job_id, "ok")
+        await plane.log(by, Action.JOB_SUBMIT, job.job_id)
         return view(job)
 
     @app.get("/jobs", tags=["jobs"])
@@ -80,7 +80,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             kind=kind,
             cursor=cursor,
             limit=limit,
-            viewer=None if by.sees(Action.JOB_LIST, None) else by.user,
+            viewer=None if by.sees(None) else by.user,
         )
         return JobList(jobs=[view(job) for job in page.jobs], cursor=page.cursor)
 
@@ -96,7 +96,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Cancel a job, which saves what it has trained first. A job that has ended stays as it is."""
         await plane.job(by, job_id, Action.JOB_CANCEL)
         job = await scheduler.cancel(by.tenant, job_id, f"cancelled by {by.user}")
-        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_CANCEL.value, job_id, "ok")
+        await plane.log(by, Action.JOB_CANCEL, job_id)
         return view(job)
 
     @app.post("/jobs/{job_id}/resubmit", tags=["jobs"], status_code=201)
@@ -124,7 +124,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             adapters=job.adapters,
         )
         again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
-        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_RESUBMIT.value, again.job_id, "ok")
+        await plane.log(by, Action.JOB_RESUBMIT, again.job_id)
         return view(again)
 
     @app.post("/jobs/{job_id}/rotate-key", tags=["jobs"])
@@ -137,7 +137,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         run = scheduler.folder_of(job_id) / RUN
         async with rotating:
             key = await asyncio.to_thread(lambda: rotate_keys(run, parse_config(job.config).name))
-        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_ROTATE_KEY.value, job_id, "ok")
+        await plane.log(by, Action.JOB_ROTATE_KEY, job_id)
         return JobKeyView(api_key=key)
 
     @app.get("/jobs/{job_id}/changes", tags=["jobs"])

@@ -125,7 +125,7 @@ def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bo
             return News([encode_event(orjson.dumps({"number": after}), "begin", str(after))], False)
         if (count := changed.count) == seen:  # many pages look, and jobs seldom change
             return News([], False)
-        viewer = None if now.sees(Action.JOB_LIST, None) else now.user
+        viewer = None if now.sees(None) else now.user
         found = await plane.store.tenant_changes(by.tenant, after, viewer, MOST_EVENTS)
         chunks = []
         for change in found:

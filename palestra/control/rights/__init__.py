@@ -1,1 +1,1 @@
-"""What a key may do: roles, actions, expiry and limits."""
+"""Roles and actions; keys, their expiry and limits."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palestra.control.rights.limits import KeyLimits
-from palestra.control.rights.permissions import Scope
 from palestra.types.clock import Clock
 
 SECRET_BYTES = 32
@@ -31,26 +30,22 @@ class KeyRecord:
         tenant: the user's.
         user: to whom it belongs.
         label: the owner's name for it.
-        scopes: what it may be used for.
         limits: what it may use.
         created_at: Unix seconds.
         expires_at: Unix seconds; None: never.
         revoked_at: Unix seconds; None: it was not revoked.
         last_used_at: Unix seconds, up to some minutes late; None: never.
-        replaced_by: id of the key to which it was rotated; None: it was not.
     """
 
     key_id: str
     tenant: str
     user: str
     label: str
-    scopes: frozenset[Scope]
     limits: KeyLimits
     created_at: float
     expires_at: float | None
     revoked_at: float | None
     last_used_at: float | None
-    replaced_by: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

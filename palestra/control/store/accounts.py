@@ -1,4 +1,4 @@
-"""Tenants, users and their keys, as operations on a connection.
+"""Tenants, users and their keys, as operations on a connection; times are Unix seconds.
 
 Nothing is deleted, because the audit log refers to it.
 """
@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, select
 
 from palestra.control.rights.keys import KeyRecord
 from palestra.control.rights.limits import KeyLimits
-from palestra.control.rights.permissions import Role, Scope
+from palestra.control.rights.permissions import Role
 from palestra.control.store.tables import keys, tenants, users
 from palestra.database import to_json
 from palestra.errors import Conflict, NotFound
@@ -61,10 +61,6 @@ def tenant_names(connection: Connection) -> list[str]:
 def add_tenant(connection: Connection, name: str, now: float) -> None:
     """Add a tenant, which has no users yet.
 
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
-
     Raises:
         Conflict: there is a tenant of this name.
     """
@@ -97,9 +93,7 @@ def add_user(connection: Connection, tenant: str, name: str, role: Role, now: fl
     """Add a user, who has no keys yet.
 
     Args:
-        connection: in a transaction of the writing thread.
         name: of the user; the name of a removed user is not used again, so that the audit log stays clear.
-        now: Unix seconds.
 
     Raises:
         Conflict: there is, or was, a user of this name.
@@ -113,9 +107,6 @@ def add_user(connection: Connection, tenant: str, name: str, role: Role, now: fl
 def change_role(connection: Connection, tenant: str, name: str, role: Role) -> None:
     """Give a user another role.
 
-    Args:
-        connection: in a transaction of the writing thread.
-
     Raises:
         NotFound: there is no such user.
         Conflict: the tenant would have no admin.
@@ -128,10 +119,6 @@ def change_role(connection: Connection, tenant: str, name: str, role: Role) -> N
 
 def remove_user(connection: Connection, tenant: str, name: str, now: float) -> None:
     """Remove a user, and revoke all of the user's keys.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
 
     Raises:
         NotFound: there is no such user.
@@ -151,9 +138,6 @@ def remove_user(connection: Connection, tenant: str, name: str, now: float) -> N
 def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
     """Add a key of a user who was not removed.
 
-    Args:
-        connection: in a transaction of the writing thread.
-
     Raises:
         NotFound: there is no such user.
     """
@@ -166,7 +150,6 @@ def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
             "user_name": record.user,
             "label": record.label,
             "digest": digest,
-            "scopes": to_json(sorted(record.scopes)),
             "limits": to_json(asdict(record.limits)),
             "created_at": record.created_at,
             "expires_at": record.expires_at,
@@ -209,34 +192,12 @@ def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRe
 
 
 def revoke_key(connection: Connection, key_id: str, now: float) -> None:
-    """Revoke a key; a second time changes nothing.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
-    """
+    """Revoke a key; a second time changes nothing."""
     connection.execute(keys.update().where(keys.c.key_id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now))
 
 
-def replace_key(connection: Connection, key_id: str, following: str, expires_at: float) -> None:
-    """Record that a key was rotated.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        expires_at: Unix seconds at which the old key expires, unless it expires earlier anyway.
-    """
-    earlier = func.coalesce(keys.c.expires_at, expires_at) < expires_at
-    connection.execute(keys.update().where(keys.c.key_id == key_id, ~earlier).values(expires_at=expires_at))
-    connection.execute(keys.update().where(keys.c.key_id == key_id).values(replaced_by=following))
-
-
 def touch_key(connection: Connection, key_id: str, now: float) -> None:
-    """Record the time at which a key was used last.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
-    """
+    """Record the time at which a key was used last."""
     connection.execute(keys.update().where(keys.c.key_id == key_id).values(last_used_at=now))
 
 
@@ -266,11 +227,9 @@ def _key_of(row: Any) -> KeyRecord:
         tenant=row.tenant,
         user=row.user_name,
         label=row.label,
-        scopes=frozenset(Scope(name) for name in orjson.loads(row.scopes)),
         limits=KeyLimits(**orjson.loads(row.limits)),
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
         last_used_at=row.last_used_at,
-        replaced_by=row.replaced_by,
     )

@@ -285,19 +285,14 @@ class ControlStore:
         """Return the number of the newest change of a job of a tenant; 0: there is none."""
         return await self.read(lambda c: changes.newest(c, tenant))
 
-    async def append_audit(
-        self, tenant: str, who: str, key_id: str | None, what: str, target: str, outcome: str
-    ) -> None:
+    async def append_audit(self, tenant: str, who: str, key_id: str | None, what: str, target: str) -> None:
         """Append a line to the audit log. Secrets of keys in any of the texts are hidden first.
 
         Args:
             key_id: of the key that was used; None: none.
-            outcome: "ok", or the code of an error.
         """
         entry_id = secrets.token_hex(16)
-        entry = AuditEntry(
-            number=0, at=self.clock.now(), who=who, key_id=key_id, what=what, target=target, outcome=outcome
-        )
+        entry = AuditEntry(at=self.clock.now(), who=who, key_id=key_id, what=what, target=target)
         await self.write(lambda c: audit.append(c, tenant, entry_id, entry))
 
     async def audit(self, tenant: str, before: int | None = None, limit: int = 100) -> list[AuditEntry]:

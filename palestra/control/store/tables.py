@@ -118,13 +118,11 @@ keys = Table(
     Column("user_name", String, nullable=False),
     Column("label", String, nullable=False),
     Column("digest", String, nullable=False),  # SHA-256 of the secret, in hex
-    Column("scopes", Text, nullable=False),  # a JSON list
     Column("limits", Text, nullable=False),  # a JSON object
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),  # NULL: never
     Column("revoked_at", Double),  # NULL: it was not
     Column("last_used_at", Double),  # coarse; NULL: never
-    Column("replaced_by", String),  # NULL: it was not rotated
     Index("keys_of_user", "tenant", "user_name"),
 )
 
@@ -139,7 +137,6 @@ audit = Table(
     Column("key_id", String),  # NULL: not by a key
     Column("what", String, nullable=False),
     Column("target", Text, nullable=False),
-    Column("outcome", Text, nullable=False),
 )
 
 

@@ -41,7 +41,6 @@ VIEW = {
 KEY = {
     "key_id": HOSTILE,
     "label": HOSTILE,
-    "scopes": [HOSTILE],
     "revoked_at": None,
     "expires_at": None,
     "secret": HOSTILE,
@@ -190,7 +189,7 @@ CASES: dict[str, list[list[str]]] = {
     "jobs": [[]],
     "logs": [[JOB]],
     "cancel": [[JOB]],
-    "users": [[], ["add", HOSTILE], ["role", HOSTILE, "viewer"]],
+    "users": [[], ["add", HOSTILE], ["role", HOSTILE, "member"]],
     "keys": [[], ["make"], ["rotate", HOSTILE]],
     "tenants": [[], ["add", HOSTILE], ["quota", HOSTILE, "--jobs", "1"]],
 }

@@ -18,7 +18,7 @@ from palestra.control.jobs.launcher import Launcher
 from palestra.control.jobs.scheduler import JobScheduler
 from palestra.control.placement.placement import PlacementPolicy
 from palestra.control.rights.limits import KeyLimits, RequestRates
-from palestra.control.rights.permissions import Role, scopes_of
+from palestra.control.rights.permissions import Role
 from palestra.control.store.control_store import ControlStore
 from palestra.control.store.tables import changes
 from palestra.types.jobs import JobRecord, JobRequest, Resources
@@ -49,7 +49,7 @@ async def change_numbers(store: ControlStore, tenant: str = "a") -> list[int]:
 
 
 def identity(role: Role = Role.ADMIN, **values: Any) -> Identity:
-    known = {"tenant": "default", "user": "admin", "key_id": None, "scopes": scopes_of(role), "limits": KeyLimits()}
+    known = {"tenant": "default", "user": "admin", "key_id": None, "limits": KeyLimits()}
     return Identity(role=role, **(known | values))
 
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from palestra.control.accounts.administration import Administration
 from palestra.control.accounts.identity import Identities
 from palestra.control.rights.limits import KeyLimits
-from palestra.control.rights.permissions import Role, Scope
+from palestra.control.rights.permissions import Role
 from palestra.control.store.control_store import ControlStore
 from palestra.control.store.tables import metadata
 from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound, PalestraError, Unauthorized
@@ -37,7 +37,7 @@ async def test_the_first_start_makes_one_admin_once(administration, identities, 
 
 async def test_an_operator_who_lost_all_keys_gets_one(administration, identities, admin):
     await administration.add_user(admin, "bob", Role.ADMIN)
-    await administration.change_role(admin, "admin", Role.VIEWER)
+    await administration.change_role(admin, "admin", Role.MEMBER)
     await administration.revoke_key(identity(user="bob"), admin.key_id)
     who = await identities.authenticate((await administration.recover()).secret)
     assert (who.user, who.role) == ("admin", Role.ADMIN)
@@ -66,7 +66,7 @@ async def test_a_tenant_comes_with_its_admin_who_sees_nothing_else(administratio
         administration.revoke_key(other, admin.key_id),
         administration.rotate_key(other, admin.key_id),
         administration.create_key(other, user="bob"),
-        administration.change_role(other, "bob", Role.VIEWER),
+        administration.change_role(other, "bob", Role.MEMBER),
         administration.remove_user(other, "bob"),
         store.job("blue", job.job_id),
     ):
@@ -75,18 +75,16 @@ async def test_a_tenant_comes_with_its_admin_who_sees_nothing_else(administratio
     assert await administration.keys(other, "bob") == []
 
 
-@pytest.mark.parametrize("role", [Role.MEMBER, Role.VIEWER])
-async def test_others_than_admins_have_only_their_own_keys(administration, identities, admin, role):
-    bob = await identities.authenticate((await administration.add_user(admin, "bob", role)).secret)
+async def test_members_have_only_their_own_keys(administration, identities, admin):
+    bob = await identities.authenticate((await administration.add_user(admin, "bob", Role.MEMBER)).secret)
     for refused in (
         administration.users(bob),
-        administration.add_user(bob, "eve", Role.VIEWER),
+        administration.add_user(bob, "eve", Role.MEMBER),
         administration.change_role(bob, "bob", Role.ADMIN),
         administration.remove_user(bob, "admin"),
         administration.keys(bob, "admin"),
         administration.create_key(bob, user="admin"),
         administration.create_key(bob, limits={"open_jobs": 10**6}),
-        administration.create_key(bob, scopes=[Scope.USERS_ADMIN]),
         administration.tenants(bob),
     ):
         with pytest.raises(Forbidden):
@@ -99,59 +97,21 @@ async def test_others_than_admins_have_only_their_own_keys(administration, ident
     await administration.revoke_key(bob, made.record.key_id)
 
 
-async def test_no_key_can_make_a_stronger_one(administration, identities, admin):
-    narrow = await administration.create_key(admin, scopes=[Scope.KEYS_WRITE, Scope.JOBS_READ, Scope.USERS_ADMIN])
-    by = await identities.authenticate(narrow.secret)
-    made = await administration.create_key(by)
-    assert made.record.scopes == by.scopes
-    for refused in (
-        administration.create_key(by, scopes=[Scope.JOBS_WRITE]),
-        administration.rotate_key(by, admin.key_id),
-    ):
-        with pytest.raises(Forbidden, match="can't give"):
-            await refused
-    bob = await administration.add_user(by, "bob", Role.ADMIN)
-    assert bob.record.scopes == by.scopes
-    only_reading = await administration.create_key(admin, scopes=[Scope.JOBS_READ])
-    with pytest.raises(Forbidden, match="keys:write"):
-        await administration.create_key(await identities.authenticate(only_reading.secret))
-
-
-async def test_rotation_keeps_what_a_key_is_and_the_old_one_opens_for_the_grace_time(
-    administration, identities, admin, clock
-):
-    limits = KeyLimits(open_jobs=3)
-    old = await administration.create_key(
-        admin, label="ci", scopes=[Scope.JOBS_READ], lifetime_seconds=1000, limits={"open_jobs": 3}
-    )
+async def test_rotation_keeps_what_a_key_is_and_the_old_one_opens_nothing(administration, identities, admin, clock):
+    old = await administration.create_key(admin, label="ci", lifetime_seconds=1000, limits={"open_jobs": 3})
+    await identities.authenticate(old.secret)
     clock.advance(500)
-    new = await administration.rotate_key(admin, old.record.key_id, grace_seconds=60)
-    assert (new.record.label, new.record.scopes, new.record.limits) == ("ci", {Scope.JOBS_READ}, limits)
+    new = await administration.rotate_key(admin, old.record.key_id)
+    assert (new.record.label, new.record.limits) == ("ci", KeyLimits(open_jobs=3))
     assert new.record.expires_at == clock.wall + 1000
-    stored = {key.key_id: key for key in await administration.keys(admin)}
-    assert stored[old.record.key_id].replaced_by == new.record.key_id
-    clock.wall -= 1e5
-    clock.advance(59)
-    for key in (old, new):
-        assert (await identities.authenticate(key.secret)).scopes == {Scope.JOBS_READ}
-    clock.advance(1)
     await identities.authenticate(new.secret)
-    with pytest.raises(Unauthorized, match="expired"):
+    with pytest.raises(Unauthorized):
         await identities.authenticate(old.secret)
     with pytest.raises(NotFound, match="nothing any more"):
         await administration.rotate_key(admin, old.record.key_id)
-
-
-async def test_a_grace_time_does_not_outlast_the_key(administration, identities, admin, clock):
-    old = await administration.create_key(admin, lifetime_seconds=10)
-    await administration.rotate_key(admin, old.record.key_id, grace_seconds=1000)
-    clock.advance(10)
-    with pytest.raises(Unauthorized, match="expired"):
-        await identities.authenticate(old.secret)
-    at_once = await administration.create_key(admin)
-    await administration.rotate_key(admin, at_once.record.key_id, grace_seconds=0)
-    with pytest.raises(Unauthorized):
-        await identities.authenticate(at_once.secret)
+    clock.advance(1000)
+    with pytest.raises(NotFound, match="nothing any more"):
+        await administration.rotate_key(admin, new.record.key_id)
 
 
 async def test_a_revoked_key_is_not_rotated(administration, admin):
@@ -193,11 +153,11 @@ async def test_a_name_is_never_given_twice(administration, admin):
     "name", ["", "-x", "a b", "a/b", "é", "a\0", "\ud800", "x" * 65, "a\n", "' OR 1=1 --", "x" * 2**20]
 )
 async def test_a_name_that_is_no_identifier_is_refused(administration, admin, name):
-    for refused in (administration.add_user(admin, name, Role.VIEWER), administration.add_tenant(admin, name)):
+    for refused in (administration.add_user(admin, name, Role.MEMBER), administration.add_tenant(admin, name)):
         with pytest.raises(InvalidRequest):
             await refused
     for missing in (
-        administration.change_role(admin, name, Role.VIEWER),
+        administration.change_role(admin, name, Role.MEMBER),
         administration.remove_user(admin, name),
         administration.keys(admin, name),
         administration.create_key(admin, user=name),
@@ -226,19 +186,19 @@ async def test_a_key_that_can_not_be_made_as_asked_is_refused(administration, ad
 
 async def test_every_change_is_in_the_audit_log_and_nothing_that_failed(administration, store, admin):
     key = await administration.add_user(admin, "bob", Role.MEMBER)
-    await administration.change_role(admin, "bob", Role.VIEWER)
+    await administration.change_role(admin, "bob", Role.ADMIN)
     rotated = await administration.rotate_key(admin, key.record.key_id)
     await administration.revoke_key(admin, rotated.record.key_id)
     await administration.remove_user(admin, "bob")
     with pytest.raises(PalestraError):
         await administration.remove_user(admin, "bob")
-    assert [(e.who, e.key_id, e.what, e.target, e.outcome) for e in await store.audit("default")][:-1] == [
-        ("admin", admin.key_id, what, target, "ok")
+    assert [(e.who, e.key_id, e.what, e.target) for e in await store.audit("default")][:-1] == [
+        ("admin", admin.key_id, what, target)
         for what, target in (
             ("user.remove", "bob"),
             ("key.revoke", f"{rotated.record.key_id} of bob"),
             ("key.rotate", f"{key.record.key_id} of bob to {rotated.record.key_id}"),
-            ("user.change", "bob to viewer"),
+            ("user.change", "bob to admin"),
             ("user.add", "bob as member"),
         )
     ]
@@ -262,7 +222,7 @@ async def test_no_secret_is_in_a_row_a_file_a_repr_a_log_or_an_error(url, clock,
         await administration.revoke_key(admin, made[1].record.key_id)
         secrets = [key.secret for key in made]
         for secret in secrets:
-            await store.append_audit("default", secret, None, secret, secret, f"error: {secret}")
+            await store.append_audit("default", secret, None, secret, secret)
             texts.append(repr(await identities.authenticate(secret)) if secret != secrets[1] else "")
         job = await submit(store, "default")
         await store.change_state(

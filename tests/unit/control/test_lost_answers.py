@@ -48,7 +48,7 @@ async def test_keys_that_are_made_open_what_they_were_made_for(administration, i
     lose_answer()
     assert await opens(identities, await administration.create_key(by, "ann"), OPERATOR_TENANT, "ann")
     lose_answer()
-    rotated = await administration.rotate_key(by, user.record.key_id, grace_seconds=0.0)
+    rotated = await administration.rotate_key(by, user.record.key_id)
     assert await opens(identities, rotated, OPERATOR_TENANT, "ann")
     lose_answer()
     assert await opens(identities, await administration.recover(), OPERATOR_TENANT, FIRST_USER)

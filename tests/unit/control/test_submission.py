@@ -191,14 +191,6 @@ async def test_resubmitted_it_starts_from_the_same_checkpoint(http, plane):
     assert (again["from_job"], again["from_step"], again["kind"]) == (job["from_job"], 1, "inference")
 
 
-async def test_a_key_that_may_not_read_jobs_may_not_start_from_one(http, plane):
-    source = await trained(plane, 1)
-    key = (await http.post("/keys", json={"scopes": ["jobs:write"]})).json()
-    answer = await http.post("/jobs", json={"from_job": source}, headers={"authorization": f"Bearer {key['secret']}"})
-    assert answer.status_code == 403
-    assert "jobs:read" in answer.text
-
-
 async def test_configurations_are_read_away_from_the_event_loop(http, plane, monkeypatch):
     """One may be as long as a body, and is read several times."""
     job_id, threads = await trained(plane, 3), set()

@@ -29,7 +29,7 @@ export async function jobView({ job: id }) {
   function render(job, changes, run) {
     const acts = document.activeElement?.dataset?.act;
     replace(head, h("h1", {}, job.name), jobBadge(job), h("span", { class: "right" },
-      may("job.submit") ? h("a", { class: "button", href: `#/start?like=${encodeURIComponent(id)}` }, "Start one like it") : null,
+      h("a", { class: "button", href: `#/start?like=${encodeURIComponent(id)}` }, "Start one like it"),
       may("job.resubmit", job) && !OPEN.includes(job.state) ? h("button", { type: "button", "data-act": "again", onclick: again }, "Run it again") : null,
       may("job.cancel", job) && OPEN.includes(job.state) && !job.cancel_requested ? h("button", { type: "button", "data-act": "cancel", class: "danger", onclick: () => confirmCancel(shown, () => loads.now()) }, "Cancel") : null));
     if (acts) head.querySelector(`[data-act="${acts}"]`)?.focus({ preventScroll: true });

@@ -36,7 +36,7 @@ export async function jobsView({ query }) {
     const [page, waiting, cluster, runs] = await Promise.all([
       ask("/jobs", { state: statesOf(chosen), name: named, cursor, limit: PAGE }),
       cursor === null && chosen === "" ? ask("/jobs", { state: "queued", limit: MOST_QUEUED }) : { jobs: [] },
-      may("cluster.read") ? ask("/cluster") : null,
+      ask("/cluster"),
       get(""),
     ]);
     progressOf = new Map(runs.runs.map((run) => [run.run, run]));
@@ -48,7 +48,7 @@ export async function jobsView({ query }) {
   }
 
   function render(page, waiting, cluster) {
-    replace(tiles, cluster === null ? null : [
+    replace(tiles, [
       tile("jobs that hold resources", `${whole(cluster.in_use.jobs)}${of(cluster.quota.jobs)}`, "Jobs of the tenant, and its quota"),
       tile("CPUs", `${amount(cluster.in_use.cpus)}${of(cluster.quota.cpus)}`, "That jobs of the tenant hold, and its quota"),
       tile("GPUs", `${amount(cluster.in_use.gpus)}${of(cluster.quota.gpus)}`, "That jobs of the tenant hold, and its quota"),
@@ -107,7 +107,7 @@ export async function jobsView({ query }) {
   function go() { location.hash = address({ state: filter.elements.state.value, name: filter.elements.name.value.trim() }); }
 
   const view = h("div", { class: "view wide service" }, h("div", { class: "head" }, h("h1", {}, "Jobs"), h("span", { class: "muted" }, `of ${service.me.tenant}`),
-    may("job.submit") ? h("a", { class: "button primary right", href: "#/start" }, "Start a job") : null), stale.node, tiles, filter, queue, table, pages, news);
+    h("a", { class: "button primary right", href: "#/start" }, "Start a job")), stale.node, tiles, filter, queue, table, pages, news);
   await load();
   const loads = repeat(load, EVERY, stale.say);
   const stop = onChange((what) => { if (what === "job") loads.now(); });

@@ -5,7 +5,7 @@ import { gpu, plural, whole } from "../format.js";
 import { href } from "../curves.js";
 import { onChange } from "../state.js";
 import { amount, jobBadge, resources, staleLine } from "./parts.js";
-import { ask, HOLDING, may, repeat, service } from "./state.js";
+import { ask, HOLDING, repeat, service } from "./state.js";
 
 const EVERY = 3000, MOST_JOBS = 500;
 
@@ -14,7 +14,7 @@ export async function machinesView() {
   const stale = staleLine(), content = h("div", { class: "machines" });
   let drawn = "";
   async function load() {
-    const [cluster, page] = await Promise.all([ask("/cluster"), may("job.list") ? ask("/jobs", { state: HOLDING, limit: MOST_JOBS }) : { jobs: [] }]);
+    const [cluster, page] = await Promise.all([ask("/cluster"), ask("/jobs", { state: HOLDING, limit: MOST_JOBS })]);
     for (const node of cluster.nodes) say(node);
     const now = JSON.stringify([{ ...cluster, nodes: cluster.nodes.map(({ gpu_use: use, gpu_problem: problem, ...node }) => node) }, page.jobs.map((job) => [job.job_id, job.state, job.node])]);
     if (now === drawn) return;
