@@ -9,8 +9,12 @@ A name is imported when it is first used, so that importing the client loads nei
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 11):  # noqa: UP036 - a checkout may be imported by any
+    raise ImportError("Palestra needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
 from palestra.extras import missing_extra
 from palestra.version import __version__ as __version__

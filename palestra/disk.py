@@ -92,7 +92,7 @@ def is_locked(path: Path) -> bool:
     # Read from the kernel's list: to try the lock would make the start of a job fail that tries it in this moment.
     try:
         inode = path.stat().st_ino
-        held = Path("/proc/locks").read_text().splitlines()
+        held = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
     except OSError:
         return False
     # A line is `1: FLOCK ADVISORY WRITE PID DEVICE:INODE 0 EOF`. The device is not compared, because a container's file

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -25,6 +25,7 @@ _CONTROL = re.compile(
     "\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
 # Unicode has a picture of each C0 character, in the same order from U+2400 on.
+_PLAIN = str.maketrans("→…–—“”‘’×·│─", ">~--\"\"''x.|-")  # where they can't be written
 _PICTURES, _DELETE, _UNKNOWN = 0x2400, "\u2421", "\ufffd"
 
 
@@ -38,6 +39,17 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
+def encodable(text: str, encoding: str | None) -> str:
+    """Return the text with `?` for what a stream can't write: not every terminal is UTF-8.
+
+    Args:
+        encoding: of the stream; None: it takes any text.
+    """
+    if encoding is None or encoding.lower().replace("-", "").startswith("utf"):
+        return text
+    return text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
+
+
 def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
     """Write a line to standard output or another stream, and flush it. All commands write with this function.
 
@@ -46,20 +58,27 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
         file: the stream; None: standard output.
     """
     stream = file or sys.stdout
-    stream.write(printable(text) + end)
+    stream.write(encodable(printable(text), getattr(stream, "encoding", None)) + end)
     stream.flush()
 
 
 class TerminalConsole(Console):
-    """A console of rich whose own styles work, while control characters in text of others are shown and not obeyed."""
+    """A console of rich for text of others, in which neither control characters nor markup such as `[red]` are obeyed.
+
+    Styles are those of `rich.text.Text`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """Take settings of `Console`."""
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as `Console` does, and replace control characters in segments that are text."""
+        """Render as `Console` does, and replace what the terminal would obey or can't show in text."""
         for segment in super().render(renderable, options):
-            if segment.control or _CONTROL.search(segment.text) is None:
+            if segment.control:
                 yield segment
             else:
-                yield Segment(printable(segment.text), segment.style)
+                yield Segment(encodable(printable(segment.text), self.encoding), segment.style)
 
 
 class LogFormatter(logging.Formatter):

@@ -59,7 +59,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 def recipe(path: Path) -> str:
     """Return the page of a recipe: its first sentence as the heading, and all of its text."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     first = (ast.get_docstring(ast.parse(text)) or path.stem).splitlines()[0]
     title = first.split(":")[0].rstrip(".")
     head = f"---\nhide: [toc]\n---\n\n# {title}\n\n[All recipes](README.md)\n\n"
@@ -68,7 +68,7 @@ def recipe(path: Path) -> str:
 
 def title_of(path: Path) -> str:
     """Return the first heading of a page."""
-    found = re.search(r"^# (.+)$", path.read_text(), re.MULTILINE)
+    found = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return path.stem if found is None else found[1]
 
 

@@ -83,7 +83,7 @@ class Admissions:
             StoreError: it is missing or damaged.
         """
         try:
-            found = json.loads(self._path.read_text())
+            found = json.loads(self._path.read_bytes())
             jobs = {name: Admission(job_id=name, **each) for name, each in found.items()}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise StoreError(

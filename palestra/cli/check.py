@@ -161,7 +161,7 @@ def _key_in(text: str, config: JobConfig) -> str:
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield what shows how far the command is: one line that changes on a terminal, else lines on standard error."""
-    console = TerminalConsole(stderr=True, quiet=quiet, highlight=False)
+    console = TerminalConsole(stderr=True, quiet=quiet)
     if quiet or not console.is_terminal:
         yield lambda text: None if quiet else say(f"palestra: {text}", file=sys.stderr)
         return
@@ -179,20 +179,22 @@ def _as_json(findings: Sequence[Finding], trial: Trial | None) -> dict[str, Any]
 
 def _show(config: JobConfig, findings: Sequence[Finding], trial: Trial | None, works: bool) -> None:
     """Print a line for each finding, then what the trial took."""
-    console = TerminalConsole(highlight=False)
+    from rich.text import Text
+
+    console = TerminalConsole()
     for finding in findings:
         word, style = ("will not work", "bold red") if finding.fatal else ("note", "yellow")
-        console.print(f"[{style}]{word}[/]  [bold]{finding.key}[/]: ", end="")
-        console.print(finding.text, markup=False, soft_wrap=True)
+        found = Text.assemble((word, style), "  ", (finding.key, "bold"), f": {finding.text}")
+        console.print(found, soft_wrap=True)
     if works and not any(finding.fatal for finding in findings):
-        console.print("[green]nothing stands against this job here[/]")
+        console.print("nothing stands against this job here", style="green")
     if trial is None:
         return
-    console.print(f"\ntwo steps of [bold]{config.name}[/], tried for {trial.seconds:.0f} s:")
+    console.print(Text.assemble("\ntwo steps of ", (config.name, "bold"), f", tried for {trial.seconds:.0f} s:"))
     console.print(_table(config, trial))
     if trial.stand_in:
         text = "your agent plays outside, so one question stood in for it; --rollout FILE:FUNCTION plays your own"
-        console.print(f"- {text}", style="dim", markup=False, soft_wrap=True)
+        console.print(f"- {text}", style="dim", soft_wrap=True)
 
 
 def _table(config: JobConfig, trial: Trial) -> Table:

@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         grid: GridRunner | SubmittedGrid
         if arguments.control is None:
             check_not_submitted(chosen)
-            progress = GridProgress(chosen, TerminalConsole(highlight=False))
+            progress = GridProgress(chosen, TerminalConsole())
             opened.callback(progress.stopped)
             grid = GridRunner(chosen, child_command, comparison.checkpoints, progress, write)
         else:

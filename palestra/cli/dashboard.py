@@ -77,7 +77,9 @@ def _open(link: str, folder: Path) -> None:
     any user of the machine could take the code before the browser has used it.
     """
     file = folder / "open.html"
-    file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={link}"><title>Palestra</title>')
+    file.write_text(
+        f'<!doctype html><meta http-equiv="refresh" content="0; url={link}"><title>Palestra</title>', encoding="utf-8"
+    )
     try:
         opened = webbrowser.open(file.as_uri())
     except webbrowser.Error:

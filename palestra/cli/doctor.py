@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ def _print_failures(folder: Path) -> None:
     for episode in found:
         if episode.reason is not None:
             _paragraph("discarded", f"{episode.episode_id}: {episode.reason}")
-            _paragraph("all", f"palestra episodes {folder} --state discarded")
+            _paragraph("all", f"palestra episodes {shlex.quote(str(folder))} --state discarded")
 
 
 def _when(finding: Finding) -> str:

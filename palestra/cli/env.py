@@ -128,9 +128,9 @@ def _key(file: Path | None) -> tuple[str, bool]:
         found = os.environ.get(KEY_VARIABLE, "").strip()
         return (found, False) if found else (f"env-{secrets.token_hex(20)}", True)
     try:
-        found = file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
+        found = file.read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from error
     if not found:
         raise ConfigError(f"{file} is empty; it has to hold the server's key")
     return found, False

@@ -46,7 +46,7 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
     if arguments.json:
         _write_json(folder, arguments)
         return
-    console = TerminalConsole(highlight=False, soft_wrap=True)
+    console = TerminalConsole(soft_wrap=True)
     with browse(folder / "run.db") as connection:
         if arguments.episode is None:
             rows = newest_rows(connection, arguments.kind, arguments.state, arguments.limit)
@@ -98,7 +98,8 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
 
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
-    console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
+    how = f"  {episode.state}  reward {reward}  attempts {episode.attempts}"
+    console.print(Text.assemble((episode.episode_id, "bold"), how))
     if episode.rewards is not None and len(episode.rewards) > 1:
         console.print(Text("; ".join(f"{agent} earned {reward:g}" for agent, reward in episode.rewards.items())))
     if episode.named_rewards:
@@ -119,7 +120,7 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
     manifest = None if view.step is None else readable_manifest(connection, view.step)
     group = batch_group(connection, manifest, episode.group_index)
     fates = episode_fates(view, config, group, episode_events(connection, view))
-    console.print(whole_fate(fates).why, style="dim", markup=False)
+    console.print(whole_fate(fates).why, style="dim")
     trie = TokenTrie(trajectory.chats)
     kept = kept_calls(trajectory, config)
     console.print()
@@ -128,7 +129,8 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
         frozen, of = row.policy in config.players.of_episode(episode.players).frozen, ""
         if len(config.policies) > 1 or config.players.pools:
             of = f" of {row.policy}{', which is frozen' if frozen else ''}"
-        console.print(f"\n[bold]row {number}[/]{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
+        sampled = f"{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled"
+        console.print(Text.assemble((f"\nrow {number}", "bold"), sampled))
         trained = row.policy in fates and fates[row.policy].trained
         console.print(_tokens(row, trained, token_text(config, row.policy), unfold))
 

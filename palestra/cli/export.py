@@ -100,7 +100,7 @@ def _copy(run_dir: Path, policy: str | None, target: Path, merged: bool) -> None
         kind = "model, with its adapter merged,"
         _merge(path, target)
     else:
-        kind = f"adapter of {json.loads((path / 'adapter_config.json').read_text())['base_model_name_or_path']}"
+        kind = f"adapter of {json.loads((path / 'adapter_config.json').read_bytes())['base_model_name_or_path']}"
     if not target.exists():
         shutil.copytree(path, target, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
     say(f"{target}: the {kind} after step {state['step']}")

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 from palestra import __version__
 from palestra.cli import (
@@ -122,6 +123,8 @@ def main(arguments: Sequence[str] | None = None, begin: Callable[[bool], None] =
         arguments: the words after `palestra`; None: those of this process.
         begin: called before the command, with whether it trains in this process.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for what an agent prints where the terminal is not UTF-8
     given = list(sys.argv[1:] if arguments is None else arguments)
     top = parser()
     name = next((word for word in given if not word.startswith("-")), None)
@@ -164,6 +167,11 @@ def _run(parsed: argparse.Namespace) -> int:
         # Python writes what is buffered at exit; without another target that would fail with a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say(f"palestra: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from palestra.terminal import TerminalConsole
 
-    console = TerminalConsole(highlight=False)
+    console = TerminalConsole()
     with contextlib.ExitStack() as stack:
         look = _runs(arguments.run_dirs, console) if arguments.run_dirs else _service(arguments.control, console, stack)
         if arguments.once:

@@ -96,9 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
     checked_amount("--drain-seconds", arguments.drain_seconds, endless=True)
     if arguments.key_file is not None:
         try:
-            os.environ[KEY_VARIABLE] = arguments.key_file.read_text().strip()  # not where a process list shows it
-        except OSError as error:
-            raise ConfigError(f"{arguments.key_file}: {error.strerror}") from error
+            key = arguments.key_file.read_text(encoding="utf-8-sig").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{arguments.key_file} can't be read: {error}") from error
+        os.environ[KEY_VARIABLE] = key  # not where a process list shows it
     if arguments.child:
         asyncio.run(_play(arguments))
         return 0

@@ -43,7 +43,7 @@ def task_rows(tasks: TaskRows | str | Path) -> TaskRows:
 
 def _task(line: bytes, place: str) -> dict[str, Any]:
     try:
-        data = json.loads(line.decode())
+        data = json.loads(line.decode("utf-8-sig"))
         if not isinstance(data, dict):
             raise TypeError(f"a task is a JSON object, this is a {type(data).__name__}")
         return TaskBody(data=data).data

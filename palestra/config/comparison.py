@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from palestra.config.section import Identifier, Positive, Section, explain
+from palestra.config.toml_file import read_toml
 from palestra.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -113,12 +113,7 @@ def load_comparison(path: Path) -> ComparisonConfig:
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    data = read_toml(path)
     try:
         found = ComparisonConfig.model_validate(data)
     except ValidationError as error:

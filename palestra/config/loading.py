@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import ValidationError
 from palestra.config.engine import EngineConfig
 from palestra.config.job import JobConfig
 from palestra.config.section import Mistake, explain, explain_all, key_parts, sections_of
+from palestra.config.toml_file import read_toml
 from palestra.errors import ConfigError
 
 SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
@@ -98,14 +98,7 @@ def _removed(data: dict[str, Any], place: Sequence[str]) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file, with absolute paths; see `load_config`."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    data = read_toml(path)
     resolve_paths(data, path.parent)
     return data
 

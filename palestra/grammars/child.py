@@ -88,7 +88,7 @@ def _confine(bounds: dict[str, Any]) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(os.devnull, "wb") as nowhere:  # for llguidance's warnings and Rust's backtraces
         os.dup2(nowhere.fileno(), 2)
-    with open("/proc/self/statm") as statm:
+    with open("/proc/self/statm", encoding="utf-8") as statm:
         most = int(statm.read().split()[0]) * _PAGE + (bounds["memory_mib"] << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, _STACK))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
@@ -34,7 +35,7 @@ def parse_body(kind: type[B], body: bytes) -> B:
     """
     check_size(body)
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body.removeprefix(BOM_UTF8))
     except ValidationError as error:
         raise _explain(error) from None
 

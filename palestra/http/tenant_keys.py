@@ -39,7 +39,7 @@ class Tenants:
         self._by_digest: dict[str, str] = {}
         self._secrets: dict[str, bytes] = {}
         for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
-            key = path.read_text().strip()
+            key = path.read_text(encoding="utf-8-sig", errors="replace").strip()
             if not key.startswith(prefix) or len(key) < _LEAST:
                 raise ConfigError(f"{path} holds no key: those of this server begin with {prefix}, and are long")
             if self._by_digest.setdefault(_digest(key), path.name) != path.name:

@@ -127,7 +127,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return the configuration of an adapter, which names at least its base and its rank."""
     try:
-        data: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
         return data | {"r": int(data["r"]), "base_model_name_or_path": data["base_model_name_or_path"] or ""}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelError(f"{folder / CONFIG} can't be read: {type(error).__name__}: {error}") from error

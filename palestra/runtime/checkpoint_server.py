@@ -198,14 +198,14 @@ async def _until_too_large(process: Process, most: float) -> str:
 def _resident_bytes(pid: int) -> int:
     """Return the memory of a process; 0: it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def _memory_limit() -> float:
     """Return how many bytes a process may take that is started now; any number, if the system does not say."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 * MEMORY_SHARE
     return math.inf

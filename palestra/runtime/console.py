@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import threading
 import time
@@ -12,7 +13,6 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
@@ -46,7 +46,7 @@ class Console:
         """
         self._notes = notes
         self._config, self._beginning = config, beginning(config)
-        self._out = TerminalConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
+        self._out = TerminalConsole(quiet=quiet, soft_wrap=True, file=file)
         self._bars = Progress(
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
@@ -68,8 +68,8 @@ class Console:
 
     def __enter__(self) -> Self:
         for note in self._notes:
-            self._out.print(note, markup=False)
-        self._out.print(f"[bold]{self._config.name}[/]: {self._headline()}{self._target()}")
+            self._out.print(note)
+        self._out.print(Text.assemble((self._config.name, "bold"), f": {self._headline()}{self._target()}"))
         if self._live is not None:
             self._live.start()
         if self._live is not None or self._plain is not None:
@@ -101,9 +101,9 @@ class Console:
         elif kind == "step" and data["step"]:
             self._say(self._step_line(data))
         elif kind == "warning":
-            self._say(f"[yellow]warning:[/] {escape(data['text'])}")
+            self._say(_warning(data["text"]))
         elif kind in (*LOSSES, STUCK, "tasks_grouped"):
-            self._say(escape(one_line(data["text"])))
+            self._say(one_line(data["text"]))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
         """Print where the results are, or how to continue, when the job is over or was stopped.
@@ -115,19 +115,20 @@ class Console:
         if state != "completed":
             self._out.print(f"stopped; go on with --resume, in a script with resume=True (the run is in {folder})")
             return
-        self._out.print(f"\n[bold]done[/]: {folder / 'curve.png'}, {folder / 'metrics.jsonl'}")
+        self._out.print(Text.assemble(("\ndone", "bold"), f": {folder / 'curve.png'}, {folder / 'metrics.jsonl'}"))
         for policy, path in checkpoints.items():
             whose = f"{policy}: " if len(checkpoints) > 1 else ""
             self._out.print(f"model:  {whose}{path}  (load it with transformers)")
-        chosen = f" --policy {self._config.players.default}" if self._config.trains_several else ""
+        run = shlex.quote(str(folder))
+        chosen = f" --policy {shlex.quote(self._config.players.default)}" if self._config.trains_several else ""
         self._out.print(
             "next:   "
-            f"palestra dashboard {folder}   curves, groups, episodes and tokens in the browser\n"
-            f"        palestra episodes {folder}   what was played, token by token\n"
-            f"        palestra export {folder} my-model{chosen}   the trained model as a folder of its own"
+            f"palestra dashboard {run}   curves, groups, episodes and tokens in the browser\n"
+            f"        palestra episodes {run}   what was played, token by token\n"
+            f"        palestra export {run} my-model{chosen}   the trained model as a folder of its own"
         )
 
-    def _step_line(self, row: dict[str, float]) -> str:
+    def _step_line(self, row: dict[str, float]) -> Text:
         budget, steps = self._config.token_budget, self._config.steps
         if budget is None:
             text = f"step {int(row['step']):>{len(str(steps))}}/{steps}   "
@@ -142,8 +143,8 @@ class Console:
         rate = row.get("rollout/tokens_per_second")
         text += f"   {'-' if rate is None else f'{rate:.0f}':>6} tok/s   {row['time/step_seconds']:5.1f} s"
         if of_policies(row, "validation/reward_mean"):
-            text += f"   [bold]{_validation(row)}[/]"
-        return text
+            return Text.assemble(f"{text}   ", (_validation(row), "bold"))
+        return Text(text)
 
     def _headline(self) -> str:
         budget = self._config.token_budget
@@ -154,17 +155,16 @@ class Console:
         )
         return f"{models_of(self._config)}, {until}; tok/s: prompts and replies"
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str | Text) -> None:
         """Print a line that stays on the screen."""
         self._out.print(text)
         if self._plain is not None:
             self._plain.wrote(time.monotonic())
 
     def _say_numerics(self, data: dict[str, Any]) -> None:
-        self._say(escape(one_line(data["text"])))
+        self._say(one_line(data["text"]))
         if data["problem"]:
-            why = escape(one_line(data["problem"]))
-            self._say(f"[yellow]warning:[/] layers are computed without compiled functions, and slower: {why}")
+            self._say(_warning(f"layers are computed without compiled functions, and slower: {data['problem']}"))
 
     def _target(self) -> str:
         return f" → {self._config.folder}"
@@ -178,7 +178,7 @@ class Console:
             elif self._plain is not None and not (job is None and loading_said):
                 news, text = self._situation(job)
                 if text and self._plain.due(news, time.monotonic()):
-                    self._out.print(text, markup=False)
+                    self._out.print(text)
                     loading_said = job is None
 
     def _situation(self, job: LocalJob | None) -> tuple[object, str]:
@@ -226,6 +226,10 @@ class Console:
         return ["   ".join(parts), "   ".join(shares)]
 
 
+def _warning(text: str) -> Text:
+    return Text.assemble(("warning:", "yellow"), f" {one_line(text)}")
+
+
 def models_of(config: JobConfig) -> str:
     """Return the models of a job in words, with their policies' names where there are several."""
     if len(config.policies) == 1:
@@ -259,7 +263,7 @@ class ServingConsole(Console):
             tokens = data["prompt_tokens"] + data["completion_tokens"]
             self._out.print(f"served {data['calls']:,} calls, {tokens:,} tokens")
         elif kind in LOSSES:
-            self._say(escape(one_line(data["text"])))
+            self._say(one_line(data["text"]))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
         """Print how to serve the model again."""

@@ -126,7 +126,7 @@ def _head_size(model: str) -> int | None:
 
     try:
         folder = model_folder(base_of(model))
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text()) if isinstance(folder, Path) else {}
+        found: dict[str, Any] = json.loads((folder / "config.json").read_bytes()) if isinstance(folder, Path) else {}
         text = found.get("text_config", found)
         if text.get("kv_lora_rank") is not None:  # latent attention has sizes of its own
             return None

@@ -21,7 +21,7 @@ def available_bytes(*, swap: bool = False) -> int:
     Args:
         swap: whether memory on the disk counts, with which a job runs slowly and is not ended.
     """
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []
     sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     if "MemAvailable" not in sizes:
         return memory_bytes()
@@ -56,7 +56,7 @@ class MemoryPeak:
     def now(self) -> int:
         """Return the resident memory of this process in bytes; 0 where there is no /proc."""
         try:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         except OSError:
             return 0
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -75,7 +75,7 @@ def descendants(process: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            parent = int(path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     found = [process]
     for parent in found:  # the list grows during the loop
@@ -86,7 +86,7 @@ def descendants(process: int) -> list[int]:
 def _share(process: int) -> int:
     """Return the bytes of a process, with its share of the memory that it has in common with others."""
     with contextlib.suppress(OSError):  # it has ended
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0

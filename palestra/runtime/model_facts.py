@@ -47,7 +47,7 @@ def model_facts(folder: Path) -> ModelFacts:
         ModelError: a file is missing or damaged.
     """
     try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         context = (found.get("text_config") or found).get("max_position_embeddings")
         sizes: dict[str, int] = {}
         files = sorted(folder.glob("model*.safetensors"))  # others, which some models bring as well, are not loaded

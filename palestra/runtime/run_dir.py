@@ -179,7 +179,7 @@ def _locked(folder: Path) -> IO[str]:
     for _ in range(ATTEMPTS):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: a run contains prompts
-            lock: IO[str] = (folder / RUN_LOCK).open("w")
+            lock: IO[str] = (folder / RUN_LOCK).open("w", encoding="utf-8")
         except FileNotFoundError:  # a failing start has just removed the folder, or the working directory is gone
             continue
         except OSError as error:

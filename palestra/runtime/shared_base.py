@@ -157,9 +157,9 @@ def base_key() -> str:
     if (file := os.environ.get(KEY_FILE)) is None:
         raise ConfigError(f"the base server wants a key: set {KEY} to it, or {KEY_FILE} to a file such as keys/default")
     try:
-        return Path(file).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"{KEY_FILE}: {file} can't be read: {error.strerror}") from error
+        return Path(file).read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{KEY_FILE}: {file} can't be read: {error}") from error
 
 
 def _job_id(config: JobConfig) -> str:

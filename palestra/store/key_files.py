@@ -87,7 +87,7 @@ def read_secret(folder: Path) -> bytes:
         ConfigError: the file is empty, short or damaged, so that keys of the run could be guessed.
     """
     path = folder / SECRET
-    text = path.read_text(errors="replace").strip()
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
     if _FORM.fullmatch(text) is None:
         raise ConfigError(
             f"{path} holds {len(text)} characters and not the {2 * SECRET_BYTES} hexadecimal digits of a secret; "
@@ -112,7 +112,7 @@ def rotate_keys(folder: Path, job: str) -> str:
     """
     with _locked(folder):
         try:
-            present = (folder / API_KEY).read_text().strip()
+            present = (folder / API_KEY).read_text(encoding="utf-8").strip()
             derived = job_key(read_secret(folder), job)
         except FileNotFoundError:
             raise NotFound(NO_KEY) from None

@@ -93,7 +93,7 @@ def alone(folder: Path, name: str) -> Iterator[None]:
     path = folder / FOLDER / f"{name}.lock"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     until = time.monotonic() + LOCK_SECONDS
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -75,7 +75,7 @@ def read_weights(folder: Path) -> dict[str, Any] | None:
         if folder.exists():
             log.warning("%s is damaged (%s)", folder, problem)
         return None
-    state: dict[str, Any] = json.loads((folder / INDEX).read_text())["state"]
+    state: dict[str, Any] = json.loads((folder / INDEX).read_bytes())["state"]
     return state
 
 
@@ -93,7 +93,7 @@ def _write_whole(
             "state": dict(state),
             "files": {str(p.relative_to(temporary)): _digest(p) for p in files},
         }
-        (temporary / INDEX).write_text(json.dumps(index | {"digest": _fingerprint(index)}, indent=1))
+        (temporary / INDEX).write_text(json.dumps(index | {"digest": _fingerprint(index)}, indent=1), encoding="utf-8")
         _sync(temporary / INDEX)
         for each in {temporary, *(path.parent for path in files)}:
             _sync(each)
@@ -132,7 +132,7 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     for path in reversed(there):
         problem = _problem(path)
         if problem is None:
-            state: dict[str, Any] = json.loads((path / INDEX).read_text())["state"]
+            state: dict[str, Any] = json.loads((path / INDEX).read_bytes())["state"]
             return path, state
         log.warning("%s is damaged (%s); trying the one before", path, problem)
     if there:
@@ -158,7 +158,7 @@ def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
         return None
     if (problem := _problem(path)) is not None:
         raise CheckpointError(f"{path} is damaged ({problem})")
-    state: dict[str, Any] = json.loads((path / INDEX).read_text())["state"]
+    state: dict[str, Any] = json.loads((path / INDEX).read_bytes())["state"]
     return path, state
 
 
@@ -260,7 +260,7 @@ def _link(source: str, target: str) -> None:
 def _problem(path: Path) -> str | None:
     """Return why a checkpoint is damaged: an unreadable index, or a file with another hash. None: it is whole."""
     try:
-        index = json.loads((path / INDEX).read_text())
+        index = json.loads((path / INDEX).read_bytes())
         if index.pop("digest") != _fingerprint(index):
             return f"{INDEX} has another hash"
         for name, digest in index["files"].items():

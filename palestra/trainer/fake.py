@@ -222,9 +222,9 @@ class FakeTrainer:
         mine = self._policy(policy)
 
         def fill(path: Path) -> None:
-            (path / WEIGHTS_FILE).write_text(mine.weights["policy"])
+            (path / WEIGHTS_FILE).write_text(mine.weights["policy"], encoding="utf-8")
             if mine.spec.critic:
-                (path / CRITIC_FILE).write_text(mine.weights["critic"])
+                (path / CRITIC_FILE).write_text(mine.weights["critic"], encoding="utf-8")
 
         async def work() -> Path:
             full = {**state, "incarnation": mine.version.incarnation, "n": mine.version.n}
@@ -239,7 +239,9 @@ class FakeTrainer:
         async def work() -> None:
             state = {"incarnation": mine.version.incarnation, "n": mine.version.n}
             weights = mine.weights["policy"]
-            checkpoint.write_weights(folder, step, lambda path: (path / WEIGHTS_FILE).write_text(weights), state)
+            checkpoint.write_weights(
+                folder, step, lambda path: (path / WEIGHTS_FILE).write_text(weights, encoding="utf-8"), state
+            )
 
         await self._serial.run_idempotent(policy, request_id, work)
 
@@ -250,9 +252,9 @@ class FakeTrainer:
         if found is None:
             return None
         path, state = found
-        mine.weights["policy"] = (path / WEIGHTS_FILE).read_text()
+        mine.weights["policy"] = (path / WEIGHTS_FILE).read_text(encoding="utf-8")
         if mine.spec.critic:
-            mine.weights["critic"] = (path / CRITIC_FILE).read_text()
+            mine.weights["critic"] = (path / CRITIC_FILE).read_text(encoding="utf-8")
         mine.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
         return state
 

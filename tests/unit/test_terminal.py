@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
+from rich.text import Text
 
 from palestra.terminal import LogFormatter, TerminalConsole, one_line, printable, say
 
@@ -58,5 +59,29 @@ def test_a_line_a_log_and_a_console_show_what_they_would_obey():
 
 def test_styles_of_our_own_work():
     out = io.StringIO()
-    TerminalConsole(file=out, force_terminal=True, color_system="standard").print("[bold]x[/]")
+    TerminalConsole(file=out, force_terminal=True, color_system="standard").print(Text("x", style="bold"))
     assert out.getvalue() == "\x1b[1mx\x1b[0m\n"
+
+
+@pytest.mark.parametrize("text", ["[red]a[/]", "[/]", "a[bold", ":smile:", "[link=x]y[/link]", "\\[b]", "[b\\"])
+def test_markup_in_text_of_others_is_shown(text):
+    out = io.StringIO()
+    console, table = TerminalConsole(file=out, width=80, force_terminal=True, color_system="standard"), Table(box=None)
+    table.add_column(text)
+    table.add_row(text)
+    for shown in (text, table, Text.assemble((text, "bold"))):
+        console.print(shown)
+    assert out.getvalue().count(text) == 4
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_a_terminal_that_is_not_utf_8_gets_what_it_can_show(encoding):
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    say("job → runs/東京 … ä", file=out)
+    console = TerminalConsole(file=out, width=80)
+    console.print("job → runs/東京 … ä")
+    console.print(Table("東京", "→"))
+    out.flush()
+    lines = out.buffer.getvalue().decode(encoding).splitlines()
+    expected = {"ascii": "job > runs/?? ~ ?", "latin-1": "job > runs/?? ~ ä", "cp1252": "job > runs/?? ~ ä"}
+    assert lines[:2] == [expected.get(encoding, "job → runs/東京 … ä")] * 2

@@ -92,7 +92,7 @@ class AdmittedJobs:
         self.add(job)
         path = self._folders / job.job_id / KEY_FILE
         try:
-            key = path.read_text()
+            key = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:

@@ -95,7 +95,7 @@ def read_ended(folder: Path, name: str = ENDED_FILE) -> Ended | None:
     """Return how a server ended, from a file in its folder; None: the server was killed, or the file is damaged."""
     path = folder / name
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         return Ended(ending=Ending(found["ending"]), reason=str(found["reason"]))
     except FileNotFoundError:
         return None

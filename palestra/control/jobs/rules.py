@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.config import BUILT_IN, JobConfig
+from palestra.config.toml_file import read_toml
 from palestra.control.jobs.engine_rules import EngineRules, load_engine_rules
 from palestra.control.placement.bases import BaseLimits
 from palestra.envs.catalog import STARTS_PROGRAMS
@@ -295,12 +295,7 @@ def load_rules(path: Path) -> Rules:
     Raises:
         ConfigError: no such file, not TOML, an unknown key, or a value out of range.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    data = read_toml(path)
     known = ("hub_models", "models", "caps", "environment", "bases", "engines", *_PICTURE_HOSTS)
     for key in data:
         _require_known(path, key, known)

@@ -49,7 +49,7 @@ def read_model_files(folder: Path) -> ModelFiles:
         ModelError: a file is missing or damaged, or the configuration names another model, which a server would load.
     """
     try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         if elsewhere := sorted(set(_ELSEWHERE).intersection(_keys(found))):
             raise ModelError(
                 f"the model in {folder} names another model in its config.json ({', '.join(elsewhere)}), which the "

@@ -301,7 +301,7 @@ def _is_of(process: int, profile: Path) -> bool:
 def _started(process: int) -> str:
     """Return when a process was started, as the kernel counts; "": there is none of this number."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""
 
 
@@ -309,7 +309,7 @@ def _remove_left() -> None:
     """Remove the profiles of this user's processes that were killed together with their drivers."""
     for profile in Path(tempfile.gettempdir()).glob("playwright_chromiumdev_profile-*"):
         with contextlib.suppress(OSError, ValueError):
-            process, started = (profile / _OWNER).read_text().split()
+            process, started = (profile / _OWNER).read_text(encoding="utf-8").split()
             if profile.lstat().st_uid == os.geteuid() and _started(int(process)) != started:
                 shutil.rmtree(profile, ignore_errors=True)
 

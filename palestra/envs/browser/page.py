@@ -24,7 +24,7 @@ _DESCRIBE = "asked => window.__palestra?.snapshot(asked) ?? ['(no page)', 0]"
 _SETTLE = "most => window.__palestra?.settle(most)"
 _SETTLE_MS = 1000  # at most, for pictures to come and for what opens or closes to be there
 _TRIES = 5  # of reading a page that is being replaced by another
-_SNAPSHOT = files("palestra.envs.browser").joinpath("snapshot.js").read_text()
+_SNAPSHOT = files("palestra.envs.browser").joinpath("snapshot.js").read_text(encoding="utf-8")
 
 
 class BrowserPage:

@@ -28,7 +28,7 @@ def main() -> None:
     description: dict[str, Any] = json.loads(sys.argv[1])
     width, height = description["size"]
     os.environ["DISPLAY"] = f":{_start_screen(width, height)}"
-    answers = open(int(sys.argv[2]), "w")  # noqa: SIM115 - open as long as the program
+    answers = open(int(sys.argv[2]), "w", encoding="utf-8")  # noqa: SIM115 - open as long as the program
     root = tkinter.Tk()
     root.geometry(f"{width}x{height}+0+0")
     widgets: list[tuple[str, str, tkinter.Widget, Any]] = []
@@ -101,7 +101,7 @@ def _start_screen(width: int, height: int) -> str:
     screen = ("-screen", "0", f"{width}x{height}x24", "-fbdir", ".", "-nolisten", "tcp")
     subprocess.Popen(["Xvfb", "-displayfd", str(writing), *screen], pass_fds=[writing])
     os.close(writing)
-    with open(reading) as number:
+    with open(reading, encoding="utf-8") as number:
         return number.readline().strip()
 
 

@@ -326,7 +326,10 @@ def _walk(folder: int, path: str, depth: int) -> Iterator[tuple[str, int, str]]:
 
 def _sockets(process: int) -> int:
     """Return how many sockets there are in the network of a process; 0 once it has ended."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/net/sockstat") as file:
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open(f"/proc/{process}/net/sockstat", encoding="utf-8") as file,
+    ):
         return int(file.readline().split()[2])
     return 0
 
@@ -335,7 +338,7 @@ def _resident(process: int) -> int:
     """Return the resident memory of a process and all below it, in bytes."""
     total = 0
     for one in family_of(process):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{one}/statm") as file:
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{one}/statm", encoding="utf-8") as file:
             total += int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return total
 
@@ -344,7 +347,10 @@ def own_memory(processes: Iterable[int]) -> int:
     """Return the memory of processes together in bytes, without files, which programs have in common."""
     total = 0
     for one in processes:
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{one}/status") as file:
+        with (
+            contextlib.suppress(OSError, ValueError, IndexError),
+            open(f"/proc/{one}/status", encoding="utf-8") as file,
+        ):
             total += sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
     return total * 1024
 
@@ -357,5 +363,5 @@ def family_of(process: int) -> Iterator[int]:
         yield one
         with contextlib.suppress(OSError, ValueError):
             for thread in os.listdir(f"/proc/{one}/task"):
-                with open(f"/proc/{one}/task/{thread}/children") as file:
+                with open(f"/proc/{one}/task/{thread}/children", encoding="utf-8") as file:
                     waiting += map(int, file.read().split())

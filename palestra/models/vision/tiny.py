@@ -74,6 +74,6 @@ def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, 
         "rescale_factor": 1 / 255,
         "size": {"longest_edge": longest},
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2))
+    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2), encoding="utf-8")
     processor = {"processor_class": "Idefics3Processor", "image_seq_len": (TILE // (TILE // 4) // 2) ** 2}
-    (folder / "processor_config.json").write_text(json.dumps(processor, indent=2))
+    (folder / "processor_config.json").write_text(json.dumps(processor, indent=2), encoding="utf-8")

@@ -54,7 +54,7 @@ def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64
         "merge_size": 2,
         "size": {"shortest_edge": 4 * _SIDE**2, "longest_edge": 16 * _SIDE**2},
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2))
+    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2), encoding="utf-8")
 
 
 def _tower(family: Family, width: int) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def locked(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as opened:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: runs contain prompts
-            lock = opened.enter_context((folder / ".lock").open("w"))
+            lock = opened.enter_context((folder / ".lock").open("w", encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"the output {folder} can't be used as a folder: {cause_of(error)}") from error
         try:

@@ -124,7 +124,7 @@ class KeptResults:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the runs of a file by scenario and algorithm; none where there is no file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:

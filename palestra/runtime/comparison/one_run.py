@@ -53,7 +53,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """
     folder = path.with_suffix("")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

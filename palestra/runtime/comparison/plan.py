@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from palestra.config import JobConfig, load_config, parse_config, resolve_paths
 from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table
+from palestra.config.toml_file import read_toml
 from palestra.errors import ConfigError, PalestraError
 
 Load = Callable[[str], Any]  # imports "module:function", or "path/to/file.py:function"
@@ -147,7 +147,7 @@ def _base_job(key: str, scenario: ScenarioEntry, load: Load) -> tuple[Table, dic
         )
     if scenario.job is not None:
         load_config(scenario.job)  # so that a mistake in the file is said with the name of the file
-        data = tomllib.loads(scenario.job.read_text(encoding="utf-8"))
+        data = read_toml(scenario.job)
         resolve_paths(data, scenario.job.parent)
     else:
         job = made if isinstance(made, JobConfig) else parse_config(made, source=str(scenario.play))

@@ -57,7 +57,7 @@ class GridProgress:
         if self._live is not None:
             self._live.update(Text(text, style="dim"), refresh=True)
         elif self._plain.due((run.label, self._tokens, stopping), time.monotonic()):
-            self._out.print(text, markup=False)
+            self._out.print(text)
 
     def end(self, run: PlannedRun, reason: str | None) -> None:
         """Print what a run has reached, or why it failed.
@@ -80,7 +80,7 @@ class GridProgress:
             self._live.stop()
 
     def _say(self, text: str) -> None:
-        self._out.print(text, markup=False, soft_wrap=True)
+        self._out.print(text, soft_wrap=True)
         self._plain.wrote(time.monotonic())
 
     def _look(self, folder: Path) -> float:

@@ -216,7 +216,7 @@ def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) ->
 def machine() -> str:
     """Return the processor and the number of cores of this machine."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     name = next(

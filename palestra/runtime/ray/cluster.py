@@ -107,7 +107,7 @@ def stop_local(state_dir: Path) -> None:
 def _use_own_token(state_dir: Path) -> None:
     """Make clients of the local cluster need a token that only this user can read. A joined cluster has its own."""
     path = state_dir.resolve() / "ray_token"  # absolute: Ray has another working directory
-    token = path.read_text(errors="replace") if path.exists() else None
+    token = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
     if token is None or re.fullmatch("[0-9a-f]{64}", token) is None:
         if token is not None:
             log.warning("%s is damaged, so it is written anew", path)
@@ -160,7 +160,7 @@ def _wait(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
         if head.poll() is not None:
             raise ConfigError(f"Ray could not be started; see {said}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            if "Ray runtime started" in said.read_text(errors="replace"):
+            if "Ray runtime started" in said.read_text(encoding="utf-8", errors="replace"):
                 return
         time.sleep(0.1)
     raise ConfigError(f"Ray did not start within {START_SECONDS:g} s; see {said}")
@@ -176,7 +176,7 @@ def _read(state_dir: Path) -> dict[str, Any] | None:
     """Return what is known of the local cluster; None: nothing, or the file is damaged."""
     path = state_dir / _FILE
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         return {"address": str(found["address"]), "pid": int(found["pid"]), "started": found["started"]}
     except FileNotFoundError:
         return None
@@ -203,7 +203,7 @@ def _started(pid: int) -> str | None:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of `/proc/PID/stat` from the state on, or None if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
 

@@ -63,7 +63,7 @@ def join(beside: Path) -> None:
         beside: the job's folder for such processes, on this machine.
     """
     beside.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (beside / str(os.getpid())).write_text(start_time(os.getpid()) or "")
+    (beside / str(os.getpid())).write_text(start_time(os.getpid()) or "", encoding="utf-8")
 
 
 def _joined(beside: Path | None) -> list[int]:
@@ -71,7 +71,7 @@ def _joined(beside: Path | None) -> list[int]:
     found = list[int]()
     with contextlib.suppress(OSError):
         for path in beside.iterdir() if beside is not None else ():
-            if path.name.isdigit() and path.read_text() == start_time(int(path.name)):
+            if path.name.isdigit() and path.read_text(encoding="utf-8") == start_time(int(path.name)):
                 found.append(int(path.name))
     return found
 
@@ -97,12 +97,14 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
             said = text.replace(USED, f"{used / 2**30:.2f}")
             temporary = ended.with_name(f".{ended.name}.part")
             with contextlib.suppress(OSError):  # a full disk must not keep the job alive
-                with temporary.open("w") as file:  # as `disk.write_whole` does, which this script can't import
+                with temporary.open(
+                    "w", encoding="utf-8"
+                ) as file:  # as `disk.write_whole` does, which this script can't import
                     file.write(said)
                     file.flush()
                     os.fsync(file.fileno())
                 temporary.replace(ended)
-                with log.open("a") as file:
+                with log.open("a", encoding="utf-8") as file:
                     file.write(said + "\n")
             for process in (pid, *(joined := _joined(beside)), *descendants(pid, *joined)):
                 with contextlib.suppress(ProcessLookupError):
@@ -115,7 +117,7 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of `/proc/PID/stat` from the state on, or None if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
 
@@ -123,7 +125,7 @@ def _stat(pid: int) -> list[str] | None:
 def _sum(path: str, names: tuple[str, ...]) -> int:
     """Return the sum, in bytes, of the lines of a file in /proc that begin with one of `names`."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))

@@ -76,7 +76,7 @@ class Service:
 
 
 def drawn(service: Service, capsys, width: int = 160) -> str:
-    TerminalConsole(highlight=False, width=width).print(top_service.service_view(service, width, time.time()))
+    TerminalConsole(width=width).print(top_service.service_view(service, width, time.time()))
     return capsys.readouterr().out
 
 

@@ -65,3 +65,24 @@ def test_of_two_processes_that_make_a_model_at_once_the_first_wins(monkeypatch, 
 
     assert (catalog._made_once("m", other_is_quicker) / "config.json").read_text() == "first"
     assert [p.name for p in (tmp_path / "models").iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("variable", ["PALESTRA_CACHE", "XDG_CACHE_HOME", "HOME"])
+def test_a_cache_that_can_not_be_written_is_one_line_with_the_variable_to_set(monkeypatch, variable):
+    for name in ("PALESTRA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "/proc/nope")
+    with pytest.raises(ModelError, match=r"tiny-random.*/proc/nope.*set PALESTRA_CACHE"):
+        model_folder("tiny-random")
+
+
+def test_a_user_without_a_home_is_told_to_set_the_cache(monkeypatch):
+    for name in ("PALESTRA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.expanduser", unknown)
+    with pytest.raises(ModelError, match="set PALESTRA_CACHE"):
+        cache_folder()

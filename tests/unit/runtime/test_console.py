@@ -1,0 +1,48 @@
+"""What the console prints of names that a user has chosen."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+from palestra.config import JobConfig
+from palestra.runtime.console import console_of
+
+
+def printed(config: JobConfig, work) -> str:
+    out = io.StringIO()
+    console = console_of(config, file=out)
+    work(console)
+    return out.getvalue()
+
+
+def test_names_with_markup_are_printed_as_they_are():
+    config = JobConfig(name="a", model="[red]m[/]", run_dir=Path("[/]"))
+
+    def work(console):
+        console.__enter__()
+        console.__exit__(None, None, None)
+        console.report("warning", {"text": "[/] :smile: [bold]x"})
+        console.finished("completed", {"policy": Path("[blue]/step")})
+
+    shown = printed(config, work)
+    for text in ("[red]m[/]", "warning: [/] :smile: [bold]x", "[blue]/step", "[/]/curve.png"):
+        assert text in shown
+
+
+def test_commands_can_be_pasted_into_a_shell():
+    folder = "my runs/it's $HOME; ls"
+    shown = printed(JobConfig(name="a", run_dir=Path(folder)), lambda console: console.finished("completed", {}))
+    commands = re.findall(r"palestra (?:dashboard|episodes|export) .*?(?=   )", shown)
+    assert [shlex.split(command)[2] for command in commands] == [folder] * 3
+
+
+def test_what_computes_is_a_line_and_a_reason_a_warning():
+    data = {"text": "computes on p, torch's operators, torch 2", "problem": "there is no C compiler (cc)"}
+    for kind in ("training", "inference"):
+        shown = printed(JobConfig(name="a", kind=kind), lambda console: console.report("numerics", data))
+        assert "computes on p" in shown
+        assert "warning: layers are computed without compiled functions" in shown
+        assert "there is no C compiler (cc)" in shown
