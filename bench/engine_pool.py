@@ -26,8 +26,7 @@ from machine import observed
 from palestra.config import SMOLLM2, JobConfig
 from palestra.engine.base import Engine, EngineRequest
 from palestra.models.weights import LocalWeights
-from palestra.runtime.engine_pool import pooled_parts
-from palestra.runtime.parts import build_parts
+from palestra.runtime.parts import build_parts, pooled_parts
 from palestra.terminal import say
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
@@ -41,7 +40,7 @@ async def engine_of(model: str, **settings: Any) -> AsyncIterator[Engine]:
     given: Mapping[str, Any] = {"model": model, "engine": settings}
     config = JobConfig.model_validate(given)
     apart = settings.get("replicas", 1) > 1
-    parts = await pooled_parts(config, config.engine, {}) if apart else await in_thread(lambda: build_parts(config))
+    parts = await pooled_parts(config, {}) if apart else await in_thread(lambda: build_parts(config))
     try:
         yield parts.engine
     finally:

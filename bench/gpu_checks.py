@@ -18,8 +18,7 @@ from made_rows import POLICY, made_row, made_rows
 from torch import Tensor, nn
 
 from palestra.config import TrainerConfig, parse_config
-from palestra.runtime.engine_pool import pooled_parts
-from palestra.runtime.parts import Parts, build_parts
+from palestra.runtime.parts import Parts, build_parts, pooled_parts
 from palestra.trainer.base import OptimParams, PolicySpec, StepReport, Trainer
 from palestra.trainer.block_attention import BlockAttention
 from palestra.trainer.moment_files import read_moments
@@ -231,7 +230,7 @@ async def served(model: Path, device: str, scale: Scale, vllm: str | None) -> di
         policy = {"model": str(model), "max_context": 1024}
         trainer = {"device": device, "dtype": dtype}
         config = parse_config({"run_dir": folder, "policies": {POLICY: policy}, "engine": engine, "trainer": trainer})
-        parts = await pooled_parts(config, config.engine, {})
+        parts = await pooled_parts(config, {})
         assert parts.trainer is not None
         try:
             await parts.engine.resume()

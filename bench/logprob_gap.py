@@ -26,8 +26,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.engine.base import EngineRequest
 from palestra.models.catalog import model_folder
 from palestra.models.device import tune_malloc
-from palestra.runtime.engine_pool import pooled_parts
-from palestra.runtime.parts import Parts, build_parts
+from palestra.runtime.parts import Parts, build_parts, pooled_parts
 from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec
 from palestra.types.calls import Floats, Ids, SamplingParams, TokenSequence
@@ -128,7 +127,7 @@ def _trained(rows: Sequence[Floats], samples: Sequence[TrainSample]) -> Floats:
 async def measure(config: JobConfig, seed: int) -> dict[str, Any]:
     """Sample, compute the same tokens' logprobs in three other ways, and compare."""
     pooled = config.engine.pooled
-    parts = await (pooled_parts(config, config.engine, {}) if pooled else in_thread(lambda: build_parts(config)))
+    parts = await (pooled_parts(config, {}) if pooled else in_thread(lambda: build_parts(config)))
     assert parts.trainer is not None
     await parts.engine.resume()
     try:

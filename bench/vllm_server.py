@@ -33,14 +33,15 @@ from machine import observed, remark
 
 from palestra.config import SMOLLM2, JobConfig, parse_config
 from palestra.engine.base import Engine, EngineRequest
+from palestra.engine.driver import EngineJob
 from palestra.engine.external.connection import Address
+from palestra.engine.external.served_models import read_served_models
+from palestra.engine.external.servers import EngineServers
 from palestra.engine.vllm.config import VllmEngineConfig
+from palestra.engine.vllm.driver import VllmDriver
 from palestra.models.catalog import model_folder
 from palestra.models.weight_file import FileWeights
 from palestra.models.weights import LocalWeights
-from palestra.runtime.engine_servers import EngineServers, weight_rounds
-from palestra.runtime.served_models import read_served_models
-from palestra.runtime.server_places import ServerPlaces
 from palestra.terminal import say
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
@@ -173,13 +174,16 @@ def all_weights(shapes: Collection[str]) -> LocalWeights:
     return LocalWeights([(name, one.float()) for name, one in FileWeights(file).tensors() if name in shapes])
 
 
+DRIVER = VllmDriver()
+
+
 async def run(config: JobConfig, rounds: int) -> None:
     """Start the server, and print all tables."""
     assert isinstance(config.engine, VllmEngineConfig)
-    settings, models = config.engine, read_served_models(config, {})
-    assert settings.python is not None
-    places = await in_thread(partial(ServerPlaces, config, settings, settings.python, models))
-    servers = await in_thread(lambda: EngineServers(config, settings, models, 0, places.of_worker(0), None))
+    settings, job = config.engine, EngineJob(config=config)
+    models = read_served_models(job, DRIVER.images)
+    places = (await in_thread(partial(DRIVER.places, job, settings, models))).of_worker(0)
+    servers = await in_thread(lambda: EngineServers(DRIVER, settings, models, 0, config.folder, places))
     engine = await in_thread(servers.engine)
     folder, address = model_folder(SMOLLM2), servers.addresses[0]
     assert isinstance(folder, Path)
@@ -204,11 +208,13 @@ async def run_updates(configs: dict[str, JobConfig]) -> None:
     try:
         for name, config in configs.items():
             assert isinstance(config.engine, VllmEngineConfig)
-            settings, models = config.engine, read_served_models(config, {})
-            assert settings.python is not None
-            places = await in_thread(partial(ServerPlaces, config, settings, settings.python, models))
-            rounds = weight_rounds(settings)
-            servers = await in_thread(partial(EngineServers, config, settings, models, 0, places.of_worker(0), rounds))
+            settings, job = config.engine, EngineJob(config=config)
+            models = read_served_models(job, DRIVER.images)
+            places = (await in_thread(partial(DRIVER.places, job, settings, models))).of_worker(0)
+            rounds = DRIVER.rounds(settings)
+            servers = await in_thread(
+                partial(EngineServers, DRIVER, settings, models, 0, config.folder, places, rounds)
+            )
             engines[name] = await in_thread(servers.engine)
         await compare_updates(engines, all_weights(models[0].files.shapes))
     finally:

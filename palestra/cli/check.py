@@ -201,7 +201,7 @@ def _table(config: JobConfig, trial: Trial) -> Table:
     """Return the table of a trial: what, how much in each step, and a remark."""
     from rich.table import Table
 
-    from palestra.runtime.memory import available_bytes
+    from palestra.models.device import available_bytes
     from palestra.runtime.trial import plays_episodes
     from palestra.types.progress import duration
 

@@ -4,7 +4,7 @@ from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
-from palestra.config.engine import EngineConfig, MixedEngineConfig, PooledEngineConfig
+from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
 from palestra.config.loading import (
@@ -73,6 +73,7 @@ __all__ = [
     "AdapterConfig",
     "AdvantageScale",
     "AlgorithmConfig",
+    "Alike",
     "CISPOConfig",
     "CheckpointConfig",
     "ClippedConfig",

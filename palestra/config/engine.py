@@ -6,6 +6,7 @@ The sections of the kinds are in `palestra.engine.<kind>.config`, or in other pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
@@ -31,6 +32,27 @@ InFlightUpdates = Annotated[
         "passed on before."
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Processes of one role that are alike.
+
+    Attributes:
+        count: how many there may be.
+        cores: of each, where it has no bundle.
+        device: where each computes, as the configuration has it; None: it computes with no model.
+        cards: GPUs that each takes whole, if it has any: those of servers; None: it uses one, or a part of it.
+        needs_cards: whether it can't compute without them, because several share a model.
+        product: what the servers are, if they are servers of another project.
+    """
+
+    count: int
+    cores: int = 1
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    cards: int | None = None
+    needs_cards: bool = False
+    product: str = ""
 
 
 def _kind_of(value: Any) -> Any:
@@ -209,6 +231,14 @@ class PooledEngineConfig(EngineConfig):
     def tables(self) -> tuple[PooledEngineConfig, ...]:
         """Return this table."""
         return (self,)
+
+    def resources(self, policies: int) -> Alike:
+        """Return what the workers that a job starts hold of a cluster.
+
+        Args:
+            policies: of the job.
+        """
+        return Alike(self.started_count)
 
     def require_place(self) -> None:
         """Refuse a job that is about to start, if only a service could start it; see `EngineConfig`."""

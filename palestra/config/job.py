@@ -174,6 +174,11 @@ class JobConfig(Section):
         return next(iter(self.policies.values())).base if self.engine.has_model else None
 
     @property
+    def loads_models(self) -> bool:
+        """Return whether the job has models of its own: neither a base server nor an engine without a model."""
+        return self.engine.has_model and self.base is None
+
+    @property
     def trained_policies(self) -> tuple[str, ...]:
         """Return the names of the policies that are not frozen, in their order."""
         return tuple(not_frozen(self.policies))

@@ -47,6 +47,22 @@ class EngineLoad:
     workers: tuple[WorkerLoad, ...] = ()  # of a pool
 
 
+class WorkerPool(Protocol):
+    """What a pool of inference workers does, in addition to what every engine does."""
+
+    async def scores(self, policy: str, prompt: TokenSequence) -> list[list[float]]:
+        """Return what each worker that serves says of a prompt; see `Engine.score`."""
+        ...
+
+    async def resize(self, count: int) -> None:
+        """Change the number of workers, and return when it is reached."""
+        ...
+
+    async def next_loss(self) -> str:
+        """Return when a worker was lost, or does not start, and say why."""
+        ...
+
+
 class Engine(Protocol):
     """Samples tokens from the newest weights of each of its policies."""
 

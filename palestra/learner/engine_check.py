@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from palestra.engine.base import Engine
+from palestra.engine.base import WorkerPool
 from palestra.engine.external.sample_text import TEXT
-from palestra.engine.pool.manager import InferenceManager
 from palestra.errors import ConfigError
 from palestra.session import PolicyRuntime
 from palestra.trainer.base import Trainer
@@ -18,13 +17,13 @@ from palestra.types.records import TrainSample
 MOST_GAP = 0.25
 
 
-async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime) -> None:
-    """Compare what an engine and the trainer say of a text, under weights that both of them have.
+async def check_engine(pool: WorkerPool, trainer: Trainer, runtime: PolicyRuntime) -> None:
+    """Compare what the workers of a pool and the trainer say of a text, under weights that both of them have.
 
-    Each server of a pool is asked, because each may have another model.
+    Each is asked, because each may have another model.
 
     Args:
-        engine: samples from the policy, and isn't paused.
+        pool: samples from the policy, and isn't paused.
 
     Raises:
         ConfigError: they have different models.
@@ -32,10 +31,7 @@ async def check_engine(engine: Engine, trainer: Trainer, runtime: PolicyRuntime)
     """
     ids = runtime.renderer.vocabulary.encode(TEXT)[: runtime.config.max_context - 1]
     prompt, name = TokenSequence(ids), runtime.name
-    if isinstance(engine, InferenceManager):
-        said = await engine.scores(name, prompt)
-    else:
-        said = [await engine.score(name, prompt)]
+    said = await pool.scores(name, prompt)
     found = await trainer.forward(name, [_row(name, ids)], {"old_logprobs"})
     for one in said:
         gap = float(np.abs(np.array(one, np.float32) - found["old_logprobs"][0][1:]).mean())

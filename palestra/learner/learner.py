@@ -15,7 +15,7 @@ from typing import Any
 from palestra.algorithms.base import Algorithm
 from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig
-from palestra.engine.base import Engine
+from palestra.engine.base import Engine, WorkerPool
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.budget import TrainingBudget
@@ -60,6 +60,7 @@ class Learner:
         progress: JobProgress,
         report: Report,
         sync: RolloutSyncLock | None = None,
+        pool: WorkerPool | None = None,
     ) -> None:
         """Assemble the learner; `run` trains.
 
@@ -69,9 +70,10 @@ class Learner:
             engine: samples the episodes, and receives new weights.
             progress: the state that `/status` shows.
             report: is called with every event, as it is recorded.
+            pool: the engine, if it is a pool of inference workers.
             sync: lock held while weights are handed to the engine; None: weights may change at any time.
         """
-        self._sync = sync
+        self._sync, self._pool = sync, pool
         self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
         self._folder, self._progress, self._report = folder, progress, report
         self._policies = policies
@@ -376,8 +378,9 @@ class Learner:
         if await self._store.log.manifest(self._progress.step + 1) is not None:
             return
         await self._engine.resume()
-        for policy in self._unchecked:
-            await check_engine(self._engine, self._trainer, self._policies.runtime(policy))
+        if self._pool is not None:
+            for policy in self._unchecked:
+                await check_engine(self._pool, self._trainer, self._policies.runtime(policy))
         self._unchecked = ()
 
     async def _event(self, kind: str, data: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set by the control plane, which ends a job that uses more
+TRAINED_BYTES = 16  # a trained parameter: weight, gradient and two moments in float32
+BYTES = {"bfloat16": 2, "float32": 4}  # a parameter that is only read
 CORES_VARIABLE = "PALESTRA_CORES"  # cores that the processes of a job may use; unset: all
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
@@ -74,6 +76,15 @@ def reproducible_products() -> None:
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     if "amx_bf16" in processor:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # the best one without AMX
+
+
+def make_deterministic(deterministic: bool) -> None:
+    """Have this process compute reproducibly, if a job is deterministic; before its first product."""
+    if deterministic:
+        import torch
+
+        reproducible_products()
+        torch.use_deterministic_algorithms(True)
 
 
 def _processor() -> str:
@@ -136,3 +147,19 @@ def memory_bytes() -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     given = os.environ.get(MEMORY_VARIABLE)
     return machine if given is None else min(machine, int(float(given) * 2**30))
+
+
+def available_bytes(*, swap: bool = False) -> int:
+    """Return the memory that this process may still get: what the kernel says, or less where the job is limited.
+
+    Args:
+        swap: whether memory on the disk counts, with which a job runs slowly and is not ended.
+    """
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []
+    sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    if "MemAvailable" not in sizes:
+        return memory_bytes()
+    more = sizes.get("SwapFree", 0) if swap else 0
+    # What the job may use of the machine's memory does not grow by its swap space.
+    most = memory_bytes() if MEMORY_VARIABLE in os.environ else memory_bytes() + more
+    return min(sizes["MemAvailable"] + more, most)

@@ -16,10 +16,7 @@ from typing import Any
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import DEFAULT_CONTEXT, JobConfig
-from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.config import FakeEngineConfig
-from palestra.engine.vllm.command import installed_vllm
-from palestra.engine.vllm.config import VllmEngineConfig
+from palestra.engine.driver import driver_of
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.task_splits import Split
@@ -27,9 +24,9 @@ from palestra.errors import ConfigError, InvalidEnvironment, ModelError, Palestr
 from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
-from palestra.runtime.early_checks import check_trainer, devices, engine_tables, impossible_servers, not_reproducible
+from palestra.models.device import available_bytes
+from palestra.runtime.early_checks import check_trainer, devices, not_reproducible
 from palestra.runtime.environments import environment_of
-from palestra.runtime.memory import available_bytes
 from palestra.runtime.model_memory import (
     ModelMemory,
     amount,
@@ -67,10 +64,10 @@ class Finding:
 
 def check_job(config: JobConfig) -> list[Finding]:
     """Return what the configuration, this machine and the files that the job names make impossible."""
-    checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices, _engine_server]
+    checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices, _engine]
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
-    if not isinstance(config.engine, FakeEngineConfig) and config.base is None:
+    if config.loads_models:
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
 
@@ -104,7 +101,7 @@ def _folder(config: JobConfig) -> Iterator[Finding]:
 
 def _devices(config: JobConfig) -> Iterator[Finding]:
     """Look for a device that is not there, and for a GPU in a job that is to be deterministic."""
-    if isinstance(config.engine, FakeEngineConfig) or config.base is not None:
+    if not config.loads_models:
         return
     import torch
 
@@ -122,25 +119,11 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
             yield Finding(key="trainer.cpu_offload", text=str(error))
 
 
-def _engine_server(config: JobConfig) -> Iterator[Finding]:
-    """Look for vLLM in the environment that the engine names, and for the key of a server that runs already."""
-    try:
-        config.engine.require_place()
-    except ConfigError as error:
-        yield Finding(key="engine.python", text=str(error))
-    for key, table in engine_tables(config).items():
-        try:
-            if isinstance(table, VllmEngineConfig) and table.python is not None:
-                installed_vllm(table.python)
-            for wrong, text in impossible_servers(config, key, table):
-                yield Finding(key=wrong, text=text)
-        except ConfigError as error:
-            yield Finding(key=f"{key}.python", text=str(error))
-        variable = getattr(table, "key_variable", None)
-        if variable is not None and not os.environ.get(variable):
-            yield Finding(
-                key=f"{key}.key_variable", text=f"{key}.key_variable is {variable!r}, and that variable is not set here"
-            )
+def _engine(config: JobConfig) -> Iterator[Finding]:
+    """Look for what the engine needs: a program, servers that run already, their keys."""
+    for key, table in config.engine.keyed_tables.items():
+        for wrong, text in driver_of(table).check(config, key, table):
+            yield Finding(key=wrong, text=text)
 
 
 def _tasks(config: JobConfig) -> Iterator[Finding]:
@@ -321,10 +304,11 @@ def _models(config: JobConfig) -> Iterator[Finding]:
 def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[Finding]:
     """Look whether keys and values have the memory that `cache_gib` gives them, which they take when they need it."""
     models, free = machine_bytes(config, needed), available_bytes()
-    for key, table in engine_tables(config).items():
-        if not isinstance(table, EmbeddedEngineConfig) or table.cache_gib is None or is_on_card(table.device):
+    for key, table in config.engine.keyed_tables.items():
+        computes = driver_of(table).computes(table)
+        if computes is None or computes.cache_gib is None or is_on_card(computes.device):
             continue
-        caches = table.cache_gib * table.started_count
+        caches = computes.cache_gib * table.started_count
         if caches * GIB + models > free:
             yield Finding(
                 key=f"{key}.cache_gib",

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from palestra.config import JobConfig
-from palestra.engine.vllm.config import VllmEngineConfig
+from palestra.engine.driver import driver_of
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.terminal import TerminalConsole, one_line
 from palestra.types.metrics import of_policies
@@ -291,10 +291,6 @@ class ServingConsole(Console):
 
 
 def beginning(config: JobConfig) -> str:
-    """Return what a job does before it listens: with vLLM it takes half a minute or more, and its logs say why."""
-    tables = [table for table in config.engine.tables if isinstance(table, VllmEngineConfig)]
-    servers = sum(table.started_count for table in tables) * len(config.policies)
-    if not servers:
-        return LOADING
-    several = "s" * (servers > 1)
-    return f"starting {servers} vLLM server{several} ({config.folder}/engine-*.log), which takes half a minute or more"
+    """Return what a job does before it listens: servers take half a minute or more to start, and their logs say why."""
+    found = [driver_of(table).beginning(config, table) for table in config.engine.tables]
+    return "; ".join(text for text in found if text is not None) or LOADING

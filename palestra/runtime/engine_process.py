@@ -13,8 +13,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,14 @@ from palestra.backend.engine_worker import EngineWorker
 from palestra.backend.errors import error_fields, error_of
 from palestra.backend.worker_engine import WorkerEngine
 from palestra.config import JobConfig
-from palestra.engine.base import Engine
-from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.config import FakeEngineConfig
+from palestra.engine.cards import CardTurns
+from palestra.engine.driver import EngineJob, LoadedEngine, SampledModel, driver_of
 from palestra.engine.pool.worker import StartedWorker
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import EngineFailure, PalestraError, ServerFailed
+from palestra.models.gpus import VISIBLE
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.processes import ProcessStarter, die_with_parent, open_stream, start_process
-from palestra.runtime.cards import CardTurns
-from palestra.runtime.gpus import VISIBLE
 from palestra.runtime.numerics import numerics_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
@@ -44,45 +39,23 @@ REAP_SECONDS = 2.0  # between the end of a worker's socket and that of its proce
 PROGRAM = "palestra.runtime.engine_process"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledModel:
-    """What a job has to know of a model that its workers have loaded.
-
-    Attributes:
-        vocab_size: number of tokens, V.
-        max_context: most tokens of prompt and reply together.
-    """
-
-    vocab_size: int
-    max_context: int
-
-
 class EngineProcesses:
     """Starts the workers of a job, all with the same models, on this machine or where a cluster has given them room."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        weights: Mapping[str, str],
-        pictures: Path | None = None,
-        start: ProcessStarter = start_process,
-        cards: CardTurns | None = None,
-    ) -> None:
+    def __init__(self, job: EngineJob, start: ProcessStarter = start_process, cards: CardTurns | None = None) -> None:
         """Start none yet.
 
         Args:
-            config: the job, with what each worker has of threads and memory.
-            weights: folders to load models from, instead of the policies' `model`, by the policy's name.
-            pictures: folder in which the pictures of prompts are found; None: models that see are not shown any.
+            job: with what each worker has of threads and memory.
             cards: on which the workers compute; None: on no card, or on those that each finds itself.
         """
         self._start, self._cards = start, cards or CardTurns(())
-        self._config = config
+        self._config = job.config
         self._numerics: dict[str, str] = {}
         self._order = {
-            "config": config.model_dump(mode="json"),
-            "weights": dict(weights),
-            "pictures": None if pictures is None else str(pictures.absolute()),
+            "config": job.config.model_dump(mode="json"),
+            "weights": dict(job.weights),
+            "pictures": None if job.pictures is None else str(job.pictures.folder.absolute()),
         }
         self.models: dict[str, SampledModel] = {}  # by policy; those of the newest worker, of which all have the same
         self._has_started = False
@@ -141,7 +114,7 @@ class EngineProcesses:
             channel.close()
             raise
         self._has_started = True
-        self.models = {name: SampledModel(**found) for name, found in answer["models"].items()}
+        self.models = {name: SampledModel(*found) for name, found in answer["models"].items()}
         engine = WorkerEngine(channel, cause)
 
         def kill() -> None:
@@ -150,6 +123,22 @@ class EngineProcesses:
             self._cards.give_back(visible)
 
         return StartedWorker(engine, kill, process.pid)
+
+
+class ProcessHost:
+    """Starts processes for inference workers, on this machine or in bundles of a cluster; see `WorkerHost`."""
+
+    def __init__(self, start: ProcessStarter | None = None) -> None:
+        """Start none yet.
+
+        Args:
+            start: starts a worker in a bundle of its own; None: workers share this machine with the job.
+        """
+        self._start, self.in_bundles = start or start_process, start is not None
+
+    def processes(self, job: EngineJob, cards: CardTurns | None = None) -> EngineProcesses:
+        """Return what starts workers that load the engine of a job; see `WorkerHost`."""
+        return EngineProcesses(job, self._start, cards)
 
 
 async def _first(channel: Channel) -> dict[str, Any] | None:
@@ -176,52 +165,40 @@ async def _serve(number: int) -> None:
     try:
         if (await race(asyncio.shield(loading), asyncio.shield(gone))).index == 1:
             return
-        engine, models = loading.result()
-        # An engine on servers has it; its class is not named here, because this module loads no torch.
-        if (check_servers := getattr(engine, "check_servers", None)) is not None:
-            await check_servers()
+        loaded = loading.result()
+        if loaded.check is not None:
+            await loaded.check()
     except PalestraError as error:
         channel.send({"error": error_fields(error)})
         await channel.drain()
         return
     finally:
         await cancelled(gone)
+    models = {name: (policy.vocab_size, policy.max_context) for name, policy in loaded.policies.items()}
     channel.send({"models": models})
     await channel.drain()
-    await EngineWorker(engine, channel).run()
+    await EngineWorker(loaded.engine, channel).run()
 
 
-def _load(order: dict[str, Any]) -> tuple[Engine, dict[str, dict[str, int]]]:
-    """Return the engine that a job orders, and what the job has to know of its models."""
+def _load(order: dict[str, Any]) -> LoadedEngine:
+    """Return the engine that a job orders."""
     config = JobConfig.model_validate(order["config"])
-    if isinstance(config.engine, FakeEngineConfig):
-        from palestra.runtime.parts import fake_engine
+    if config.engine.has_model:
+        from palestra.models.device import tune_malloc
 
-        return fake_engine(config.engine), {}
-    from palestra.models.device import tune_malloc
-
-    tune_malloc()  # before torch is loaded
-    from palestra.models.loading import LoadedModels
-    from palestra.runtime.parts import load_engine
-
+        tune_malloc()  # before torch is loaded
     pictures = None if order["pictures"] is None else StoredPictures(Blobs(Path(order["pictures"])))
-    if isinstance(config.engine, VllmEngineConfig):
-        from palestra.runtime.hosted_servers import start_servers
-
-        servers, served = start_servers(config, order["weights"], pictures, order["place"])
-        return servers, {
-            each.name: {"vocab_size": each.bounds.vocab_size, "max_context": each.bounds.max_context} for each in served
-        }
-    assert isinstance(config.engine, EmbeddedEngineConfig)
-    engine, loaded = load_engine(config, config.engine, order["weights"], LoadedModels(pictures=pictures))
+    # All that this process has is this worker's: the trainer has a bundle of its own, or the job's.
+    job = EngineJob(
+        config=config, weights=order["weights"], pictures=pictures, trainer_is_here=False, worker=order["place"]
+    )
+    (table,) = config.engine.tables
+    loaded = driver_of(table).load(job, table)
     if before := order["numerics"]:
         from palestra.models.numerics import KERNELS, check_numerics, numerics
 
         check_numerics(before, numerics(KERNELS in before), "the job's other processes compute")
-    models = {
-        name: {"vocab_size": one.model.model.vocab_size, "max_context": one.max_context} for name, one in loaded.items()
-    }
-    return engine, models
+    return loaded
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig, past_name
+from palestra.engine.cards import gpus_of_job
 from palestra.envs.task_splits import Split
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
@@ -23,17 +24,15 @@ from palestra.pictures.stored import StoredPictures
 from palestra.proxies import spare_own_addresses
 from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
-from palestra.runtime.early_checks import check_heads, check_reproducible, check_trainer
-from palestra.runtime.engine_pool import pooled_parts
+from palestra.runtime.early_checks import check_models, check_reproducible, check_trainer
 from palestra.runtime.environments import environment_of
 from palestra.runtime.event_loop import tune_gc
-from palestra.runtime.gpus import gpus_of_job
 from palestra.runtime.housekeeping import looked_after
 from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob
 from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
-from palestra.runtime.parts import Parts, build_parts
+from palestra.runtime.parts import Parts, build_parts, pooled_parts
 from palestra.runtime.places import HERE, JobPlaces
 from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, runners_of
 from palestra.runtime.renewal import Renewal
@@ -175,6 +174,7 @@ async def local_job(
                     progress,
                     report,
                     lock,
+                    parts.pool,
                 )
                 await made.prepare()
                 return made
@@ -193,7 +193,7 @@ async def local_job(
             else:
                 work = await learner(algorithms)
             async with (
-                served(create_job_app(plane, most_replicas), listener, plane.stop, plane.connections),
+                served(create_job_app(plane, parts.pool, most_replicas), listener, plane.stop, plane.connections),
                 looked_after(store, progress, plane.sessions.seats, config.rollout.max_episode_seconds),
                 tracking(folder.path, trackers),
             ):
@@ -215,6 +215,7 @@ async def local_job(
                         fleet,
                         watchdog,
                         report,
+                        parts.pool,
                     )
         finally:
             await _closed("engine", parts.engine.close())
@@ -273,7 +274,7 @@ async def _parts(
     await in_thread(lambda: check_memory(config, weights, places))
     pictures = StoredPictures(Blobs(folder.store.parent / FOLDER))  # which the run's store fills
     if config.engine.pooled or places.engine is not None:
-        return await pooled_parts(config, config.engine, weights, pictures, places), None
+        return await pooled_parts(config, weights, pictures, places), None
     # In a thread of its own, not of a pool.
     built = await in_thread(lambda: build_parts(config, weights, pictures, places))
     return built, None
@@ -328,7 +329,7 @@ async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], N
         ready: is called with the job when its data plane listens.
     """
     tune_gc()
-    await in_thread(lambda: check_heads(config))
+    await in_thread(lambda: check_models(config))
     async with local_job(config, report) as job:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

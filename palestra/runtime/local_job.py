@@ -9,8 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, NoReturn
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
-from palestra.engine.base import Engine
-from palestra.engine.pool.manager import InferenceManager
+from palestra.engine.base import Engine, WorkerPool
 from palestra.errors import EngineFailure, PalestraError, StoreError
 from palestra.learner import Learner, Report, RunFolder
 from palestra.runners import RunnerPool
@@ -45,6 +44,7 @@ class LocalJob:
         fleet: RunnerFleet | None = None,
         watchdog: Watchdog | None = None,
         report: Report | None = None,
+        workers: WorkerPool | None = None,
     ) -> None:
         """Assemble a job; `run` runs it.
 
@@ -56,8 +56,9 @@ class LocalJob:
             fleet: processes that play the job's environment; None: it has none.
             watchdog: ends the job when it is stuck; None: nothing is trained.
             report: is called with the events that are no part of the work, and their data; None: none is.
+            workers: the engine, if it is a pool of inference workers.
         """
-        self._report = report
+        self._report, self._workers = report, workers
         self._fleet, self._watchdog = fleet, watchdog
         self._renewal, self._stopping = renewal, False
         self._work, self.plane, self.url, self.folder = work, plane, url, folder
@@ -100,8 +101,8 @@ class LocalJob:
     async def _play_and_work(self) -> None:
         """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
         parts: list[Coroutine[Any, Any, None]] = [self._work_on(), self._engine_failed(), self._store_lost()]
-        if isinstance(self._engine, InferenceManager):
-            parts.append(self._tell_of_workers(self._engine))
+        if self._workers is not None:
+            parts.append(self._tell_of_workers(self._workers))
         if self._pool is not None:
             parts.append(self._pool.run())
         if self._fleet is not None:
@@ -156,7 +157,7 @@ class LocalJob:
         await self._event(renewal.base.event_of_loss, text)
         return await renewal.renew()
 
-    async def _tell_of_workers(self, pool: InferenceManager) -> NoReturn:
+    async def _tell_of_workers(self, pool: WorkerPool) -> NoReturn:
         """Record each inference worker that is lost, or does not start, where the others go on."""
         while True:
             text = await pool.next_loss()

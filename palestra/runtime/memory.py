@@ -1,4 +1,4 @@
-"""The memory that a job may still get on this machine, and the most that the job takes with all of its processes."""
+"""The most memory that a job takes with all of its processes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from palestra.models.device import MEMORY_VARIABLE, memory_bytes
-
 LOOK_SECONDS = 0.02  # between two looks at the memory of this process
 OTHERS_SECONDS = 0.5  # between two looks at the others, for which the kernel walks through their pages
-
-
-def available_bytes(*, swap: bool = False) -> int:
-    """Return the memory that this process may still get: what the kernel says, or less where the job is limited.
-
-    Args:
-        swap: whether memory on the disk counts, with which a job runs slowly and is not ended.
-    """
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []
-    sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    if "MemAvailable" not in sizes:
-        return memory_bytes()
-    more = sizes.get("SwapFree", 0) if swap else 0
-    # What the job may use of the machine's memory does not grow by its swap space.
-    most = memory_bytes() if MEMORY_VARIABLE in os.environ else memory_bytes() + more
-    return min(sizes["MemAvailable"] + more, most)
 
 
 class MemoryPeak:

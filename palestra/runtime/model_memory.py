@@ -12,21 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.config import JobConfig
-from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.config import FakeEngineConfig
+from palestra.engine.cards import visible_cards
+from palestra.engine.driver import driver_of
 from palestra.errors import ConfigError, Conflict, ModelError, OutOfMemory
-from palestra.models.device import memory_bytes
-from palestra.runtime.cards import visible_cards
-from palestra.runtime.memory import available_bytes
+from palestra.models.device import BYTES, TRAINED_BYTES, available_bytes, memory_bytes
 from palestra.runtime.model_facts import ModelFacts, model_facts
 from palestra.runtime.places import JobPlaces
 from palestra.runtime.role_check import past_copies
 
 GIB = 2**30
-TRAINED_BYTES = 16  # a trained parameter: weight, gradient and two moments in float32
 SAVED_BYTES = 12  # a parameter in a checkpoint: weight and two moments in float32
 VERSION_BYTES = 4  # a parameter in a past version on the disk
-BYTES = {"bfloat16": 2, "float32": 4}  # a parameter that is only read
 RANK_BYTES = 400 * 2**20  # a rank before it loads anything: its libraries, above all torch
 
 
@@ -132,12 +128,14 @@ def memory_of(
 
 def _is_in_process(config: JobConfig) -> bool:
     """Return whether the engine is in the trainer's process and on its device."""
-    engine = config.engine
-    return (
-        isinstance(engine, EmbeddedEngineConfig)
-        and engine.started_count == 1
-        and is_on_card(engine.device) == is_on_card(config.trainer.device)
-    )
+    devices, on_card = _engine_devices(config), is_on_card(config.trainer.device)
+    return config.engine.started_count == 1 and [is_on_card(device) for device in devices] == [on_card]
+
+
+def _engine_devices(config: JobConfig) -> list[str]:
+    """Return on what the workers compute that processes of the job are, kind by kind."""
+    found = [driver_of(table).computes(table) for table in config.engine.tables]
+    return [computes.device for computes in found if computes is not None]
 
 
 def is_on_card(device: str) -> bool:
@@ -157,7 +155,7 @@ def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlace
         ConfigError: the machine is too small; the message says how much is missing.
         OutOfMemory: others use the memory now.
     """
-    if isinstance(config.engine, FakeEngineConfig) or config.base is not None:
+    if not config.loads_models:
         return
     if (needed := _known_memory(config, weights)) is None:
         return
@@ -180,7 +178,7 @@ def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> Non
     Raises:
         Conflict: the message says how much is missing.
     """
-    if any(isinstance(one, EmbeddedEngineConfig) and is_on_card(one.device) for one in config.engine.tables):
+    if any(map(is_on_card, _engine_devices(config))):
         return
     if (needed := _known_memory(config, weights)) is None:
         return
@@ -218,7 +216,8 @@ def machine_bytes(config: JobConfig, needed: ModelMemory) -> int:
     """Return how much of the machine's own memory the models of a job take."""
     found = needed.kept if _trains_on_card(config) else needed.kept + needed.trainer
     for table in config.engine.tables:
-        on_card = is_on_card(table.device if isinstance(table, EmbeddedEngineConfig) else "auto")
+        computes = driver_of(table).computes(table)
+        on_card = is_on_card("auto" if computes is None else computes.device)
         found += 0 if on_card else table.started_count * needed.worker
     return found - (0 if _trains_on_card(config) else needed.shared) + _ranks_bytes(config)
 
@@ -227,7 +226,8 @@ def _card_bytes(config: JobConfig, needed: ModelMemory) -> int:
     """Return what is on graphics cards, without servers of other projects, which have shares of their own."""
     found = needed.trainer - needed.shared if _trains_on_card(config) else 0
     for table in config.engine.tables:
-        if isinstance(table, EmbeddedEngineConfig) and is_on_card(table.device):
+        computes = driver_of(table).computes(table)
+        if computes is not None and is_on_card(computes.device):
             found += table.started_count * needed.worker
     return found
 

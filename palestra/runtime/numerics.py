@@ -5,11 +5,9 @@ from __future__ import annotations
 import orjson
 
 from palestra.config import JobConfig
-from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.config import FakeEngineConfig
-from palestra.models.device import available_cores, device_of, precision_of
+from palestra.engine.driver import Computes, driver_of
+from palestra.models.device import available_cores, device_of, make_deterministic, precision_of
 from palestra.models.numerics import KERNELS, PROBLEM, check_numerics, differences, numerics
-from palestra.runtime.parts import make_deterministic
 from palestra.store import RunLog
 from palestra.store.run_log import NUMERICS
 
@@ -20,12 +18,12 @@ def numerics_of(config: JobConfig) -> dict[str, str]:
     Args:
         config: of a job that has no base server.
     """
-    if isinstance(config.engine, FakeEngineConfig):
+    if not config.engine.has_model:
         return {}
     import torch
 
-    make_deterministic(config)  # it sets variables that are compared
-    parts = [(config.engine.device, config.engine.dtype)] if isinstance(config.engine, EmbeddedEngineConfig) else []
+    make_deterministic(config.deterministic)  # it sets variables that are compared
+    parts = [(one.device, one.dtype) for one in _engine_computes(config)]
     parts += [(config.trainer.device, config.trainer.dtype)] if config.kind == "training" else []
     on_cpu = {dtype for device, dtype in parts if device_of(device, "device").type == "cpu"}
     rounded = "bfloat16" in on_cpu and precision_of("bfloat16", device_of("cpu", "device")) == torch.bfloat16
@@ -41,9 +39,15 @@ def threads_of(config: JobConfig) -> dict[str, str]:
 
     every = f"{torch.get_num_threads()} of {available_cores()} cores"
     found = {"trainer_threads": str(config.trainer.threads or every)} if config.kind == "training" else {}
-    if isinstance(config.engine, EmbeddedEngineConfig):
-        found["engine_threads"] = str(config.engine.threads or every)
+    for computes in _engine_computes(config):
+        found["engine_threads"] = str(computes.threads or every)
     return found
+
+
+def _engine_computes(config: JobConfig) -> list[Computes]:
+    """Return with what processes of the job compute its engine's models, kind by kind."""
+    found = [driver_of(table).computes(table) for table in config.engine.tables]
+    return [computes for computes in found if computes is not None]
 
 
 async def note_numerics(log: RunLog, now: dict[str, str], deterministic: bool) -> dict[str, str]:

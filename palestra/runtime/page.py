@@ -12,23 +12,25 @@ from palestra.dashboard.files import PAGE, public_paths
 from palestra.dashboard.routes import add_page
 from palestra.dashboard.runs import Run
 from palestra.dashboard.token_text import TokenText
+from palestra.engine.base import WorkerPool
 from palestra.http.app import PUBLIC
 from palestra.runtime.scaling import add_scaling_route
 from palestra.runtime.talking import TalkCheckpoints, add_checkpoint_route
 from palestra.server import DataPlane, create_app
 
 
-def create_job_app(plane: DataPlane, most_replicas: int | None = None) -> FastAPI:
+def create_job_app(plane: DataPlane, pool: WorkerPool | None = None, most_replicas: int | None = None) -> FastAPI:
     """Return the application of a job: its data plane, and the page that shows the job.
 
     Args:
+        pool: see `add_scaling_route`.
         most_replicas: see `add_scaling_route`.
     """
     app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")
     folder = Path(plane.progress.run_dir)
     checkpoints = TalkCheckpoints(plane.config, folder, plane.sessions.context.policies)
     add_checkpoint_route(app, plane, checkpoints)
-    add_scaling_route(app, plane, most_replicas)
+    add_scaling_route(app, plane, pool, most_replicas)
     run = Run(
         name=plane.config.name,
         folder=folder,

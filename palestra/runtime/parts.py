@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from palestra.config import DEFAULT_CONTEXT, JobConfig, MixedEngineConfig
+from palestra.config import JobConfig, PooledEngineConfig
 from palestra.engine.base import Engine
-from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.config import FakeEngineConfig
+from palestra.engine.driver import EngineJob, SampledPolicy, Workers, driver_of
+from palestra.engine.pool.manager import InferenceManager
+from palestra.engine.pool.options import PoolOptions
+from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import ConfigError
-from palestra.grammars.pool import Grammars
+from palestra.models.device import make_deterministic
 from palestra.pictures.stored import StoredPictures
 from palestra.processes import start_process
-from palestra.renderers import ByteTokenizer, ChatMLRenderer, PictureTokens, Renderer, select_renderer
+from palestra.runtime.engine_process import ProcessHost
+from palestra.runtime.model_memory import check_more
 from palestra.runtime.places import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
+from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 
 if TYPE_CHECKING:
-    from palestra.engine.embedded.engine import EmbeddedEngine
-    from palestra.engine.embedded.model_runner import PolicyModel
-    from palestra.models.loading import LoadedModels
     from palestra.runtime.renewal import Renewable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The parts that differ between a real job and one with a fake engine: what samples, what trains, the policies."""
+    """The parts of a job that depend on its engine: what samples, what trains, the policies."""
 
     engine: Engine
     trainer: Trainer | None  # without a policy yet; None: nothing is trained
     policies: PolicySet
     renewable: Renewable | None = None  # the trainer, where its processes may be lost
+    pool: InferenceManager | None = None  # the engine, where it has workers
 
 
 def build_parts(
@@ -55,54 +57,119 @@ def build_parts(
         ModelError: weights are missing, or the architecture is not supported.
         ConfigError: a `max_context` is more than its model has, or the engine is a pool of several kinds.
     """
-    if isinstance(config.engine, FakeEngineConfig):
-        return _fake(config, config.engine)
-    if isinstance(config.engine, MixedEngineConfig):
+    if len(config.engine.tables) > 1:
         raise ConfigError(
             "engine.workers are of several kinds, and one engine is needed here: take one kind, such as engine.kind = "
             "'embedded', and leave engine.workers out"
         )
-    assert isinstance(config.engine, EmbeddedEngineConfig)
-    return _embedded(config, config.engine, weights or {}, pictures, places)
+    job = EngineJob(config=config, weights=weights or {}, pictures=pictures)
+    (table,) = config.engine.tables
+    loaded = driver_of(table).load(job, table)
+    return _with_trainer(job, loaded.engine, loaded.policies, places)
 
 
-def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
-    """Build a job without a model: neither torch nor transformers is imported."""
-    from palestra.trainer.fake import FakeTrainer
+async def pooled_parts(
+    config: JobConfig,
+    weights: Mapping[str, str],
+    pictures: StoredPictures | None = None,
+    places: JobPlaces = HERE,
+) -> Parts:
+    """Start the engine's workers, and build the other parts of a job in this process.
 
-    tokenizer, engine = ByteTokenizer(), fake_engine(settings)
-    runtimes = {
-        name: PolicyRuntime(
-            name=name, config=policy, renderer=ChatMLRenderer(tokenizer), engine=engine, grammars=Grammars()
-        )
-        for name, policy in config.policies.items()
-    }
-    return Parts(
-        engine=engine,
-        trainer=FakeTrainer(config.checkpoint.keep) if config.kind == "training" else None,
-        policies=PolicySet.of(config, runtimes),
+    Args:
+        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        pictures: see `build_parts`; the workers read them in the same folder.
+
+    Raises:
+        PalestraError: a worker can't be started; see `build_parts`, and `EngineConfig.require_place`.
+    """
+    config.engine.require_place()
+    job = EngineJob(config=config, weights=weights, pictures=pictures, trainer_is_here=places.trainer is None)
+    host = ProcessHost(places.engine)
+    workers = await in_thread(lambda: workers_of(job, host))
+    engine = await _opened(job, workers, host, places)
+    try:
+        parts = await in_thread(lambda: _with_trainer(job, engine, workers.policies(), places))
+        return replace(parts, pool=engine)
+    except BaseException:
+        await engine.close()
+        raise
+
+
+def workers_of(job: EngineJob, host: ProcessHost) -> Workers:
+    """Return what starts the workers of a job, of one kind or several. Blocks for a moment.
+
+    Raises:
+        ConfigError: workers of several kinds would share the graphics cards of this machine.
+    """
+    tables, policies = job.config.engine.tables, len(job.config.policies)
+    if not host.in_bundles:
+        _check_cards(tables)
+    counts = [driver_of(table).process_count(table, policies) for table in tables]
+    kinds = [
+        driver_of(table).workers(job, table, host, 0 if host.in_bundles else sum(counts) - count)
+        for table, count in zip(tables, counts, strict=True)
+    ]
+    return kinds[0] if len(kinds) == 1 else _mixed(kinds)
+
+
+def _mixed(kinds: Sequence[Workers]) -> Workers:
+    """Return what starts the workers of all kinds, numbered kind by kind."""
+    numbered = [(workers, number) for workers in kinds for number in range(workers.count)]
+
+    async def start(number: int) -> StartedWorker:
+        workers, own = numbered[number]
+        return await workers.start(own)
+
+    return Workers(
+        start=start,
+        count=len(numbered),
+        most=len(numbered),
+        policies=kinds[0].policies,
+        prefix_tokens=max(workers.prefix_tokens for workers in kinds),
+        start_seconds=max(workers.start_seconds for workers in kinds),
     )
 
 
-def fake_engine(settings: FakeEngineConfig) -> Engine:
-    """Return an engine without a model."""
-    from palestra.engine.fake.engine import FakeEngine, digits_script
+def _check_cards(tables: Sequence[PooledEngineConfig]) -> None:
+    """Refuse workers of several kinds that would use the same graphics cards of this machine."""
+    if len(tables) > 1:
+        started = [table for table in tables if table.started_count]
+        if len(on_cards := [table.kind for table in started if driver_of(table).uses_cards(table)]) > 1:
+            raise ConfigError(
+                f"engine.workers start {' and '.join(on_cards)} workers, which would use the same GPUs of this "
+                "machine; set device = 'cpu' for the embedded ones, or let a service place them (docs/nodes.md)"
+            )
 
-    return FakeEngine(digits_script(settings.reply_tokens, ByteTokenizer().eos_token_id), settings.delay_seconds)
+
+async def _opened(job: EngineJob, workers: Workers, host: ProcessHost, places: JobPlaces) -> InferenceManager:
+    """Return a pool whose workers serve."""
+    settings, tables = job.config.engine, job.config.engine.tables
+    options = PoolOptions(
+        replicas=workers.count,
+        most=workers.most,
+        sync=settings.sync,
+        stuck_seconds=settings.stuck_seconds,
+        prefix_tokens=workers.prefix_tokens,
+        start_seconds=workers.start_seconds,
+        kinds=tuple(table.kind for table in tables for _ in range(table.worker_count)) if len(tables) > 1 else (),
+    )
+
+    async def check_room(count: int) -> None:
+        if workers.check_room is not None:
+            await workers.check_room(count)
+        elif not host.in_bundles:  # whose memory is their own
+            await in_thread(lambda: check_more(job.config, job.weights, count))
+
+    keep = driver_of(tables[0]).keeper(tables[0], places.folder)  # all have the same precision
+    pool = InferenceManager(workers.start, list(job.config.policies), keep, options, check_room)
+    await pool.open()
+    return pool
 
 
-def _embedded(
-    config: JobConfig,
-    settings: EmbeddedEngineConfig,
-    weights: Mapping[str, str],
-    pictures: StoredPictures | None,
-    places: JobPlaces,
-) -> Parts:
-    """Build a job whose engine and trainer are in this process, and share weights that never change."""
-    from palestra.models.loading import LoadedModels
-
-    models = LoadedModels(pictures=pictures)
-    engine, loaded = load_engine(config, settings, weights, models)
+def _with_trainer(job: EngineJob, engine: Engine, sampled: Mapping[str, SampledPolicy], places: JobPlaces) -> Parts:
+    """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained."""
+    config = job.config
     runtimes = {
         name: PolicyRuntime(
             name=name,
@@ -111,121 +178,30 @@ def _embedded(
             engine=engine,
             grammars=one.grammars,
         )
-        for name, one in loaded.items()
+        for name, one in sampled.items()
     }
-    return parts_with_trainer(config, engine, runtimes, models, weights, pictures, places)
+    trainer, renewable = _trainer(job, places)
+    return Parts(engine=engine, trainer=trainer, policies=PolicySet.of(config, runtimes), renewable=renewable)
 
 
-def load_engine(
-    config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str], models: LoadedModels
-) -> tuple[EmbeddedEngine, dict[str, LoadedPolicy]]:
-    """Load the models that a job samples from, and make an engine of them.
-
-    Args:
-        weights: see `build_parts`.
-    """
-    from palestra.engine.embedded.engine import EmbeddedEngine
-
-    make_deterministic(config)
-    loaded = {
-        name: _load(config, name, weights.get(name, policy.model), settings, models)
-        for name, policy in config.policies.items()
-    }
-    return EmbeddedEngine({name: one.model for name, one in loaded.items()}, settings, config.deterministic), loaded
-
-
-def make_deterministic(config: JobConfig) -> None:
-    """Have this process compute reproducibly if the job is deterministic; before its first product."""
-    import torch
-
-    from palestra.models.device import reproducible_products
-
-    if config.deterministic:
-        reproducible_products()
-        torch.use_deterministic_algorithms(True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedPolicy:
-    """A model that an engine samples from, and what a session and the engine need of its tokenizer."""
-
-    model: PolicyModel
-    renderer: Renderer
-    grammars: Grammars
-    max_context: int  # tokens
-
-
-def _load(
-    config: JobConfig, name: str, model: str, settings: EmbeddedEngineConfig, models: LoadedModels
-) -> LoadedPolicy:
-    """Load the model of one policy."""
-    from palestra.engine.embedded.engine import token_budget
-    from palestra.engine.embedded.model_runner import PolicyModel
-    from palestra.grammars.vocabulary import vocabulary_of
-    from palestra.models.device import device_of, precision_of
-
-    policy, device = config.policies[name], device_of(settings.device, "engine.device")
-    dtype = precision_of(settings.dtype, device)
-    if policy.adapter is not None:
-        sampler, tokenizer = models.adapted(model, policy.adapter, None, dtype, device)
-    elif config.kind == "training" and not policy.frozen:
-        sampler, tokenizer = models.own(model, dtype, device, policy.vision)
-    else:
-        sampler, tokenizer = models.frozen(model, dtype, device)
-    shown = None
-    if sampler.vision is not None and sampler.vision.pictures is not None:
-        shown = PictureTokens(tokenizer, sampler.vision.layout, sampler.vision.pictures)
-    renderer = select_renderer(tokenizer, config.rollout.dropped_reasoning == "keep", shown)
-    longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
-    if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
-        raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
-    max_context = min(policy.max_context, longest)
-    budget = token_budget(sampler, settings)
-    if max_context > budget:
-        raise ConfigError(
-            f"max_context is {max_context} and the keys and values of {budget} tokens fit into the engine's "
-            "memory; raise engine.cache_gib, or lower max_context"
-        )
-    grammars = Grammars(vocabulary_of(tokenizer, sampler.vocab_size))
-    return LoadedPolicy(
-        model=PolicyModel(model=sampler, stop_ids=frozenset(renderer.stop_ids), grammars=grammars),
-        renderer=renderer,
-        grammars=grammars,
-        max_context=max_context,
-    )
-
-
-def parts_with_trainer(
-    config: JobConfig,
-    engine: Engine,
-    runtimes: Mapping[str, PolicyRuntime],
-    models: LoadedModels,
-    weights: Mapping[str, str],
-    pictures: StoredPictures | None,
-    places: JobPlaces = HERE,
-) -> Parts:
-    """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained.
-
-    Args:
-        models: of this process, with which a trainer in it shares weights that never change.
-        weights: see `build_parts`.
-        pictures: see `build_parts`.
-        places: where the ranks of a trainer run.
-    """
-    policies = PolicySet.of(config, runtimes)
+def _trainer(job: EngineJob, places: JobPlaces) -> tuple[Trainer | None, Renewable | None]:
+    """Return a trainer that has no policy yet, and the same if its processes may be lost; None: nothing is trained."""
+    config, keep = job.config, job.config.checkpoint.keep
     if config.kind != "training":
-        return Parts(engine=engine, trainer=None, policies=policies)
+        return None, None
+    if not config.engine.has_model:
+        from palestra.trainer.fake import FakeTrainer
+
+        return FakeTrainer(keep), None
+    make_deterministic(config.deterministic)
     if config.trainer.devices == 1:
         from palestra.trainer.torch_trainer import TorchTrainer
 
-        own = TorchTrainer(config.trainer, config.checkpoint.keep, models, config.deterministic)
-        return Parts(engine=engine, trainer=own, policies=policies)
+        return TorchTrainer(config.trainer, keep, job.models, config.deterministic), None
     from palestra.trainer.sharded.processes import RankPlaces
     from palestra.trainer.sharded.trainer import ShardedTrainer
 
-    assert not isinstance(config.engine, FakeEngineConfig)
-    folder = None if pictures is None else pictures.folder
+    folder = None if job.pictures is None else job.pictures.folder
     ranks = RankPlaces(start=places.trainer or start_process, folder=places.trainer and places.folder)
-    keep, dtype = config.checkpoint.keep, config.engine.precision
-    sharded = ShardedTrainer(config.trainer, keep, dtype, config.deterministic, ranks, folder)
-    return Parts(engine=engine, trainer=sharded, policies=policies, renewable=sharded)
+    sharded = ShardedTrainer(config.trainer, keep, config.engine.precision, config.deterministic, ranks, folder)
+    return sharded, sharded

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from pydantic import Field
 from starlette.requests import Request
 
-from palestra.engine.pool.manager import InferenceManager
+from palestra.engine.base import WorkerPool
 from palestra.errors import Conflict, InvalidRequest
 from palestra.http.disconnects import until_disconnect
 from palestra.server import DataPlane
@@ -19,10 +19,11 @@ class Replicas(Body):
     replicas: int = Field(strict=True, ge=1, le=64, description="Inference workers.")
 
 
-def add_scaling_route(app: FastAPI, plane: DataPlane, most: int | None) -> None:
+def add_scaling_route(app: FastAPI, plane: DataPlane, pool: WorkerPool | None, most: int | None) -> None:
     """Add the route that changes the number of inference workers.
 
     Args:
+        pool: the job's engine; None: it has no workers.
         most: workers that may be asked for; None: any number.
     """
 
@@ -40,8 +41,7 @@ def add_scaling_route(app: FastAPI, plane: DataPlane, most: int | None) -> None:
                 "(engine.replicas)",
                 "replicas",
             )
-        for runtime in plane.sessions.context.policies.runtimes.values():
-            if isinstance(runtime.engine, InferenceManager):
-                await until_disconnect(request.receive, runtime.engine.resize(wanted.replicas))
-                return wanted
-        raise Conflict("this job's engine is in its own process; start it with engine.replicas = 2 or more")
+        if pool is None:
+            raise Conflict("this job's engine is in its own process; start it with engine.replicas = 2 or more")
+        await until_disconnect(request.receive, pool.resize(wanted.replicas))
+        return wanted

@@ -7,17 +7,16 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from documents.blocks import BLOCKS, BY_LANGUAGE, BY_MARK, PAGES, ROOT, SIGNATURE, Block, prose_of, summary, with_rule
 from documents.commands import lines_of, trouble
 from documents.links import broken
 from palestra.config import JobConfig, parse_config
 from palestra.config.comparison import load_comparison
+from palestra.config.section import Section, sections_of
 from palestra.control.jobs.rules import load_rules
 
 SECTIONS = {name for name, field in JobConfig.model_fields.items() if "Config" in str(field.annotation)}
@@ -112,23 +111,15 @@ POLICIES = ("policy", "walker", "player")  # of the texts, and of the recipes th
 
 def is_key(path: list[str]) -> bool:
     """Return whether a job's configuration has the key, or the section."""
-    models: list[type[BaseModel]] = [JobConfig]
+    models: list[type[Section]] = [JobConfig]
     for place, name in enumerate(path):
         if name == "*" or (place == 1 and path[0] == "policies" and name in POLICIES):
             continue
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
         if not fields:
             return False
-        models = [model for field in fields for model in models_in(field.annotation)]
+        models = [model for field in fields for model in sections_of(field.annotation)]
     return True
-
-
-def models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the models that a type of a field mentions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in getattr(annotation, "__args__", ()):
-        yield from models_in(part)
 
 
 @of_pages()

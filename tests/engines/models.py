@@ -18,7 +18,7 @@ from palestra.engine.pool.manager import InferenceManager
 from palestra.models.catalog import quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
 from palestra.pictures.stored import StoredPictures
-from palestra.runtime.engine_pool import pooled_parts
+from palestra.runtime.parts import pooled_parts
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "vllm" / "bin" / "python"
@@ -81,7 +81,7 @@ def job_of(model: Path | str, run: Path, policy=None, **engine) -> JobConfig:
 async def started(model: Path, run: Path, policy=None, pictures: StoredPictures | None = None, **engine):
     """The engine of a job, whose servers are ready."""
     config = job_of(model, run, policy, **engine)
-    parts = await pooled_parts(config, config.engine, {}, pictures)
+    parts = await pooled_parts(config, {}, pictures)
     try:
         yield parts.engine
     finally:

@@ -16,13 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from engines.models import job_of, served, started, vllm_python, write_model
 from engines.test_vllm_pool import changed, expected, reply, weights_of
+from palestra.engine.driver import EngineJob
+from palestra.engine.external.served_models import read_served_models
+from palestra.engine.external.servers import EngineServers
 from palestra.engine.vllm.api import VllmApi
 from palestra.engine.vllm.command import WORKER
+from palestra.engine.vllm.driver import VllmDriver
 from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup
 from palestra.errors import EngineFailure
 from palestra.models.tensor_file import write_weights
-from palestra.runtime.engine_servers import EngineServers, weight_rounds
-from palestra.runtime.served_models import read_served_models
 from palestra.types.calls import PolicyVersion
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]
@@ -151,8 +153,9 @@ async def test_one_broadcast_reaches_two_servers_and_one_that_is_killed_or_stopp
 async def alone(model, run, **engine):
     """The engine of a server that runs already, without the pool that would mend what a failed update leaves."""
     config = job_of(model, run, **engine)
-    models = await asyncio.to_thread(read_served_models, config, {})
-    servers = EngineServers(config, config.engine, models, 0, None, weight_rounds(config.engine))
+    driver, settings = VllmDriver(), config.engine
+    models = await asyncio.to_thread(read_served_models, EngineJob(config=config), driver.images)
+    servers = EngineServers(driver, settings, models, 0, config.folder, None, driver.rounds(settings))
     found = servers.engine()
     try:
         yield found

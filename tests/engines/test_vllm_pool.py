@@ -15,7 +15,7 @@ from engines.models import STOPS, started, vllm_python, write_model
 from palestra.config import parse_config
 from palestra.errors import ReplyLost
 from palestra.models.weights import LocalWeights
-from palestra.runtime.engine_pool import pooled_parts
+from palestra.runtime.parts import pooled_parts
 from palestra.types.calls import PolicyVersion, SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]
@@ -103,7 +103,7 @@ async def test_embedded_workers_and_vllm_are_one_pool_with_the_same_weights_of_w
             },
         }
     )
-    parts = await pooled_parts(config, config.engine, {})
+    parts = await pooled_parts(config, {})
     pool = parts.engine
 
     def sampled() -> list[int]:

@@ -28,7 +28,7 @@ from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode
 from palestra.pictures.stored import StoredPictures
 from palestra.renderers import select_renderer
-from palestra.runtime.engine_pool import pooled_parts
+from palestra.runtime.parts import pooled_parts
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra.types.messages import ImagePart
 
@@ -49,7 +49,7 @@ async def pool_of(deterministic=False, **engine):
 async def parts_of(model="tiny-random", pictures=None, **settings):
     """The parts of a job with worker processes."""
     config = JobConfig.model_validate({"model": model} | settings)
-    parts = await asyncio.wait_for(pooled_parts(config, config.engine, {}, pictures), 120)
+    parts = await asyncio.wait_for(pooled_parts(config, {}, pictures), 120)
     try:
         yield parts
     finally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import httpx2
 from in_process import serving
 from prometheus_client.parser import text_string_to_metric_families
-from unit.runtime.scripted_nvml import NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NOT_SUPPORTED, Card, Nvml
+from unit.models.scripted_nvml import NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NOT_SUPPORTED, Card, Nvml
 
+from palestra.models.gpus import GpuMeter, GpuReader
 from palestra.runtime import local
-from palestra.runtime.gpus import GpuMeter, GpuReader
 
 
 async def test_status_metrics_and_the_page_have_the_figures_of_the_cards(tmp_path, monkeypatch):

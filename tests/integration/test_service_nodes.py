@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from nodes import Nodes, closed, cluster
 from service import GAMES, Service, metrics_of, until
-from unit.runtime import scripted_nvml
+from unit.models import scripted_nvml
 
 pytestmark = pytest.mark.service
 SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}, "steps": 12}

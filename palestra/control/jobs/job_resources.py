@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from palestra.config import JobConfig, PooledEngineConfig
+from palestra.config import Alike, JobConfig
 from palestra.control.jobs.shared_jobs import LIGHT_CPUS
-from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import InvalidRequest
 from palestra.types.control_wire import BundleBody, ProcessBody, ResourcesBody
 from palestra.types.jobs import Bundle, Resources, Role
 
 _KEYS: dict[Role, str] = {"engine": "engine.replicas", "trainer": "trainer.devices", "runner": "environment.runners"}
 _THREADS: dict[Role, str] = {"engine": "engine.threads", "trainer": "trainer.threads"}
-
-
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """Processes of one role that are alike.
-
-    Attributes:
-        count: how many there may be.
-        cores: of each, where it has no bundle.
-        device: where each computes, as the configuration has it; None: it computes with no model.
-        cards: GPUs that each takes whole, if it has any: those of vLLM's servers; None: it uses one, or a part of it.
-        needs_cards: whether it can't compute without them, because several share a model.
-    """
-
-    count: int
-    cores: int = 1
-    device: Literal["auto", "cpu", "cuda"] | None = None
-    cards: int | None = None
-    needs_cards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +57,13 @@ def processes_of(config: JobConfig) -> dict[Role, Processes]:
         found["runner"] = Processes((Alike(config.environment.runners),))
     if config.base is not None:  # its base server has the engine and the trainer
         return found
-    kinds = tuple(_workers(table, len(config.policies)) for table in config.engine.tables if table.started_count)
+    policies = len(config.policies)
+    kinds = tuple(table.resources(policies) for table in config.engine.tables if table.started_count)
     found["engine"] = Processes(kinds, in_job=not config.engine.pooled)
     if training and config.trainer.devices > 1:
         trainer = config.trainer
         found["trainer"] = Processes((Alike(trainer.devices, trainer.threads or 1, trainer.device),))
     return found
-
-
-def _workers(table: PooledEngineConfig, policies: int) -> Alike:
-    """Return the inference workers of one kind."""
-    if isinstance(table, VllmEngineConfig):
-        cards = table.tensor_parallel * policies
-        return Alike(
-            count=table.started_count,
-            cores=(table.threads or 1) * policies,
-            device="auto",
-            cards=cards,
-            needs_cards=table.tensor_parallel > 1,
-        )
-    if isinstance(table, EmbeddedEngineConfig):
-        return Alike(table.started_count, table.threads or 1, table.device)
-    return Alike(table.started_count)
 
 
 def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Resources:
@@ -188,23 +152,24 @@ def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
 
 
 def _check_transfer(config: JobConfig) -> None:
-    """Refuse broadcasts of weights to vLLM in bundles: it is on other machines, where it reads them from a folder."""
+    """Refuse broadcasts of weights to bundles: they are on other machines, where workers read them from a folder."""
     for table in config.engine.tables:
-        if isinstance(table, VllmEngineConfig) and table.started_count and table.weight_transfer != "file":
+        if table.started_count and table.transfer != "file":
             raise InvalidRequest(
-                f"engine.weight_transfer is {table.weight_transfer!r}, and vLLM in a bundle reads new weights from a "
-                "folder of the service; leave it out, or leave the bundle for role 'engine' out",
+                f"engine.weight_transfer is {table.transfer!r}, and {table.product} in a bundle reads new weights "
+                "from a folder of the service; leave it out, or leave the bundle for role 'engine' out",
                 "config.engine.weight_transfer",
             )
 
 
 def _check_cards(gpus: float, engine: Processes) -> None:
-    """Refuse too few GPUs for the vLLM servers that run beside the job's own process."""
-    needed = engine.all_cards
+    """Refuse too few GPUs for servers that run beside the job's own process."""
+    needed, product = engine.all_cards, "".join(kind.product for kind in engine.kinds if kind.cards)
     if gpus < needed and (gpus > 0 or any(kind.needs_cards for kind in engine.kinds)):
         raise InvalidRequest(
-            f"resources.gpus is {gpus:g}, and the vLLM servers of the job take {needed} whole ones (engine.replicas x "
-            f"policies x engine.tensor_parallel); give gpus={needed} or more, or a bundle for role 'engine'",
+            f"resources.gpus is {gpus:g}, and the {product} servers of the job take {needed} whole ones "
+            f"(engine.replicas x policies x engine.tensor_parallel); give gpus={needed} or more, or a bundle for role "
+            "'engine'",
             "resources.gpus",
         )
 
@@ -218,8 +183,8 @@ def _unfit_gpus(role: Role, gpus: float, kind: Alike) -> str | None:
         if gpus == kind.cards or (gpus == 0 and not kind.needs_cards):
             return None
         return (
-            f"the vLLM servers of each worker take {kind.cards} whole ones (policies x engine.tensor_parallel); give "
-            f"gpus={kind.cards}"
+            f"the {kind.product} servers of each worker take {kind.cards} whole ones (policies x "
+            f"engine.tensor_parallel); give gpus={kind.cards}"
         )
     if device == "cpu" and gpus > 0:
         return f"{role}.device is 'cpu'; leave gpus out, or set the device to 'auto'"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.config.engine import OF_KIND, Dtype, InFlightUpdates, PooledEngineConfig
+from palestra.config.engine import OF_KIND, Alike, Dtype, InFlightUpdates, PooledEngineConfig
 from palestra.config.section import Positive
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class EmbeddedEngineConfig(PooledEngineConfig):
     def precision(self) -> Dtype:
         """Return the precision in which the workers get weights."""
         return self.dtype
+
+    def resources(self, policies: int) -> Alike:
+        """Return what the workers that a job starts hold of a cluster."""
+        return Alike(self.started_count, self.threads or 1, self.device)
 
     def check_job(self, job: JobConfig) -> None:
         """Refuse a deterministic job whose workers divide the cores; see `EngineConfig`."""

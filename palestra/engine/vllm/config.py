@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from palestra.config.engine import OF_KIND, Dtype, InFlightUpdates
+from palestra.config.engine import OF_KIND, Alike, Dtype, InFlightUpdates
 from palestra.config.section import Positive, Seconds
 from palestra.engine.external.config import Interpreter, ServerEngineConfig, Urls, is_local
 from palestra.errors import ConfigError
@@ -137,6 +137,17 @@ class VllmEngineConfig(ServerEngineConfig):
     def transfer(self) -> str:
         """Return how whole weights reach the workers."""
         return self.weight_transfer
+
+    def resources(self, policies: int) -> Alike:
+        """Return what the workers that a job starts hold of a cluster."""
+        return Alike(
+            count=self.started_count,
+            cores=(self.threads or 1) * policies,
+            device="auto",
+            cards=self.tensor_parallel * policies,
+            needs_cards=self.tensor_parallel > 1,
+            product=self.product,
+        )
 
     def require_place(self) -> None:
         """Refuse a job without an interpreter or an address; see `EngineConfig`."""

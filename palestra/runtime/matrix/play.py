@@ -19,18 +19,15 @@ from palestra.agents import Agent, ModelAgent
 from palestra.agents.random_agent import Moves, RandomAgent
 from palestra.client.arguments import checked_count
 from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
-from palestra.engine.sglang.config import SglangEngineConfig
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
 from palestra.runtime.arguments import EnvironmentMaker, Tasks, resolve_tasks
-from palestra.runtime.engine_pool import pooled_parts
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.job_thread import run
 from palestra.runtime.matrix.result import Game, Matrix
-from palestra.runtime.parts import build_parts
+from palestra.runtime.parts import build_parts, pooled_parts
 from palestra.runtime.run_dir import newest_of_run
 from palestra.session import PolicySet, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
@@ -233,8 +230,8 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
     policies = {name: _as_player(config, name, model) for name, model in plan.models.items()}
     # The checks of a job are not for this one: it may have more policies than a job, with names of past versions.
     config = config.model_copy(update={"policies": policies, "kind": "inference", "roles": {}})
-    if isinstance(config.engine, VllmEngineConfig | SglangEngineConfig):
-        parts = await pooled_parts(config, config.engine, {})
+    if all(not table.in_process for table in config.engine.tables):
+        parts = await pooled_parts(config, {})
     else:  # a few games need no inference workers, also where the job had some
         parts = await in_thread(lambda: build_parts(config))
     try:

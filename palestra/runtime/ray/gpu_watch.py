@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from palestra.control.placement.fitting import Node
-from palestra.runtime.gpus import GpuMeter, GpuReader
+from palestra.models.gpus import GpuMeter, GpuReader
 from palestra.types.gpus import GpuReading
 
 EVERY_SECONDS = 2.0  # between two questions to a machine

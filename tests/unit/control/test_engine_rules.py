@@ -63,7 +63,7 @@ def rules(tmp_path) -> Rules:
         ('[engines.vllm]\nargs = "-x"', r"\[engines.vllm\] has the key python, and no other"),
         ("[engines.vllm]\npython = 3", "engines.vllm.python is 3"),
         ("[engines]\nservers = 3", r"\[\[engines.servers\]\] is a list of tables"),
-        ('[[engines.servers]]\nurl = "http://a:1"', "engines.servers.0.kind is None; it is 'vllm' or 'sglang'"),
+        ('[[engines.servers]]\nurl = "http://a:1"', "engines.servers.0.kind is None; it is 'sglang' or 'vllm'"),
         ('[[engines.servers]]\nkind = "vllm"', "engines.servers.0 has the keys kind and url"),
         ('[[engines.servers]]\nkind = "vllm"\nurl = "http://a:1"\npython = "/x"', "has the keys kind and url"),
         ('[[engines.servers]]\nkind = "vllm"\nurl = "a:1"', "'a:1' is no address"),
@@ -84,7 +84,7 @@ def test_what_can_be_no_rule_is_refused_by_name(tmp_path, text, said):
 def test_the_interpreter_is_the_link_in_its_environment_and_not_where_it_leads(tmp_path, rules):
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "python").symlink_to("/usr/bin/python3")
-    assert rules.engines.vllm_python == tmp_path / "venv" / "bin" / "python"
+    assert rules.engines.programs["vllm"] == tmp_path / "venv" / "bin" / "python"
 
 
 TAKEN = [

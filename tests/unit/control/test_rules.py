@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig, parse_config, reference_of
+from palestra.config.section import Section
 from palestra.control.api.submission import _checked
 from palestra.control.jobs.engine_rules import EngineRules
 from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
@@ -30,15 +30,16 @@ from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit
 from unit.waiting import until
 
-WITH_VLLM = Rules(engines=EngineRules(vllm_python=Path("/venv/bin/python")))
+WITH_VLLM = Rules(engines=EngineRules(programs={"vllm": Path("/venv/bin/python")}))
 
 
-def numeric_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
+def numeric_keys(section: type[Section], prefix: str) -> Iterator[str]:
     """The dotted keys of a configuration that take a number, `*` for the names that a user chooses."""
     for name, known in section.model_fields.items():
         for key, annotation in _leaves(known.annotation, f"{prefix}{name}"):
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                yield from numeric_keys(annotation, f"{key}.")
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                for one in annotation.alternatives():
+                    yield from numeric_keys(one, f"{key}.")
             elif annotation in (int, float):
                 yield key
 

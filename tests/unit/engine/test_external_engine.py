@@ -10,11 +10,13 @@ import torch
 
 from palestra.config import JobConfig
 from palestra.engine.base import EngineRequest
+from palestra.engine.driver import EngineJob
 from palestra.engine.external import engine as module
+from palestra.engine.external.served_models import read_served_models
 from palestra.engine.external.stillness import Stillness
+from palestra.engine.vllm.driver import VllmDriver
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelError
 from palestra.models.weights import LocalWeights
-from palestra.runtime.served_models import read_served_models
 from palestra.types.calls import PolicyVersion, TokenSequence
 from unit.building import engine_request
 from unit.engine.engine_servers import OWNER, PROMPT, SAMPLING, STOP, ScriptedSglang, ScriptedVllm, on_server, pieces_of
@@ -350,4 +352,4 @@ def test_what_a_server_can_not_have_of_models_that_see_is_refused_before_it_is_a
         "engine": {"kind": kind, "url": "http://127.0.0.1:1"},
     }
     with pytest.raises(ConfigError, match=said):
-        read_served_models(JobConfig.model_validate(settings), {}, None)
+        read_served_models(EngineJob(config=JobConfig.model_validate(settings)), VllmDriver().images)

@@ -38,9 +38,9 @@ class Engine:
     def __init__(self, logprobs):
         self.logprobs, self.asked = logprobs, None
 
-    async def score(self, policy, prompt):
+    async def scores(self, policy, prompt):
         self.asked = prompt.ids
-        return [self.logprobs(place) for place in range(len(prompt.ids) - 1)]
+        return [[self.logprobs(place) for place in range(len(prompt.ids) - 1)]]
 
 
 def runtime_of(engine, **policy) -> PolicyRuntime:

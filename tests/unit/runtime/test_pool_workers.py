@@ -15,23 +15,25 @@ import pytest
 import torch
 
 from palestra.config import JobConfig, parse_config
+from palestra.engine.driver import EngineJob, Workers, driver_of
+from palestra.engine.external import served_models, servers, workers
 from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, EngineFailure, ServerFailed
 from palestra.models import device
 from palestra.models.loading import LoadedModels
 from palestra.models.weights import LocalWeights
 from palestra.processes import start_process
-from palestra.runtime import hosted_servers, pool_workers
-from palestra.runtime.engine_pool import pooled_parts
+from palestra.runtime import engine_process
+from palestra.runtime.engine_process import ProcessHost
+from palestra.runtime.parts import pooled_parts, workers_of
 from palestra.runtime.places import HERE, JobPlaces
-from palestra.runtime.pool_workers import workers_of
 from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request
 from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm, listening, of_tiny_random
 from unit.engine.scripted_vllm import write_interpreter
-from unit.runtime.test_served_pool import dead, group_of, until
-from unit.runtime.test_server_places import model_of
+from unit.engine.test_served_pool import dead, group_of, until
+from unit.engine.test_server_places import model_of
 
 PROMPT = np.arange(40, 44, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, min_tokens=6, seed=3)
@@ -59,7 +61,7 @@ def job_of(folder: Path, engine: dict) -> JobConfig:
 @contextlib.asynccontextmanager
 async def pool_of(folder: Path, engine: dict, places: JobPlaces = HERE):
     config = job_of(folder, engine)
-    parts = await asyncio.wait_for(pooled_parts(config, config.engine, {}, None, places), 120)
+    parts = await asyncio.wait_for(pooled_parts(config, {}, None, places), 120)
     try:
         yield parts.engine
     finally:
@@ -154,10 +156,11 @@ async def test_three_kinds_each_do_what_they_can(tmp_path):
 def orders(monkeypatch):
     """What the workers of each table are started with; none is."""
     found = []
-    monkeypatch.setattr(pool_workers, "ServerWorkers", lambda config, table, *rest, **more: Scripted(found, table))
+    monkeypatch.setattr(workers, "ServerWorkers", lambda driver, job, table, models: Scripted(found, table))
     monkeypatch.setattr(
-        pool_workers, "EngineProcesses", lambda config, *rest, **more: Scripted(found, config.engine, more.get("cards"))
+        engine_process, "EngineProcesses", lambda job, start, cards: Scripted(found, job.config.engine, cards)
     )
+    monkeypatch.setattr(served_models, "read_served_models", lambda job, images: [])
     monkeypatch.setattr(device, "memory_bytes", lambda: 16 * 2**30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.delenv("PALESTRA_CORES", raising=False)
@@ -180,6 +183,10 @@ class Scripted:
         raise NotImplementedError
 
 
+def started_by(config: JobConfig, start=None, **more) -> Workers:
+    return workers_of(EngineJob(config=config, **more), ProcessHost(start))
+
+
 def threads_of(orders) -> list[int | None]:
     return [getattr(table, "threads", None) for table, _ in orders]
 
@@ -187,28 +194,28 @@ def threads_of(orders) -> list[int | None]:
 def test_workers_of_several_kinds_share_the_cores_and_the_memory_of_the_machine(tmp_path, orders):
     python = str(write_interpreter(tmp_path))
     config = job_of(tmp_path, {"workers": [{"replicas": 3}, {"kind": "vllm", "python": python}, FOUND_ELSEWHERE]})
-    workers_of(config, config.engine.tables, [model_of("policy")], {}, None, HERE)
+    started_by(config)
     assert threads_of(orders) == [2, 2, None]  # four that are started share 8 cores
     assert orders[0][0].cache_gib == 1.0
     orders.clear()
-    workers_of(config, config.engine.tables, [model_of("policy")], {}, None, JobPlaces(engine=start_process))
+    started_by(config, start_process)
     assert threads_of(orders) == [None, None, None]  # each has a bundle
 
 
 def test_each_server_of_a_policy_has_its_part_of_the_cores_beside_embedded_workers(tmp_path, orders):
     python = str(write_interpreter(tmp_path))
     config = job_of(tmp_path, {"workers": [{}, {"kind": "vllm", "python": python}]})
-    workers_of(config, config.engine.tables, [model_of(name) for name in "abc"], {}, None, HERE)
+    started_by(config.model_copy(update={"policies": dict.fromkeys("abc", config.policies["policy"])}))
     assert threads_of(orders) == [2, 2]  # one worker and three servers
 
 
 def test_a_kind_that_is_alone_leaves_the_choice_of_cores_to_its_own_rules(tmp_path, orders):
     python = str(write_interpreter(tmp_path))
     config = job_of(tmp_path, {"kind": "vllm", "python": python})
-    workers_of(config, config.engine.tables, [model_of("policy")], {}, None, HERE)
+    started_by(config)
     assert threads_of(orders) == [None]
     beside = job_of(tmp_path, {"workers": [{}, FOUND_ELSEWHERE]})
-    workers_of(beside, beside.engine.tables, [model_of("policy")], {}, None, HERE)
+    started_by(beside)
     assert threads_of(orders)[1:] == [8, None]
 
 
@@ -216,26 +223,26 @@ def test_embedded_workers_beside_a_server_elsewhere_have_cards_of_their_own(tmp_
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     config = job_of(tmp_path, {"workers": [{"replicas": 2}, FOUND_ELSEWHERE]})
-    found = workers_of(config, config.engine.tables, [model_of("policy")], {}, None, HERE)
+    found = started_by(config)
     assert found.count == 3
     cards = orders[0][1].cards
     assert [cards.take() for _ in range(2)] == ["5", "6"]  # the first one is the trainer's
     orders.clear()
-    apart = JobPlaces(trainer=start_process)
-    workers_of(config, config.engine.tables, [model_of("policy")], {}, None, apart)
+    started_by(config, trainer_is_here=False)
     assert orders[0][1].cards.take() == "4", "the trainer has a bundle of its own"
 
 
 def test_embedded_workers_and_vllm_on_the_same_cards_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_workers, "device_of", lambda name, key: torch.device("cpu" if name == "cpu" else "cuda"))
-    monkeypatch.setattr(pool_workers, "installed_vllm", lambda python: "vllm")
-    monkeypatch.setattr(pool_workers, "ServerWorkers", lambda config, table, *rest, **more: Scripted([], table))
+    monkeypatch.setattr(device, "device_of", lambda name, key: torch.device("cpu" if name == "cpu" else "cuda"))
+    monkeypatch.setattr("palestra.engine.vllm.command.installed_vllm", lambda python: "vllm")
+    monkeypatch.setattr(workers, "ServerWorkers", lambda driver, job, table, models: Scripted([], table))
+    monkeypatch.setattr(served_models, "read_served_models", lambda job, images: [])
     started = {"kind": "vllm", "python": "/venv/bin/python"}
     config = job_of(tmp_path, {"workers": [{}, started]})
     with pytest.raises(ConfigError, match="which would use the same GPUs of this machine; set device = 'cpu'"):
-        workers_of(config, config.engine.tables, [], {}, None, HERE)
+        started_by(config)
     apart = job_of(tmp_path, {"workers": [{"device": "cpu"}, started]})
-    assert workers_of(apart, apart.engine.tables, [model_of("policy")], {}, None, HERE).count == 2
+    assert started_by(apart).count == 2
 
 
 # vLLM in the processes of inference workers, which a cluster may start on other machines
@@ -310,30 +317,31 @@ def test_a_server_in_a_bundle_has_all_of_its_cards_and_none_is_left_to_a_trainer
     seen = []
 
     class Servers:
-        def __init__(self, config, settings, models, worker, places, rounds):
-            seen.append((worker, [(place.cards, place.memory_share) for place in places], rounds))
+        def __init__(self, driver, settings, models, worker, logs, places):
+            seen.append((worker, [(place.cards, place.memory_share) for place in places]))
 
         def engine(self):
-            return None
+            return self
 
-    monkeypatch.setattr(hosted_servers, "EngineServers", Servers)
-    monkeypatch.setattr(hosted_servers, "read_served_models", lambda *_: [model_of("policy")])
+        check_servers = None
+
+    monkeypatch.setattr(servers, "EngineServers", Servers)
+    monkeypatch.setattr(served_models, "read_served_models", lambda job, images: [model_of("policy")])
+    monkeypatch.setattr(served_models, "sampled_policies", lambda job, models: {})
     config = job_of(tmp_path, {"kind": "vllm", "python": str(python), "tensor_parallel": 2})
-    hosted_servers.start_servers(config, {}, None, 3)
-    assert seen == [(3, [("6,7", 0.9)], None)]
+    driver_of(config.engine).load(EngineJob(config=config, trainer_is_here=False, worker=3), config.engine)
+    assert seen == [(3, [("6,7", 0.9)])]
 
 
 async def test_what_another_worker_has_loaded_is_tried_again(tmp_path, monkeypatch):
     """Memory that is missing for a moment must not end a job whose workers have served."""
-    from palestra.runtime import engine_process
-
     answers = [{"models": {}}, {"error": {"code": "config_error", "message": "2 GiB are missing", "param": None}}]
 
     async def first(channel):
         return answers.pop(0)
 
     monkeypatch.setattr(engine_process, "_first", first)
-    processes = engine_process.EngineProcesses(job_of(tmp_path, {"kind": "fake"}), {})
+    processes = engine_process.EngineProcesses(EngineJob(config=job_of(tmp_path, {"kind": "fake"})))
     worker = await processes.start(0)
     with pytest.raises(EngineFailure, match="2 GiB are missing"):
         await processes.start(1)
@@ -344,6 +352,6 @@ async def test_what_another_worker_has_loaded_is_tried_again(tmp_path, monkeypat
 def test_a_bundle_has_one_worker_with_all_of_its_cores(tmp_path):
     config = job_of(tmp_path, {"kind": "vllm", "python": "/venv/bin/python", "replicas": 3, "threads": 2})
     assert isinstance(config.engine, VllmEngineConfig)
-    workers = workers_of(config, config.engine.tables, [], {}, None, JobPlaces(engine=start_process))
-    order = workers.start.__self__._order["config"]["engine"]
-    assert (workers.count, order["replicas"], order["threads"]) == (3, 1, 2)
+    found = started_by(config, start_process)
+    order = found.start.__self__._order["config"]["engine"]
+    assert (found.count, order["replicas"], order["threads"]) == (3, 1, 2)

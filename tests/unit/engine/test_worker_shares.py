@@ -7,10 +7,10 @@ import os
 import pytest
 
 from palestra.config import parse_config
+from palestra.engine.cards import Card
 from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.engine.embedded.driver import worker_cards, worker_settings
 from palestra.models import device
-from palestra.runtime.cards import Card
-from palestra.runtime.worker_shares import worker_cards, worker_settings
 
 GIB = 2**30
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from palestra.config import parse_config
+from palestra.engine.cards import Card, CardTurns, deal_cards, trainer_cards, visible_cards
 from palestra.errors import ConfigError
-from palestra.runtime.cards import Card, CardTurns, deal_cards, trainer_cards, visible_cards
-from palestra.runtime.gpus import GpuReader
-from unit.runtime.scripted_nvml import GIB, NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_NO_PERMISSION, Nvml
-from unit.runtime.scripted_nvml import Card as Scripted
+from palestra.models.gpus import GpuReader
+from unit.models.scripted_nvml import GIB, NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_NO_PERMISSION, Nvml
+from unit.models.scripted_nvml import Card as Scripted
 
 
 def dealt(cards: int, processes: int, each: int = 1, trainer: int = 1) -> list[tuple[str, int]]:

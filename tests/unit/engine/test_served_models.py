@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from palestra.config import JobConfig
+from palestra.engine.driver import EngineJob
+from palestra.engine.external.served_models import ServedModel, read_served_models
+from palestra.engine.vllm.driver import VllmDriver
 from palestra.errors import ConfigError, ModelError, PalestraError
 from palestra.models.adapter_files import write_matrices
 from palestra.models.catalog import model_folder
-from palestra.runtime.served_models import read_served_models
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +39,13 @@ def job_of(model: Path, policy=None, **more) -> JobConfig:
     )
 
 
+def read_models(config: JobConfig) -> list[ServedModel]:
+    return read_served_models(EngineJob(config=config), VllmDriver().images)
+
+
 def refused(config: JobConfig) -> str:
     with pytest.raises(PalestraError) as raised:
-        read_served_models(config, {})
+        read_models(config)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -50,8 +56,8 @@ def test_a_model_that_only_the_server_has_is_refused_before_the_server_is_starte
     assert "can't be trained" in refused(job_of(unknown))
     assert "only_in_vllm" in refused(job_of(unknown))
     fixed = copied(folder, tmp_path / "fixed", model_type="gpt_bigcode", architectures=["GPTBigCodeForCausalLM"])
-    read_served_models(job_of(folder), {})
-    assert read_served_models(job_of(fixed, kind="inference"), {})  # nothing is trained
+    read_models(job_of(folder))
+    assert read_models(job_of(fixed, kind="inference"))  # nothing is trained
 
 
 def test_another_tokenizer_is_refused(folder, tmp_path):
@@ -82,7 +88,7 @@ def test_missing_files_are_named(folder, tmp_path):
 
 def test_an_adapter_is_read_with_its_base(folder, tmp_path):
     saved, policy = tmp_path / "adapter", {"adapter": {"rank": 3}}
-    (plain,) = read_served_models(job_of(folder, policy), {})
+    (plain,) = read_models(job_of(folder, policy))
     assert (plain.adapter.rank, plain.first_adapter) == (3, None)
     layer = next(name for name in plain.files.shapes if name.endswith("q_proj.weight")).removesuffix(".weight")
     out, width = plain.files.shapes[f"{layer}.weight"]
@@ -95,18 +101,18 @@ def test_an_adapter_is_read_with_its_base(folder, tmp_path):
         other = {"model": str(folder), "frozen": "frozen" not in given}
         more = {"policies": {"p": {"model": str(saved)} | given, "q": other}}
         config = JobConfig.model_validate({"engine": {"kind": "vllm", "python": "/venv/bin/python"}} | more)
-        found = read_served_models(config, {})[0]
+        found = read_models(config)[0]
         assert found.files.folder == plain.files.folder
         assert (found.adapter.rank, found.first_adapter) == (3, saved)
     with pytest.raises(ConfigError, match=r"is an adapter, and engine.kind = 'vllm' trains it as one only: set"):
-        read_served_models(job_of(saved), {})
+        read_models(job_of(saved))
 
 
 def test_a_damaged_file_is_named(folder, tmp_path):
     broken = copied(folder, tmp_path / "broken")
     next(broken.glob("*.safetensors")).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     with pytest.raises(ModelError, match="can't be read"):
-        read_served_models(job_of(broken), {})
+        read_models(job_of(broken))
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 
 from palestra.config import JobConfig
+from palestra.engine.cards import Card, deal_cards, trainer_cards, visible_cards
+from palestra.engine.external.served_models import ServedModel
 from palestra.engine.vllm.command import OnCards, OnCores, cpu_cache_gib, deal_cores, installed_vllm
 from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError
-from palestra.models.device import MEMORY_VARIABLE, allowed_cores
-from palestra.runtime.cards import Card, deal_cards, trainer_cards, visible_cards
-from palestra.runtime.memory import available_bytes
-from palestra.runtime.model_memory import BYTES, TRAINED_BYTES
-from palestra.runtime.served_models import ServedModel
+from palestra.models.device import BYTES, MEMORY_VARIABLE, TRAINED_BYTES, allowed_cores, available_bytes
 
 GIB = 2**30
 MOST_STARTED = 64  # workers that a job starts on CPUs
@@ -27,7 +25,7 @@ _CARD_BYTES = GIB  # on each card, beside weights and cache: the CUDA context, a
 _USED_SHARE = 0.9  # of a card's memory: the rest is for what the driver and fragmentation take
 
 
-class ServerPlaces:
+class VllmPlaces:
     """The cores or cards of each server of a job: those of worker 0 for each policy, those of worker 1, and so on.
 
     Attributes:

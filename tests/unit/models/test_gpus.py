@@ -9,11 +9,12 @@ import time
 import pytest
 
 from palestra.config import parse_config
-from palestra.runtime import gpus
-from palestra.runtime.gpus import MISSING, GpuMeter, GpuReader, gpus_of_job
+from palestra.engine.cards import gpus_of_job
+from palestra.models import gpus
+from palestra.models.gpus import MISSING, GpuMeter, GpuReader
 from palestra.types.gpus import GpuReading, GpuUse
 from unit.engine.scripted_vllm import write_interpreter
-from unit.runtime.scripted_nvml import (
+from unit.models.scripted_nvml import (
     GIB,
     NVML_ERROR_DRIVER_NOT_LOADED,
     NVML_ERROR_GPU_IS_LOST,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from palestra.config import JobConfig
+from palestra.engine.driver import driver_of
 from palestra.errors import ConfigError
-from palestra.runtime.gpus import VISIBLE, GpuReader, card_names
+from palestra.models.gpus import VISIBLE, GpuMeter, GpuReader, card_names
+from palestra.types.gpus import GpuReading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,3 +144,25 @@ class CardTurns:
         """
         if visible is not None:
             self._users[visible] -= 1
+
+
+def gpus_of_job(config: JobConfig) -> Callable[[], GpuReading]:
+    """Return a function that says what the cards do that this process may use; nothing where the job uses none of them.
+
+    Args:
+        config: the job, whose parts run on this machine, unless it has a base server or its engine has an address.
+    """
+    return GpuMeter(GpuReader(os.environ.get(VISIBLE)).read).now if _uses_cards(config) else GpuReading
+
+
+def _uses_cards(config: JobConfig) -> bool:
+    """Return whether a part of a job computes on cards of this machine."""
+    if not config.loads_models:
+        return False
+    if any(driver_of(table).uses_cards(table) for table in config.engine.tables):
+        return True
+    if config.kind != "training" or config.trainer.device == "cpu":
+        return False
+    import torch  # the trainer has loaded it
+
+    return torch.cuda.is_available()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.config import DEFAULT_CONTEXT, AdapterConfig, JobConfig
-from palestra.engine.base import Engine
+from palestra.config import DEFAULT_CONTEXT, AdapterConfig
+from palestra.engine.driver import EngineJob, SampledPolicy
 from palestra.engine.external.model_files import ModelFiles, read_model_files
 from palestra.engine.external.reply import Bounds
-from palestra.engine.vllm.pictures import VllmPictures
 from palestra.errors import ConfigError, ModelError
 from palestra.models.adapter_files import adapter_folder, saved_adapter
 from palestra.models.catalog import exact_model, model_folder
 from palestra.models.vision.processor import PictureProcessor
-from palestra.pictures.stored import StoredPictures
 from palestra.renderers import PictureTokens, Renderer, select_renderer
-from palestra.session import PolicyRuntime
+from palestra.types.pictures import Pictures
+
+Images = Callable[[PictureProcessor, Pictures, bool], Any]  # see `ServerDriver.images`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,31 +41,46 @@ class ServedModel:
     tokenizer: Any
     renderer: Renderer
     bounds: Bounds
-    pictures: VllmPictures | None
+    pictures: Any
     adapter: AdapterConfig | None
     first_adapter: Path | None
 
 
-def read_served_models(
-    config: JobConfig, weights: Mapping[str, str], pictures: StoredPictures | None = None
-) -> list[ServedModel]:
+def read_served_models(job: EngineJob, images: Images) -> list[ServedModel]:
     """Read the files of all policies' models, except for their weights.
 
     Args:
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
-        pictures: where those of prompts are found; None: there are none.
+        images: returns what prepares the images of prompts for a server.
 
     Raises:
         ModelError: files are missing, the tokenizer does not fit the model, or the trainer can't have it.
         ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, or a
-            model sees, and its engine or its adapter does not; or `vision` is given, and the model reads text only.
+            model reads images, and its engine or its adapter does not; or `vision` is given, and the model reads text
+            only.
     """
-    return [_read(config, name, weights.get(name, policy.model), pictures) for name, policy in config.policies.items()]
+    return [_read(job, name, images) for name in job.config.policies]
 
 
-def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | None) -> ServedModel:
+def sampled_policies(job: EngineJob, models: Sequence[ServedModel]) -> dict[str, SampledPolicy]:
+    """Return what sessions have to know of the policies, by name."""
+    from palestra.grammars.pool import Grammars
+    from palestra.grammars.vocabulary import vocabulary_of
+
+    return {
+        each.name: SampledPolicy(
+            renderer=each.renderer,
+            grammars=Grammars(vocabulary_of(each.tokenizer, each.bounds.vocab_size)),
+            vocab_size=each.bounds.vocab_size,
+            max_context=each.bounds.max_context,
+        )
+        for each in models
+    }
+
+
+def _read(job: EngineJob, name: str, images: Images) -> ServedModel:
     from palestra.models.causal_lm import check_architecture, load_tokenizer
 
+    config, model, pictures = job.config, job.model_of(name), job.pictures
     policy, saved = config.policies[name], saved_adapter(model)
     is_trained = config.kind == "training" and not policy.frozen
     if saved is not None and policy.adapter is None and is_trained:
@@ -76,9 +91,9 @@ def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | N
     base = model if saved is None else saved.base
     found = model_folder(base)
     files = read_model_files(found if isinstance(found, Path) else exact_model(base))
-    if files.sees and any(table.kind == "sglang" for table in config.engine.tables):
+    if files.sees and (blind := [table.kind for table in config.engine.tables if not table.reads_images]):
         raise ConfigError(
-            f"{model} sees pictures, and engine.kind = 'sglang' is for models that read text only; take "
+            f"{model} sees pictures, and engine.kind = {blind[0]!r} is for models that read text only; take "
             "engine.kind = 'vllm' or 'embedded'"
         )
     if files.sees and (policy.adapter is not None or saved is not None):
@@ -92,14 +107,15 @@ def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | N
         raise ModelError(f"the tokenizer of {model} has {len(tokenizer)} tokens, and its weights {files.vocab_size}")
     if is_trained:
         check_architecture(files.folder)  # before a server that may well have it takes minutes to load it
-    seen = None
+    seen = shown = None
     if files.sees and pictures is not None:
         processor = PictureProcessor(files.folder)
-        seen = VllmPictures(processor, pictures, trained=is_trained and policy.vision == "trained")
+        seen = images(processor, pictures, is_trained and policy.vision == "trained")
+        shown = PictureTokens(tokenizer, processor.layout, pictures)
     renderer = select_renderer(
         tokenizer,
         keep_reasoning=config.rollout.dropped_reasoning == "keep",
-        pictures=None if seen is None else PictureTokens(tokenizer, seen.processor.layout, seen.pictures),
+        pictures=shown,
     )
     return ServedModel(
         name=name,
@@ -115,20 +131,3 @@ def _read(config: JobConfig, name: str, model: str, pictures: StoredPictures | N
         adapter=policy.adapter if saved is None else saved.config,
         first_adapter=adapter_folder(model),
     )
-
-
-def served_runtimes(config: JobConfig, models: Sequence[ServedModel], engine: Engine) -> dict[str, PolicyRuntime]:
-    """Return what the sessions know of the policies, by name."""
-    from palestra.grammars.pool import Grammars
-    from palestra.grammars.vocabulary import vocabulary_of
-
-    return {
-        each.name: PolicyRuntime(
-            name=each.name,
-            config=config.policies[each.name].model_copy(update={"max_context": each.bounds.max_context}),
-            renderer=each.renderer,
-            engine=engine,
-            grammars=Grammars(vocabulary_of(each.tokenizer, each.bounds.vocab_size)),
-        )
-        for each in models
-    }

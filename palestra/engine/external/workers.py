@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from palestra.config import JobConfig
+from palestra.engine.driver import EngineJob
+from palestra.engine.external.config import ServerEngineConfig
 from palestra.engine.external.engine import ExternalEngine
+from palestra.engine.external.served_models import ServedModel
+from palestra.engine.external.servers import EngineServers
 from palestra.engine.pool.worker import StartedWorker
-from palestra.engine.sglang.config import SglangEngineConfig
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, Conflict, EngineFailure, PalestraError, ServerFailed
-from palestra.runtime.engine_servers import EngineServers, weight_rounds
-from palestra.runtime.served_models import ServedModel
-from palestra.runtime.server_places import ServerPlaces
 from palestra.threads import in_thread
 
+if TYPE_CHECKING:
+    from palestra.engine.external.driver import ServerDriver
+
 AGAIN_SECONDS = 1.0  # between two attempts to reach a server that is gone
+
+
+class ServerPlaces(Protocol):
+    """What each server that a job starts computes with.
+
+    Attributes:
+        is_cpu: whether the servers compute on CPUs, where any number of workers shares the machine.
+        most: workers that there may be.
+    """
+
+    is_cpu: bool
+    most: int
+
+    def of_worker(self, worker: int) -> Sequence[Any]:
+        """Return what the servers of a worker compute with, in the order of the policies."""
+        ...
+
+    def check_memory(self, workers: Iterable[int]) -> None:
+        """Refuse to start servers for which there is too little memory.
+
+        Raises:
+            ConfigError: so many GiB are missing.
+        """
+        ...
 
 
 class ServerWorkers:
     """The workers of a pool, each with servers of its own, at a place of its own: cores, cards, or an address."""
 
     def __init__(
-        self,
-        config: JobConfig,
-        settings: VllmEngineConfig | SglangEngineConfig,
-        models: Sequence[ServedModel],
-        *,
-        trainer_is_here: bool = True,
+        self, driver: ServerDriver[Any], job: EngineJob, settings: ServerEngineConfig, models: Sequence[ServedModel]
     ) -> None:
         """Look whether there is room for the servers, and start none yet. Blocks for a moment.
 
-        Args:
-            trainer_is_here: whether the trainer shares the cards of this process; see `trainer_cards`.
-
         Raises:
-            ConfigError: the servers can't be started: there is no vLLM, say, or too little memory; or this
-                process can't broadcast weights, although it should.
+            ConfigError: the servers can't be started: they are not installed, say, or there is too little memory; or
+                this process can't broadcast weights, although it should.
         """
-        self._config, self._settings, self._models = config, settings, models
-        self._rounds = weight_rounds(settings)
+        self._driver, self._settings, self._models = driver, settings, models
+        self._logs = job.config.folder
+        self._rounds = driver.rounds(settings)
         self._places: ServerPlaces | None = None
-        if isinstance(settings, VllmEngineConfig) and settings.python is not None:
-            self._places = ServerPlaces(config, settings, settings.python, models, trainer_is_here=trainer_is_here)
+        if settings.url is None:
+            self._places = driver.places(job, settings, models)
             self._places.check_memory(range(settings.worker_count))  # at first all are started together
         self.most = settings.worker_count if self._places is None else self._places.most
         self._free: asyncio.PriorityQueue[int] = asyncio.PriorityQueue()
@@ -130,7 +149,7 @@ class ServerWorkers:
         if self._places is not None and (place in self._served or place >= self._settings.worker_count):
             self._places.check_memory([place])
         on = None if self._places is None else self._places.of_worker(place)
-        return EngineServers(self._config, self._settings, self._models, place, on, self._rounds)
+        return EngineServers(self._driver, self._settings, self._models, place, self._logs, on, self._rounds)
 
     async def _reach(self, engine: ExternalEngine, place: int) -> None:
         """Return when the servers of a worker fit their policies, and can be given weights.
