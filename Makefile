@@ -24,7 +24,7 @@ OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines bench card clean
+.PHONY: machine help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines figures bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,9 @@ PACKAGES := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool uti
 machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
 	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
 	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(PACKAGES); }
+
+figures: $(RUNTIME)  ## sizes of the package, what repeats in it, how much can be configured
+	@$(BIN)/python scripts/house.py
 
 bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows, rollouts and the data plane; writes bench/results.json
 	$(BIN)/python bench/run.py

@@ -1,0 +1,83 @@
+"""Counts of the package: its size, what repeats, and how much can be configured; `make figures` prints them.
+
+Sizes are lines of Python. Branches on kinds of engines are 0: tests/unit/engine/test_drivers.py looks for them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "palestra"
+MADE = {"api.md", "configuration.md", "doctor.md", "metrics.md", "python.md"}  # pages that are made from the code
+# What is beside the core: one need not read it to follow an episode into a gradient.
+BESIDE = (
+    "backend",
+    "cli/compare",
+    "cli/matrix",
+    "cli/tinker",
+    "control",
+    "engine/external",
+    "engine/sglang",
+    "engine/vllm",
+    "envs/browser",
+    "envs/desktop",
+    "envs/terminal",
+    "runtime/comparison",
+    "runtime/matrix",
+    "runtime/ray",
+    "tinker",
+)
+MANY = 8  # parameters
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All functions of a module, nested ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many arguments a function takes, `self` left out."""
+    taken = function.args
+    names = [one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def repeated(trees: dict[str, ast.Module]) -> list[str]:
+    """Public names of functions and classes that two or more modules define."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found = Counter(node.name for tree in trees.values() for node in tree.body if isinstance(node, kinds))
+    return sorted(name for name, times in found.items() if times > 1 and not name.startswith("_"))
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    lines = {name: text.count("\n") for name, text in texts.items()}
+    core = [name for name in texts if not name.startswith(BESIDE)]
+    every = [function for tree in trees.values() for function in functions(tree)]
+    rows = (ROOT / "docs" / "configuration.md").read_text().splitlines()
+    keys = [re.match(r"\| `(\w+)` \|", row) for row in rows]
+    named = [key[1] for key in keys if key]
+    by_hand = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in MADE]
+    table = {
+        "core: lines / files": f"{sum(lines[name] for name in core):,} / {len(core)}",
+        "core and what is beside it: lines / files": f"{sum(lines.values()):,} / {len(lines)}",
+        "functions": f"{len(every):,}",
+        f"functions with {MANY} or more parameters": str(sum(parameters(one) >= MANY for one in every)),
+        "public top-level names defined twice or more": str(len(repeated(trees))),
+        "configuration: different keys / rows": f"{len(set(named))} / {len(named)}",
+        "words of documentation by hand": f"{sum(len(page.read_text().split()) for page in by_hand):,}",
+    }
+    print("| | |\n|---|--:|")
+    for name, value in table.items():
+        print(f"| {name} | {value} |")
+
+
+if __name__ == "__main__":
+    main()
