@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from python_reference import python_page
 
@@ -224,6 +225,7 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
     ]
     inner: list[tuple[str, type[Section], str | None]] = []
     unions: list[tuple[str, str]] = []
+    same: list[str] = []
     for name, field in model.model_fields.items():
         kinds = sections_of(field.annotation)
         within = f"{path}.{name}" if path else name
@@ -240,12 +242,10 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
             inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested, chosen))
         if kinds:
             continue
-        meaning = field.description or ""
-        # The sections of a union have many keys in common, whose meaning is written once.
-        if kind is not None and any(_is_of(line, name, meaning) for line in lines):
-            meaning = "As above."
-        default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
-        lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {meaning} |")
+        row = _row(name, field, lines if kind is not None else [])
+        known = kind is not None and (name == model.chosen_by or row in lines)
+        (same if known else lines).append(name if known else row)
+    _end_table(lines, [name for name in same if name != model.chosen_by])
     for within, nested, chosen in inner:
         if unions and unions[0][0] == within:
             _, key = unions.pop(0)
@@ -256,6 +256,23 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
                 f"One of these tables, which `{key}` chooses. It refuses the keys of others.",
             ]
         _section(nested, within, lines, chosen)
+
+
+def _end_table(lines: list[str], same: Sequence[str]) -> None:
+    """Remove a table without rows, and name the keys that stand above already."""
+    if lines[-1] == "|---|---|---|---|":
+        del lines[-3:]
+    if same:
+        lines += ["", f"As above: {', '.join(f'`{name}`' for name in same)}."]
+
+
+def _row(name: str, field: FieldInfo, above: Sequence[str]) -> str:
+    """Return the line of a key; a meaning that stands above already is not written again."""
+    meaning = field.description or ""
+    default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
+    row = f"| `{name}` | {_type(field.annotation)} | {default} | "
+    known = row + meaning + " |" not in above and any(_is_of(line, name, meaning) for line in above)
+    return f"{row}{'As above.' if known else meaning} |"
 
 
 def _heading(path: str) -> str:
