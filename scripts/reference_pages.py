@@ -243,7 +243,7 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
         if kinds:
             continue
         row = _row(name, field, lines if kind is not None else [])
-        known = kind is not None and (name == model.chosen_by or row in lines)
+        known = kind is not None and (name == model.chosen_by or _stands_above(row, name, lines))
         (same if known else lines).append(name if known else row)
     _end_table(lines, [name for name in same if name != model.chosen_by])
     for within, nested, chosen in inner:
@@ -270,9 +270,14 @@ def _row(name: str, field: FieldInfo, above: Sequence[str]) -> str:
     """Return the line of a key; a meaning that stands above already is not written again."""
     meaning = field.description or ""
     default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
-    row = f"| `{name}` | {_type(field.annotation)} | {default} | "
-    known = row + meaning + " |" not in above and any(_is_of(line, name, meaning) for line in above)
-    return f"{row}{'As above.' if known else meaning} |"
+    known = any(_is_of(line, name, meaning) for line in above)
+    return f"| `{name}` | {_type(field.annotation)} | {default} | {'As above.' if known else meaning} |"
+
+
+def _stands_above(row: str, name: str, above: Sequence[str]) -> bool:
+    """Return whether the nearest line of a key has the type, the default and the meaning of its row."""
+    nearest = next((line for line in reversed(above) if line.startswith(f"| `{name}` |")), "")
+    return row.endswith("| As above. |") and nearest.startswith(row.removesuffix("As above. |"))
 
 
 def _heading(path: str) -> str:
