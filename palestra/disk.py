@@ -5,15 +5,18 @@ Folders that are needed for a while are removed, also if a signal ends the proce
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
+import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from palestra.errors import StoreError
+from palestra.errors import ConfigError, StoreError
 
 GO_ON = "go on with --resume (in a script resume=True)"  # advice of errors after which a run can be resumed
 RUN_LOCK = ".lock"  # the file in its folder that the process of a run keeps locked
@@ -57,10 +60,11 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     Raises:
         StoreError: the file could not be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
     with writing(path):
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            temporary.unlink(missing_ok=True)  # of a process that was killed, or a link that somebody has put there
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -70,6 +74,85 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner can enter, unless it exists, and refuse one that others could have filled.
+
+    Raises:
+        ConfigError: see `check_folder`.
+        OSError: the folder can't be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_folder(path)
+
+
+def check_folder(path: Path, *, may_be_sticky: bool = False) -> None:
+    """Refuse a folder in which another user could have put files, such as a secret or a link.
+
+    Args:
+        path: of the folder. A link to it is followed, if it is this user's or root's.
+        may_be_sticky: whether everybody may make files there and nobody can replace those of others, as in `/tmp`.
+
+    Raises:
+        ConfigError: it is another user's, or others can write to it.
+        OSError: there is no such folder.
+    """
+    for status in (path.lstat(), path.stat()):
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(f"{path} belongs to another user (uid {status.st_uid}); take a folder of your own")
+    if status.st_mode & 0o022 and not (may_be_sticky and status.st_mode & stat.S_ISVTX):
+        raise ConfigError(
+            f"other users can write to the folder {path}; look whether its files are your own, and run "
+            f"chmod go-w {path}, or take another folder"
+        )
+
+
+def open_own(path: Path, flags: int, mode: int = 0o600, *, follow: bool = False) -> int:
+    """Open a file and return its descriptor; refuse one that another user could have made or changed.
+
+    Do not give O_TRUNC: the file is looked at after it is open.
+
+    Args:
+        flags: of `os.open`.
+        mode: permissions of a new file, before the umask.
+        follow: whether a link is followed, where the operator has named the file.
+
+    Raises:
+        ConfigError: it is a link, no regular file or another user's, or others can write to it.
+        OSError: it can't be opened.
+    """
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a pipe without a reader does not block
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path} is a link, and links are not followed here; remove it") from error
+        raise
+    status = os.fstat(descriptor)
+    problem = ""
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is no regular file"
+    elif status.st_uid not in (os.geteuid(), 0):
+        problem = f"belongs to another user (uid {status.st_uid})"
+    elif status.st_mode & 0o022:
+        problem = "can be written by other users"
+    elif status.st_nlink > 1 and not follow:
+        problem = "has a second name (a hard link)"
+    if problem:
+        os.close(descriptor)
+        raise ConfigError(f"{path} {problem}; remove it, or take another folder")
+    return descriptor
+
+
+def read_own(path: Path, *, follow: bool = False) -> bytes:
+    """Return the content of a file that no other user could have made or changed; see `open_own`.
+
+    Raises:
+        ConfigError, OSError: see `open_own`.
+    """
+    with os.fdopen(open_own(path, os.O_RDONLY, follow=follow), "rb") as file:
+        return file.read()
 
 
 def in_new_folder(parent: Path, prefix: str, work: Callable[[Path], T]) -> T:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.cli.ending import end_soon
 from palestra.cli.options import ENVIRONMENT, command, environment_settings, load_environment
+from palestra.disk import read_own
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -128,7 +129,7 @@ def _key(file: Path | None) -> tuple[str, bool]:
         found = os.environ.get(KEY_VARIABLE, "").strip()
         return (found, False) if found else (f"env-{secrets.token_hex(20)}", True)
     try:
-        found = file.read_text(encoding="utf-8-sig").strip()
+        found = read_own(file, follow=True).decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} can't be read: {error}") from error
     if not found:

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import sqlalchemy as sa
 
+from palestra.disk import open_own
+
 # KiB of pages that a connection caches. A run's file grows with every call, and pages that were read stay until the
 # cache is full, so a long run holds this much memory; further pages come from the operating system's cache.
 WRITER_CACHE, READER_CACHE = 4096, 2048
@@ -79,11 +81,15 @@ def make_private(path: Path) -> None:
     """Create the file if there is none, and let only its owner read it. SQLite gives `-wal` and `-shm` the same mode.
 
     Raises:
+        ConfigError: the file or one of these is a link or another user's, or others can write to it.
         OSError: the file can't be opened.
     """
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    for suffix in ("-wal", "-shm", "-journal"):
+        with contextlib.suppress(FileNotFoundError):
+            os.close(open_own(path.with_name(path.name + suffix), os.O_RDONLY))
+    descriptor = open_own(path, os.O_CREAT | os.O_RDWR)
     try:
-        with contextlib.suppress(PermissionError):  # the file belongs to another user, who decides about its mode
+        if os.fstat(descriptor).st_uid == os.geteuid():
             os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from palestra.disk import write_whole, writing
+from palestra.disk import private_folder, read_own, write_whole, writing
 from palestra.errors import ConfigError, Unauthorized
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
@@ -29,7 +29,7 @@ class Tenants:
             ConfigError: a name or a key can't be used.
         """
         with writing(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_folder(folder)
         for name in names:
             if _NAME.fullmatch(name) is None:
                 raise ConfigError(f"a tenant's name has up to 64 of a-z, 0-9, - and _, and can't be {name!r}")
@@ -39,7 +39,7 @@ class Tenants:
         self._by_digest: dict[str, str] = {}
         self._secrets: dict[str, bytes] = {}
         for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
-            key = path.read_text(encoding="utf-8-sig", errors="replace").strip()
+            key = read_own(path).decode("utf-8-sig", errors="replace").strip()
             if not key.startswith(prefix) or len(key) < _LEAST:
                 raise ConfigError(f"{path} holds no key: those of this server begin with {prefix}, and are long")
             if self._by_digest.setdefault(_digest(key), path.name) != path.name:

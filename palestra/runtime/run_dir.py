@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
-from palestra.disk import RUN_LOCK, is_locked
+from palestra.disk import RUN_LOCK, is_locked, open_own, private_folder
 from palestra.errors import ConfigError, NotFound, RunInUse
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 
@@ -174,12 +174,12 @@ def is_running(folder: Path) -> bool:
     return is_locked(folder / RUN_LOCK)
 
 
-def _locked(folder: Path) -> IO[str]:
+def _locked(folder: Path) -> IO[bytes]:
     """Return the lock file of a run, locked by this process."""
     for _ in range(ATTEMPTS):
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: a run contains prompts
-            lock: IO[str] = (folder / RUN_LOCK).open("w", encoding="utf-8")
+            private_folder(folder)  # a run contains prompts
+            lock = os.fdopen(open_own(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT), "rb")
         except FileNotFoundError:  # a failing start has just removed the folder, or the working directory is gone
             continue
         except OSError as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from palestra.disk import write_whole, writing
+from palestra.disk import read_own, write_whole, writing
 from palestra.errors import ConfigError, Conflict, NotFound, StoreError
 
 log = logging.getLogger("palestra")
@@ -84,10 +84,11 @@ def read_secret(folder: Path) -> bytes:
     """Return the secret from which a run's keys are derived.
 
     Raises:
-        ConfigError: the file is empty, short or damaged, so that keys of the run could be guessed.
+        ConfigError: the file is empty, short or damaged, or another user could have written it, so that keys of the run
+            could be guessed.
     """
     path = folder / SECRET
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    text = read_own(path).decode(errors="replace").strip()
     if _FORM.fullmatch(text) is None:
         raise ConfigError(
             f"{path} holds {len(text)} characters and not the {2 * SECRET_BYTES} hexadecimal digits of a secret; "

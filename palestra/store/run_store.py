@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from palestra.config import PicturesConfig, RolloutConfig, StoreConfig
 from palestra.database import Backend, Database
 from palestra.database.sqlite import make_private, open_engine
-from palestra.disk import GO_ON, writing
+from palestra.disk import GO_ON, private_folder, writing
 from palestra.errors import StoreError
 from palestra.pictures.blobs import FOLDER
 from palestra.pictures.kept import KeptPictures
@@ -189,11 +189,12 @@ def open_run_store(
         pictures: their limits; None: the defaults.
 
     Raises:
+        ConfigError: its folder or the file is another user's, or others can write to it.
         StoreError: the file can't be written, is not a run store, is damaged, or of a newer version of Palestra.
     """
     clock = clock or SystemClock()
     with writing(path):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(path.parent)
         make_private(path)
     backend = Backend(
         engine=open_engine(path, store.synchronous),

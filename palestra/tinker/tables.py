@@ -11,7 +11,7 @@ from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table
 
 from palestra.database import Backend, Database, Schema
 from palestra.database.sqlite import make_private, open_engine
-from palestra.disk import writing
+from palestra.disk import private_folder, writing
 from palestra.errors import StoreError
 
 metadata = sa.MetaData()
@@ -121,6 +121,7 @@ def open_journal(path: Path) -> Database:
         StoreError: the file can't be used.
     """
     with writing(path):
+        private_folder(path.parent)
         make_private(path)
     backend = Backend(
         engine=open_engine(path, "FULL"),

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from palestra.config import SAVED_CONFIG
+from palestra.disk import open_own
 from palestra.errors import PalestraError, RunInUse
 from palestra.terminal import say
 from palestra.tracking.follow import FOLDER, check_room, follow, tracked_run
@@ -93,7 +94,7 @@ def alone(folder: Path, name: str) -> Iterator[None]:
     path = folder / FOLDER / f"{name}.lock"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     until = time.monotonic() + LOCK_SECONDS
-    with path.open("w", encoding="utf-8") as file:
+    with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "rb") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,7 +25,8 @@ from palestra.control.store.database_errors import drop_connections, in_words
 from palestra.control.store.tables import EPOCH_KEY, meta
 from palestra.database import Backend
 from palestra.database.backend import Fence
-from palestra.database.sqlite import open_engine
+from palestra.database.sqlite import make_private, open_engine
+from palestra.disk import check_folder, open_own
 from palestra.errors import ConfigError, StoreError, StoreUnreachable, Superseded
 
 LOCK_SECONDS = 3.0  # how long a scheduler that was just killed may take to lose its lock
@@ -74,8 +75,9 @@ def open_backend(url: str) -> Backend:
 def _open_sqlite(path: Path) -> Backend:
     """Open a SQLite file that only its owner can read, and lock it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives its other files the same mode
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_folder(path.parent, may_be_sticky=True)
+        make_private(path)
         release = _lock_file(path.with_name(path.name + ".lock"))
     except OSError as error:
         raise ConfigError(f"the control store {path} can't be opened: {error.strerror}") from error
@@ -112,7 +114,7 @@ def _begin_epoch(connection: sa.Connection) -> Fence:
 
 def _lock_file(path: Path) -> Callable[[], None]:
     """Lock a file, and return a function that unlocks it."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    descriptor = open_own(path, os.O_CREAT | os.O_RDWR)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:

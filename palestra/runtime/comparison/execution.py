@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from palestra.disk import open_own, private_folder
 from palestra.errors import ConfigError, RunInUse
 from palestra.runtime.comparison.one_run import FAILED, FINISHED, STARTED, cause_of, read_record, write_record
 from palestra.runtime.comparison.plan import PlannedRun
@@ -166,8 +168,8 @@ def locked(folder: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as opened:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: runs contain prompts
-            lock = opened.enter_context((folder / ".lock").open("w", encoding="utf-8"))
+            private_folder(folder)  # runs contain prompts
+            lock = opened.enter_context(os.fdopen(open_own(folder / ".lock", os.O_RDWR | os.O_CREAT), "rb"))
         except OSError as error:
             raise ConfigError(f"the output {folder} can't be used as a folder: {cause_of(error)}") from error
         try:

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from palestra.disk import write_whole
+from palestra.disk import read_own, write_whole
 from palestra.errors import ConfigError
 from palestra.processes import MALLOC_VARIABLE, malloc_without_caches
 from palestra.runtime.ray.job_environment import job_environment
@@ -107,7 +107,7 @@ def stop_local(state_dir: Path) -> None:
 def _use_own_token(state_dir: Path) -> None:
     """Make clients of the local cluster need a token that only this user can read. A joined cluster has its own."""
     path = state_dir.resolve() / "ray_token"  # absolute: Ray has another working directory
-    token = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+    token = read_own(path).decode(errors="replace") if path.exists() else None
     if token is None or re.fullmatch("[0-9a-f]{64}", token) is None:
         if token is not None:
             log.warning("%s is damaged, so it is written anew", path)
@@ -176,7 +176,7 @@ def _read(state_dir: Path) -> dict[str, Any] | None:
     """Return what is known of the local cluster; None: nothing, or the file is damaged."""
     path = state_dir / _FILE
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_own(path))
         return {"address": str(found["address"]), "pid": int(found["pid"]), "started": found["started"]}
     except FileNotFoundError:
         return None

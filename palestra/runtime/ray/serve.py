@@ -20,6 +20,7 @@ from palestra.control.placement.placement import PlacementPolicy
 from palestra.control.rights.keys import NewKey
 from palestra.control.rights.limits import RequestRates
 from palestra.control.store.control_store import ControlStore
+from palestra.disk import private_folder
 from palestra.errors import ConfigError, StoreError
 from palestra.http.server import LOOPBACK, listen, served, url_of
 from palestra.runtime.ray.cluster import LocalRay, connect, stop_local
@@ -81,7 +82,7 @@ async def control_plane(
     """
     if options.without_keys and options.host not in LOOPBACK:
         raise ConfigError(f"without keys only loopback may be listened on, and not {options.host}")
-    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # runs contain prompts and keys
+    private_folder(options.state_dir)  # runs contain prompts and keys
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
         url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
