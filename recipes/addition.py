@@ -95,13 +95,31 @@ def demonstrate(
     result = palestra.train(
         rollout, training, job(seed, steps, model, lora, vllm), validation_tasks=validation, resume=resume
     )
-    print("\nheld-out sums, before and after (greedy):")
-    scored = palestra.read_episodes(result.run_dir, "validation")
-    for first in scored[:6]:
-        last = [episode for episode in scored if episode.task_id == first.task_id][-1]
-        before, after = (repr(episode.metadata["answer"]) for episode in (first, last))
-        print(f"  {first.task_id:>8} = {sum(map(int, first.task_id.split('+'))):<3} {before:<42} {after}")
+    print_change(result)
     return result
+
+
+def print_change(result: palestra.TrainResult, shown: int = 10) -> None:
+    """Print how many held-out sums were right before and after, some of those that changed, and what lies on disk."""
+    answers: dict[str, list[tuple[str, str]]] = {}
+    for episode in palestra.read_episodes(result.run_dir, "validation"):
+        right = sum((episode.rewards or {}).values()) > 0
+        answers.setdefault(episode.task_id, []).append((episode.metadata["answer"], "right" if right else "wrong"))
+    before, after = (sum(each[place][1] == "right" for each in answers.values()) for place in (0, -1))
+    changed = [(task, each[0], each[-1]) for task, each in answers.items() if each[0][1] != each[-1][1]]
+    print(f"\nheld-out sums, greedy: {before} of {len(answers)} right before, {after} after; {len(changed)} changed:")
+    for task, first, last in changed[:shown]:
+        old, new = (f"{shortened(repr(answer))} {word}" for answer, word in (first, last))
+        print(f"  {task:>8} = {sum(map(int, task.split('+'))):<3} {old:<36} {new}")
+    if len(changed) > shown:
+        print(f"  … and {len(changed) - shown} more: palestra episodes {result.run_dir} --kind validation")
+    size = sum(file.stat().st_size for file in result.run_dir.rglob("*") if file.is_file()) / 1e9
+    print(f"\n{size:.1f} GB of checkpoints and records are in {result.run_dir}; rm -r {result.run_dir} removes them")
+
+
+def shortened(text: str, most: int = 28) -> str:
+    """Return the text, or its beginning and an ellipsis."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 if __name__ == "__main__":
