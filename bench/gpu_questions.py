@@ -84,7 +84,7 @@ class Asked:
         """Of engine and trainer."""
         return {"device": self.device}
 
-    def say(self, found: Mapping[str, Any]) -> None:
+    def report(self, found: Mapping[str, Any]) -> None:
         """Print what is known so far."""
         print(json.dumps(found), flush=True)
 
@@ -107,7 +107,7 @@ def learns(asked: Asked, vllm: bool = False) -> dict[str, Any]:
         config["engine"] |= {"gpu_memory_utilization": 0.3, "compile": False}
     training, validation = sums()
     begin = time.monotonic()
-    with telling(asked, learned):
+    with reporting(asked, learned):
         palestra.train(rollout, training, parse_config(config), validation_tasks=validation, quiet=True)
     return learned(rows_of_run(asked)) | {"whole s": time.monotonic() - begin, "peak GiB": peak_gib(asked.device)}
 
@@ -129,19 +129,19 @@ def rows_of_run(asked: Asked) -> list[dict[str, float]]:
 
 
 @contextmanager
-def telling(asked: Asked, told: Callable[[list[dict[str, float]]], dict[str, Any]]) -> Iterator[None]:
+def reporting(asked: Asked, summary: Callable[[list[dict[str, float]]], dict[str, Any]]) -> Iterator[None]:
     """Print after each step what is known, so that a question that is stopped has an answer."""
     over = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         known = 0
         while not over.wait(1.0):
             rows = rows_of_run(asked)
             if len(rows) > known:
                 known = len(rows)
-                asked.say(told(rows))
+                asked.report(summary(rows))
 
-    thread = threading.Thread(target=tell)
+    thread = threading.Thread(target=report)
     thread.start()
     try:
         yield
@@ -232,7 +232,7 @@ def train(asked: Asked, size: str, rank: int | None = None, recompute: bool = Fa
     sizes = (64,) if asked.dry else (8192,) if rank or recompute else (8192, 16384)
     for tokens in sizes:
         found[f"{tokens} tokens"] = train_steps(asked, "tiny" if asked.dry else size, tokens, rank, recompute)
-        asked.say(found)
+        asked.report(found)
         gc.collect()
         if not asked.dry:
             torch.cuda.empty_cache()
@@ -340,7 +340,7 @@ def largest(asked: Asked) -> dict[str, Any]:
         except torch.OutOfMemoryError:
             return found | {"does not fit": f"{weights_of(hidden, layers, len(tokenizer)) / 1e9:.2f} billion weights"}
         found["fits"] = f"{count / 1e9:.2f} billion weights"
-        asked.say(found)
+        asked.report(found)
         gc.collect()
         if not asked.dry:
             torch.cuda.empty_cache()
@@ -374,7 +374,7 @@ async def decoding(asked: Asked) -> dict[str, Any]:
                 "least ms": (weights + tokens * runner.model.token_bytes) / rate * 1e3,
                 "tokens/s": rows / seconds,
             }
-            asked.say(found)
+            asked.report(found)
     finally:
         await close(parts)
     return found
@@ -421,7 +421,7 @@ def rollouts(asked: Asked, vllm: bool = False) -> dict[str, Any]:
     tasks = [
         {"id": str(number), "text": "".join(draw.choices("abcdefgh ", k=characters))} for number in range(groups * 8)
     ]
-    with telling(asked, sampled):
+    with reporting(asked, sampled):
         palestra.train(rollout, tasks, parse_config(config), concurrency=groups * samples, quiet=True)
     return sampled(rows_of_run(asked)) | {"peak GiB": peak_gib(asked.device)}
 
@@ -502,7 +502,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked = Asked(dry=wanted.dry_run, vllm=wanted.vllm, model=model, folder=Path(folder))
         found = QUESTIONS[wanted.question](asked)
-        asked.say(asyncio.run(found) if asyncio.iscoroutine(found) else found)
+        asked.report(asyncio.run(found) if asyncio.iscoroutine(found) else found)
 
 
 if __name__ == "__main__":
