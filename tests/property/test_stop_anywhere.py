@@ -37,7 +37,14 @@ def rows_of_store(folder: Path) -> list[dict[str, float]]:
 
 
 def timeless(rows: list[dict[str, float]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.startswith(DIFFERS)} for row in rows]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(DIFFERS) and not name.endswith("attempts_replayed")
+        }
+        for row in rows
+    ]
 
 
 @cache
