@@ -236,7 +236,7 @@ def test_two_commands_do_not_run_one_comparison_at_the_same_time(folder):
     ("arguments", "said"),
     [
         ((), "palestra compare: the following arguments are required: COMPARE.TOML"),
-        (("none.toml",), "none.toml: no such file or directory"),
+        (("none.toml",), "none.toml: no such file"),
         (("compare.toml", "--only", "sum"), "--only sum: the comparison has no such runs; did you mean sums?"),
     ],
 )

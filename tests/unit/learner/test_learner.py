@@ -14,7 +14,7 @@ from palestra.algorithms.losses import build_loss
 from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
-from palestra.config import dump_config, load_config
+from palestra.config import dump_config
 from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
@@ -272,29 +272,6 @@ async def test_a_run_can_not_go_on_with_another_configuration_of_what_is_trained
     longer = ScriptedJob(tmp_path, config(steps=4, evaluation={"every_steps": 1}))
     await longer.run()
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.slow
-async def test_a_run_of_the_version_before_goes_on_from_the_config_that_it_has_written(tmp_path):
-    """Its config.toml has old names, and its store the digest that was made of them."""
-    settings = config(algorithm={"importance_sampling": "token-mask", "loss_agg_mode": "token-mean"}, run_dir=tmp_path)
-    first = ScriptedJob(tmp_path, settings)
-    first.on_event = lambda kind, data: first.learner.stop() if (kind, data.get("step")) == ("step", 1.0) else None
-    await first.run()
-    saved = tmp_path / "config.toml"
-    text = saved.read_text()
-    for before, now in (
-        ('importance = "token_mask"', 'importance_sampling = "token-mask"'),
-        ('aggregation = "token"', 'loss_agg_mode = "token-mean"'),
-        ('abandoned = "train"', 'train_on = "all-calls"'),
-    ):
-        assert now in text
-        text = text.replace(now, before)
-    saved.write_text(text)
-    second = ScriptedJob(tmp_path, load_config(saved))
-    await second.run()
-    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
-    assert 'importance_sampling = "token-mask"' in saved.read_text()
 
 
 async def test_a_job_without_training_tasks_says_so(tmp_path):
