@@ -52,15 +52,7 @@ def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def job(
     seed: int, steps: int, model: str = "SmolLM2-135M-Instruct", lora: bool = False, vllm: str | None = None
 ) -> JobConfig:
-    """Return what is trained, and how; everything else is a default.
-
-    Args:
-        seed: of the job.
-        steps: of training.
-        model: that is trained.
-        lora: whether an adapter is trained in place of all weights.
-        vllm: interpreter of an environment with vLLM, which samples then; None: Palestra's own engine does.
-    """
+    """Return what is trained, and how; `vllm` is an interpreter of an environment with vLLM, which samples then."""
     # An adapter starts from zero, and so needs steps that are about ten times as large.
     optimizer = {"learning_rate": 3e-4 if lora else 3e-5, "schedule": "linear"}
     policy = {"model": model, "max_context": 512, "optimizer": optimizer, "adapter": {"rank": 16} if lora else None}
