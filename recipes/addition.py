@@ -103,8 +103,7 @@ def print_change(result: palestra.TrainResult, shown: int = 10) -> None:
     for task, first, last in changed[:shown]:
         old, new = (f"{shortened(repr(answer))} {word}" for answer, word in (first, last))
         print(f"  {task:>8} = {sum(map(int, task.split('+'))):<3} {old:<36} {new}")
-    if len(changed) > shown:
-        print(f"  … and {len(changed) - shown} more: palestra episodes {result.run_dir} --kind validation")
+    print(f"all of them: palestra episodes {result.run_dir} --kind validation")
     size = sum(file.stat().st_size for file in result.run_dir.rglob("*") if file.is_file()) / 1e9
     print(f"\n{size:.1f} GB of checkpoints and records are in {result.run_dir}; rm -r {result.run_dir} removes them")
 
