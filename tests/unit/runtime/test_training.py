@@ -27,7 +27,7 @@ def by_length(task, answer):
         ({"rollout": Gomoku()}, "give environment=Gomoku"),
         ({"rollout": 3}, "`rollout` has the type int; give a function"),
         ({"rollout": lambda task: 1.0}, "can't be called as <lambda>(task, endpoint): too many positional arguments"),
-        ({"rollout": lambda task, endpoint, *, key: 1.0}, "(task, endpoint): missing a required"),
+        ({"rollout": lambda task, endpoint, *, key: 1.0}, "argument: 'key'"),
         (
             {"rollout": None, "reward": lambda answer: 1.0},
             "(answer) can't be called as <lambda>(task, answer): too many",
