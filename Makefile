@@ -32,7 +32,7 @@ help:  ## this list
 demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 	@$(BIN)/palestra demo
 
-test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests: about five minutes on two cores
+test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests: a quarter of an hour on two cores
 
 test-rest: $(DEV)  ## the second tier of tests: what takes longer
 	$(BIN)/pytest -n 2 --dist worksteal --durations=30 -m "$(SECOND_TIER)"
