@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         commands,
         "demo",
         run,
-        "train SmolLM2-135M to add, on this machine, in three to seven minutes",
+        "train SmolLM2-135M to add, on this machine, in three to twelve minutes",
         "  palestra demo --steps 10",
     )
     parser.set_defaults(trains=True)
