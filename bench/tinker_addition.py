@@ -31,7 +31,7 @@ from learning import PAGE, PATIENT, ROOT, Outcome, Recipe, draw, part, picture, 
 from tinker import types
 
 sys.path.insert(0, str(ROOT))
-from recipes.addition import SYSTEM, score, sums
+from recipes.addition import SYSTEM, reward, sums
 
 STEPS, GROUPS, SAMPLES, RATE, EVERY = 30, 16, 6, 3e-4, 5
 RECIPE = Recipe(
@@ -100,7 +100,8 @@ class Loop:
         for task, future in zip(tasks, asked, strict=True):
             sequences = future.result().sequences
             texts = [self.tokenizer.decode(one.tokens, skip_special_tokens=True) for one in sequences]
-            found.append((sequences, [score(text, task) for text in texts]))
+            ends = [one.stop_reason for one in sequences]
+            found.append((sequences, [reward(task, text, end) for text, end in zip(texts, ends, strict=True)]))
         return found
 
     def validate(self) -> list[float]:
@@ -116,9 +117,9 @@ class Loop:
         for task, (sequences, rewards) in zip(batch, played, strict=True):
             if (deviation := pstdev(rewards)) == 0:
                 continue
-            for one, reward in zip(sequences, rewards, strict=True):
+            for one, earned in zip(sequences, rewards, strict=True):
                 # The tokens of an answer share its weight, so that long answers weigh as much as short ones.
-                weight = (reward - fmean(rewards)) / deviation / len(one.tokens) / (GROUPS * SAMPLES)
+                weight = (earned - fmean(rewards)) / deviation / len(one.tokens) / (GROUPS * SAMPLES)
                 data.append(datum(self.prompt(task), one, weight))
         if data:
             rate = RATE * (1 - (number - 1) / STEPS)

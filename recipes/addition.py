@@ -3,8 +3,8 @@
     python recipes/addition.py [--steps 30] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct] [--lora]
         [--vllm PYTHON]
 
-The agent is a function that calls the model through the OpenAI client, and returns 1 for the right sum and 0 for any
-other answer. 64 sums are held out, and answered before and after. What it prints is in README.md.
+The agent is a function that calls the model through the OpenAI client. It returns 1 for the right sum, and 0 for any
+other answer and for one that is cut. 64 sums are held out, and answered before and after.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ async def rollout(task: dict[str, Any], endpoint: ModelEndpoint) -> palestra.Rol
     client = agent.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     question = f"{task['a']} + {task['b']} ="  # YOURS 1: what the model is asked
     messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    reply = await client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=12)
-    answer = reply.choices[0].message.content or ""
-    return palestra.RolloutResult(reward=score(answer, task), metadata={"answer": answer})
+    (choice,) = (await client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=12)).choices
+    answer, end = choice.message.content or "", choice.finish_reason
+    return palestra.RolloutResult(reward=reward(task, answer, end), metadata={"answer": answer, "finish_reason": end})
 
 
-def score(answer: str, task: dict[str, Any]) -> float:
-    """Return 1 if the last number of the answer is the sum, else 0."""
-    numbers = re.findall(r"\d+", answer)
-    return float(bool(numbers) and int(numbers[-1]) == task["a"] + task["b"])  # YOURS 2: what is right
+def reward(task: dict[str, Any], answer: str, finish_reason: str) -> float:
+    """Return 1 if the answer ends by itself and its last number is the sum, else 0; `train(reward=…)` takes it, too."""
+    right = re.findall(r"\d+", answer)[-1:] == [str(task["a"] + task["b"])]  # YOURS 2: what is right
+    return float(right and finish_reason == "stop")  # else the model unlearns to stop
 
 
 def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (training, validation): sums of numbers from 1 to 20, of which 64 unordered pairs are held out."""
     pairs = [(a, b) for a in range(1, 21) for b in range(a, 21)]  # YOURS 3: the tasks, JSON objects
     random.Random(20).shuffle(pairs)
-    held_out, rest = pairs[:64], pairs[64:]
-    validation = [{"id": f"{a}+{b}", "a": a, "b": b} for a, b in held_out]
-    training = [{"id": f"{x}+{y}", "a": x, "b": y} for a, b in rest for x, y in sorted({(a, b), (b, a)})]
+    validation = [{"id": f"{a}+{b}", "a": a, "b": b} for a, b in pairs[:64]]
+    training = [{"id": f"{x}+{y}", "a": x, "b": y} for a, b in pairs[64:] for x, y in sorted({(a, b), (b, a)})]
     return training, validation
 
 
@@ -95,8 +94,9 @@ def print_change(result: palestra.TrainResult, shown: int = 10) -> None:
     """Print how many held-out sums were right before and after, some of those that changed, and what lies on disk."""
     answers: dict[str, list[tuple[str, str]]] = {}
     for episode in palestra.read_episodes(result.run_dir, "validation"):
-        right = sum((episode.rewards or {}).values()) > 0
-        answers.setdefault(episode.task_id, []).append((episode.metadata["answer"], "right" if right else "wrong"))
+        failed = "cut" if episode.metadata["finish_reason"] == "length" else "wrong"
+        word = "right" if sum((episode.rewards or {}).values()) > 0 else failed
+        answers.setdefault(episode.task_id, []).append((episode.metadata["answer"], word))
     before, after = (sum(each[place][1] == "right" for each in answers.values()) for place in (0, -1))
     changed = [(task, each[0], each[-1]) for task, each in answers.items() if each[0][1] != each[-1][1]]
     print(f"\nheld-out sums, greedy: {before} of {len(answers)} right before, {after} after; {len(changed)} changed:")

@@ -196,8 +196,10 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
 def _convert_gguf(source: Path, folder: Path) -> None:
     """Dequantize GGUF weights and write them to a folder as float32 safetensors, with the tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
+    # This progress bar of transformers can't be switched off.
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 
@@ -37,6 +38,14 @@ def test_it_says_what_to_change_and_is_short(name):
     assert f"python recipes/{name}.py" in text
     assert len(text.splitlines()) <= 125
     assert f"]({name}.py)" in (ROOT / "recipes" / "README.md").read_text()
+
+
+def test_the_demo_pays_nothing_for_an_answer_that_is_cut():
+    reward = runpy.run_path(str(RECIPES["addition"]))["reward"]
+    task = {"a": 8, "b": 11}
+    ended = [reward(task, answer, end) for answer in ("19", "8 + 11 = 19.", "18") for end in ("stop", "length")]
+    assert ended == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert "finish_reason" in inspect.signature(reward).parameters  # `train(reward=…)` fills it by its name
 
 
 @pytest.mark.slow

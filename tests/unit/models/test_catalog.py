@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from tqdm import tqdm
+from transformers import modeling_gguf_pytorch_utils
 
 from palestra.errors import ModelError
 from palestra.models import catalog
@@ -86,3 +90,15 @@ def test_a_user_without_a_home_is_told_to_set_the_cache(monkeypatch):
     monkeypatch.setattr("pathlib.Path.expanduser", unknown)
     with pytest.raises(ModelError, match="set PALESTRA_CACHE"):
         cache_folder()
+
+
+def test_a_gguf_model_is_converted_without_a_progress_bar(tmp_path, monkeypatch, capsys):
+    def loaded(folder, **_):
+        list(modeling_gguf_pytorch_utils.tqdm([1, 2], desc="Converting and de-quantizing GGUF tensors..."))
+        return SimpleNamespace(config=None, save_pretrained=lambda folder: None)
+
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", loaded)
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "tqdm", tqdm)
+    catalog._convert_gguf(tmp_path / "model.gguf", tmp_path)
+    assert capsys.readouterr().err == ""
