@@ -1,8 +1,7 @@
 """Messages between a job and a base server: a header in JSON, and the bytes of its arrays.
 
 A message is the length of its header (four bytes, little-endian), the header, and the arrays one after another, each as
-little-endian numbers. Python's own `json` writes the header, because a number may be NaN and a seed may have more than
-64 bits.
+little-endian numbers. Python's own `json` writes the header, because a number may be NaN.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from palestra.errors import InvalidRequest
+from palestra.http.bodies import check_size
 
 PROTOCOL = 1  # grows with every change of the messages
 MOST_BYTES = 256 * 2**20  # of a message
+# Of a header. Each row of a batch has some 500 bytes, 25 objects and lists, and 25 keys.
+MOST_HEADER, MOST_CONTAINERS, MOST_KEYS, MOST_VALUES = 32 * 2**20, 500_000, 600_000, 4_000_000
 TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
 REFUSED = 4002  # and when its message could not be used, after an answer with the reason
 _LENGTH = struct.Struct("<I")
@@ -62,28 +64,48 @@ def write_frame(header: Mapping[str, Any], *, is_json: bool = False) -> bytes:
     return b"".join((_LENGTH.pack(len(text)), text, *(np.ascontiguousarray(array).tobytes() for array in arrays)))
 
 
+def check_header(data: bytes) -> None:
+    """Refuse a message whose header would take long to parse, or much memory, before it is parsed.
+
+    Raises:
+        InvalidRequest: the header is too long, or has too many values, or there is none.
+    """
+    if (length := _header_length(data)) > MOST_HEADER:
+        raise InvalidRequest(f"the header of a message has at most {MOST_HEADER:,} bytes, and this one has {length:,}")
+    check_size(data[_LENGTH.size : _LENGTH.size + length], MOST_CONTAINERS, MOST_KEYS, MOST_VALUES)
+
+
 def read_frame(data: bytes) -> Frame:
     """Return the message that `write_frame` has made bytes of.
 
     Raises:
-        InvalidRequest: the bytes are no message.
+        InvalidRequest: the bytes are no message, or the header is too long.
     """
+    check_header(data)
+    start = _LENGTH.size + _header_length(data)
     try:
-        (length,) = _LENGTH.unpack_from(data)
-        start = _LENGTH.size + length
         header = json.loads(data[_LENGTH.size : start])
         arrays = []
         for kind, *shape in header.pop("arrays"):
+            if not all(type(size) is int and 0 <= size <= len(data) for size in shape):
+                raise ValueError(shape)
             count = math.prod(shape)
             # A copy, because the bytes of a message are read-only, and its numbers may lie between two words.
             array = np.frombuffer(data, dtype=np.dtype(_KINDS[kind]).newbyteorder("<"), count=count, offset=start)
             arrays.append(array.astype(_KINDS[kind]).reshape(shape))
             start += array.nbytes
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"no message of this protocol: {type(error).__name__}") from error
-    if not isinstance(header, dict) or start != len(data):
+    if start != len(data):
         raise InvalidRequest("no message of this protocol: its arrays are shorter or longer than its bytes")
     return Frame(header, tuple(arrays))
+
+
+def _header_length(data: bytes) -> int:
+    length = int.from_bytes(data[: _LENGTH.size], "little")
+    if len(data) < _LENGTH.size + length:
+        raise InvalidRequest("no message of this protocol: it is shorter than its header")
+    return length
 
 
 def _tree(value: Any, arrays: list[NDArray[Any]]) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import os
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ from palestra.backend.methods import TRAINER_METHODS
 from palestra.backend.typed import typed
 from palestra.backend.weights import WeightsPlace
 from palestra.engine.base import EngineRequest
-from palestra.errors import ConfigError, Forbidden, InvalidRequest, ModelError, NotFound, PalestraError, TooManyRequests
+from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, PalestraError, TooManyRequests
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
+from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.types.records import TrainSample
 
 log = logging.getLogger("palestra.base")
+MOST_NAME = 256  # characters of the name of a job or a policy
 
 
 class HostedJob:
@@ -45,6 +48,7 @@ class HostedJob:
         self._trained: set[str] = set()
         self._sources: dict[str, tuple[int, WeightSource]] = {}  # the newest of each policy, with its number
         self._answers: dict[int, asyncio.Task[bytes]] = {}
+        self._making = asyncio.Lock()  # policies one after another, so that they are counted
 
     @property
     def policies(self) -> int:
@@ -57,11 +61,14 @@ class HostedJob:
         Args:
             number: of the call in its process; a call that is sent again gets the first answer.
         """
-        for done in [known for known in self._answers if known < int(frame.header.get("oldest", 0))]:
-            del self._answers[done]  # their answers have arrived
         if number not in self._answers:
             self._answers[number] = asyncio.create_task(self._answer(number, frame))
         return self._answers[number]
+
+    def forget_answers(self, oldest: int) -> None:
+        """Forget the answers to calls before `oldest`, which have arrived."""
+        for done in [known for known in self._answers if known < oldest]:
+            del self._answers[done]
 
     def keep_answers(self, waiting: Sequence[int]) -> None:
         """Forget all answers but those to some calls."""
@@ -80,7 +87,10 @@ class HostedJob:
     async def generate(self, frame: Frame) -> AsyncGenerator[SampledTokens, None]:
         """Sample a reply; see `Engine.generate`."""
         request = typed(EngineRequest, frame.header.get("with"), frame.arrays, "request")
-        full = self._full(request.policy, self._sampled)
+        full, base = self._full(request.policy, self._sampled), self._base.description
+        most = min(base.max_positions, base.max_context)
+        if request.prompt.ids.size + request.sampling.max_tokens > most:  # the engine has reserved no memory for more
+            raise InvalidRequest(f"prompt and reply have at most {most} tokens together", "max_tokens")
         wanted = replace(request, policy=full)
         async for piece in self._engine.generate(wanted):
             yield piece
@@ -119,18 +129,24 @@ class HostedJob:
         arguments = TRAINER_METHODS[name].arguments(given, frame.arrays)
         policy = arguments["policy"]
         if name == "create":
-            self._check_spec(arguments["spec"])
-            self._check_room(policy, self._trained)
-            arguments["policy"] = self._named(policy)
-        else:
-            arguments["policy"] = self._full(policy, self._trained)
+            spec = arguments["spec"]
+            await in_thread(lambda: self._check_spec(spec))
+            async with self._making:
+                self._check_room(policy, self._trained)
+                await self._trainer.create(self._named(policy), spec)
+                self._trained.add(policy)
+            return {"result": None, "version": self._trainer.version(self._named(policy))}
+        arguments["policy"] = self._full(policy, self._trained)
         if "batch" in arguments:
             self._check_rows(arguments["batch"], any_ids=name == "untrainable")
         if "folder" in arguments:
-            arguments["folder"] = self._writable(arguments["folder"])
+            folder = arguments["folder"]
+            arguments["folder"] = await in_thread(lambda: self._writable(folder))
+        if (step := arguments.get("state", arguments).get("step")) is not None:
+            _check_count(step, "step")
+        elif name == "save":
+            raise InvalidRequest("a checkpoint's state has a step", "state")
         result = await getattr(self._trainer, name)(**arguments)
-        if name == "create":
-            self._trained.add(policy)
         if name == "remove":
             self._trained.discard(policy)
             return {"result": None}
@@ -140,10 +156,11 @@ class HostedJob:
         return self._base.description
 
     async def _do_sample(self, policy: str, spec: SamplerSpec) -> None:
-        self._check_room(policy, self._sampled)
-        self._check_folder(spec.model)
-        await self._base.sample(self._named(policy), spec)
-        self._sampled.add(policy)
+        await in_thread(lambda: self._check_folder(spec.model))
+        async with self._making:
+            self._check_room(policy, self._sampled)
+            await self._base.sample(self._named(policy), spec)
+            self._sampled.add(policy)
 
     async def _do_weights(self, policy: str) -> int:
         source = await self._trainer.weights(self._full(policy, self._trained))
@@ -152,19 +169,21 @@ class HostedJob:
         return number
 
     async def _do_begin_incarnation(self, policy: str, incarnation: int) -> None:
+        _check_count(incarnation, "incarnation")
         self._trainer.begin_incarnation(self._full(policy, self._trained), incarnation)
 
     async def _do_sync_weights(self, policy: str, version: PolicyVersion, source: WeightsPlace) -> None:
-        await self._engine.sync_weights(self._full(policy, self._sampled), version, self._source(source))
+        weights = await in_thread(lambda: self._source(source))
+        await self._engine.sync_weights(self._full(policy, self._sampled), version, weights)
 
     async def _do_add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightsPlace | None) -> None:
-        full = self._full(like, self._sampled)
-        if name not in self._sampled:
-            self._check_room(name, self._sampled)
-        await self._engine.add_policy(
-            self._named(name), full, version, None if source is None else self._source(source)
-        )
-        self._sampled.add(name)
+        weights = None if source is None else await in_thread(lambda: self._source(source))
+        async with self._making:
+            full = self._full(like, self._sampled)
+            if name not in self._sampled:
+                self._check_room(name, self._sampled)
+            await self._engine.add_policy(self._named(name), full, version, weights)
+            self._sampled.add(name)
 
     async def _do_remove_policy(self, name: str) -> None:
         if name in self._sampled:
@@ -188,8 +207,7 @@ class HostedJob:
 
     def _check_room(self, policy: str, known: set[str]) -> None:
         """Refuse a policy that the job has, one more than it may have, or a name with a slash."""
-        if not policy or "/" in policy:
-            raise ConfigError(f"a policy can't be called {policy!r}: names are not empty, and have no /")
+        check_name(policy, "a policy")
         if policy in known:
             raise ConfigError(f"job {self.name} has a policy {policy!r} already")
         if policy not in self._sampled | self._trained and self.policies >= self._most:
@@ -201,8 +219,11 @@ class HostedJob:
     def _check_folder(self, model: str | None) -> None:
         """Refuse a model in a folder that is not the tenant's; the base itself may be in any."""
         # A relative path would be one from where the server runs; names of a hub are no paths here.
-        if model is not None and not self._base.is_base(model) and (Path(model).is_absolute() or Path(model).exists()):
-            self._allowed(Path(model))
+        if model is not None:
+            with _no_path_refused():
+                is_path = not self._base.is_base(model) and (Path(model).is_absolute() or Path(model).exists())
+            if is_path:
+                self._allowed(Path(model))
 
     def _check_spec(self, spec: PolicySpec) -> None:
         """Refuse a policy that this base can't train, or that is read from files of others."""
@@ -223,23 +244,38 @@ class HostedJob:
                 raise InvalidRequest(
                     f"row {number}: {(wrong or ['versions'])[0]} does not have one entry for each of its ids", "batch"
                 )
+            if row.media:
+                raise InvalidRequest(f"row {number} has images, and the models of base servers read text only", "batch")
+            if not all(0 <= span.start <= span.start + span.tokens <= len(row.ids) for span in row.grammars):
+                raise InvalidRequest(f"row {number} has a grammar outside of its ids", "batch")
             most = self._base.description.vocab_size
             for ids in () if any_ids else (row.ids, row.targets):
                 if ids is not None and ids.size and not 0 <= ids.min() <= ids.max() < most:
                     raise InvalidRequest(f"row {number} has tokens that the model does not have", "batch")
 
     def _allowed(self, path: Path) -> Path:
-        """Return a folder without symbolic links."""
-        found, root = path.resolve(), self._base.folder_of(self.tenant)
-        if not found.is_relative_to(root):
-            raise Forbidden(f"{path} is not in {root}, where this base server reads and writes files of {self.tenant}")
+        """Return a folder without symbolic links, also below it, that lead out of the tenant's folder."""
+        root = self._base.folder_of(self.tenant)
+
+        def check(one: Path) -> None:
+            if not one.is_relative_to(root):
+                raise Forbidden(
+                    f"{one} is not in {root}, where this base server reads and writes files of {self.tenant}"
+                )
+
+        with _no_path_refused():
+            check(found := path.resolve())
+            for link in _links(found):
+                check(link.resolve())
         return found
 
     def _writable(self, path: Path) -> Path:
-        """Return a folder into which a job may have files written; see `_allowed`."""
+        """Return a folder that a job may have replaced; see `_allowed`."""
         found, own = self._allowed(path), self._base.own_folder()
-        if own is not None and found.is_relative_to(own):
-            raise Forbidden(f"{path} is in {own}, where this base server has its keys; jobs have other folders")
+        if found == self._base.folder_of(self.tenant):
+            raise Forbidden(f"{path} has all files of {self.tenant}; a job has a folder in it")
+        if own is not None and (found.is_relative_to(own) or own.is_relative_to(found)):
+            raise Forbidden(f"{path} and {own}, where this base server has its keys, overlap; jobs have other folders")
         return found
 
     def _source(self, place: WeightsPlace) -> WeightSource:
@@ -248,8 +284,42 @@ class HostedJob:
             return SavedWeights(self._allowed(place.folder))
         number, source = self._sources.get(place.policy or "", (0, None))
         if source is None or number != place.number:
-            raise ModelError(f"the trainer has newer weights of {place.policy!r} than those that were named")
+            raise InvalidRequest(
+                f"the trainer has newer weights of {place.policy!r} than those that were named", "source"
+            )
         return source
+
+
+def check_name(name: str, whose: str) -> None:
+    """Refuse a name that could be read as two, or that fills or garbles a log.
+
+    Raises:
+        ConfigError: the name can't be used.
+    """
+    if not name or "/" in name or len(name) > MOST_NAME or not name.isprintable():
+        raise ConfigError(
+            f"{whose} can't be called {name[:MOST_NAME]!r}: names have 1 to {MOST_NAME} printable characters, and no /"
+        )
+
+
+def _check_count(value: Any, name: str) -> None:
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise InvalidRequest(f"{name} is a number from 0 to {2**31 - 1}", name)
+
+
+@contextlib.contextmanager
+def _no_path_refused() -> Iterator[None]:
+    """Refuse what the system takes for no path: it is too long, or a link that leads to itself."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InvalidRequest(f"a path can't be used: {type(error).__name__}") from error
+
+
+def _links(folder: Path) -> Iterator[Path]:
+    """Yield the symbolic links at any depth in a folder; links to folders are not followed."""
+    for where, folders, files in os.walk(folder):
+        yield from (path for name in (*folders, *files) if (path := Path(where, name)).is_symlink())
 
 
 _COLUMNS = [

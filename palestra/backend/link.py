@@ -14,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from palestra.backend.errors import error_of
-from palestra.backend.frames import MOST_BYTES, PROTOCOL, TAKEN_OVER, Frame, read_frame, write_frame
+from palestra.backend.frames import MOST_BYTES, PROTOCOL, TAKEN_OVER, Frame, check_header, read_frame, write_frame
 from palestra.errors import (
     BaseServerLost,
     ConfigError,
@@ -194,12 +194,15 @@ class Link:
             raise BaseServerLost(f"the base server at {self.address} was started again, and has forgotten this job")
 
     def _written(self, header: Mapping[str, Any]) -> bytes:
-        data = write_frame(header)
+        data, wanted = write_frame(header), "lower rollout.groups_per_step, or raise algorithm.minibatches"
         if len(data) > self._most_bytes:
             raise PayloadTooLarge(
-                f"a message to the base server has {len(data):,} bytes, and it takes {self._most_bytes:,}; lower "
-                "rollout.groups_per_step, or raise algorithm.minibatches"
+                f"a message to the base server has {len(data):,} bytes, and it takes {self._most_bytes:,}; {wanted}"
             )
+        try:
+            check_header(data)
+        except InvalidRequest as error:
+            raise PayloadTooLarge(f"{error}; {wanted}") from error
         return data
 
     def _end_all(self, error: PalestraError) -> None:

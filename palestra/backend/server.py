@@ -24,7 +24,7 @@ from websockets.http11 import Request, Response
 from palestra.backend.base import SharedBase
 from palestra.backend.errors import error_fields
 from palestra.backend.frames import MOST_BYTES, PROTOCOL, REFUSED, TAKEN_OVER, Frame, read_frame, write_frame
-from palestra.backend.job import HostedJob
+from palestra.backend.job import HostedJob, check_name
 from palestra.backend.typed import typed
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError, TooManyRequests, Unauthorized
 from palestra.waiting import cancelled
@@ -125,7 +125,8 @@ class BackendServer:
         return None
 
     def _tenant(self, request: Request) -> str:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = request.headers.get_all("authorization")
+        scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
         return self._tenant_of(key if scheme.lower() == "bearer" else None)
 
     # One connection
@@ -160,8 +161,7 @@ class BackendServer:
                 "version of Palestra for both"
             )
         name, process = typed(str, given.get("job"), (), "job"), typed(str, given.get("process"), (), "process")
-        if not name or "/" in name:
-            raise ConfigError(f"a job can't be called {name!r}: names are not empty, and have no /")
+        check_name(name, "a job")
         job = self._jobs.get((tenant, name))
         known = job is not None and job.process == process
         if job is not None:
@@ -191,10 +191,11 @@ class BackendServer:
                     await self._end(job)
                     return
                 if (cancel := frame.header.get("cancel")) is not None:
-                    if (task := replies.get(cancel)) is not None:
+                    if (task := replies.get(typed(int, cancel, (), "cancel"))) is not None:
                         task.cancel()
                     continue
                 number = typed(int, frame.header.get("id"), (), "id")
+                job.forget_answers(typed(int, frame.header.get("oldest", 0), (), "oldest"))
                 if len(replies) + len(calls) >= MOST_CALLS:
                     busy = TooManyRequests(f"{MOST_CALLS} calls of this job are being executed; send fewer")
                     await connection.send(write_frame({"id": number, "error": error_fields(busy)}))
@@ -206,7 +207,6 @@ class BackendServer:
                     calls.add(task)
                     task.add_done_callback(calls.discard)
         except InvalidRequest as error:
-            log.warning("a message of job %s of %s can't be read: %s", job.name, job.tenant, error)
             await connection.send(write_frame({"error": error_fields(error)}))
             await connection.close(REFUSED, "refused")
         finally:
@@ -242,7 +242,8 @@ class BackendServer:
         self._leases[job] = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, job)
 
     def _expire(self, job: HostedJob) -> None:
-        log.warning("job %s of %s did not come back; its policies are freed", job.name, job.tenant)
+        if job.policies:
+            log.warning("job %s of %s did not come back; its policies are freed", job.name, job.tenant)
         task = asyncio.create_task(self._end(job))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from palestra.errors import InvalidRequest
 
 Arrays = Sequence[NDArray[Any]]
+MOST_WHOLE = 2**64
 
 
 def typed(hint: Any, value: Any, arrays: Arrays, where: str) -> Any:
@@ -46,12 +47,12 @@ def typed(hint: Any, value: Any, arrays: Arrays, where: str) -> Any:
 def _single(hint: type, value: Any, arrays: Arrays, where: str) -> Any:
     """Return a number, a text or a record."""
     if hint in (int, float):
-        number = isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
-        return hint(_check(number, value, where, hint.__name__))
-    if hint in (bool, str):
-        return _check(isinstance(value, hint), value, where, hint.__name__)
-    if hint is Path:
-        return Path(_check(isinstance(value, str), value, where, "a path"))
+        whole = type(value) is int and abs(value) <= MOST_WHOLE
+        return hint(_check(whole or type(value) is hint, value, where, f"{hint.__name__} of 64 bits"))
+    if hint is bool:
+        return _check(isinstance(value, bool), value, where, "bool")
+    if hint in (str, Path):
+        return hint(_check(isinstance(value, str) and _is_text(value), value, where, "a text"))
     if issubclass(hint, BaseModel):
         try:
             return hint.model_validate(value)
@@ -123,6 +124,11 @@ def _array(hint: Any, value: Any, arrays: Arrays, where: str) -> NDArray[Any]:
     if found.dtype != wanted:
         raise InvalidRequest(f"{where} is an array of {found.dtype}, and not of {wanted}", where)
     return found
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a text can be stored and be a path: it has no lone surrogate, and no NUL."""
+    return "\0" not in value and value.encode(errors="replace") == value.encode(errors="surrogatepass")
 
 
 def _check(good: bool, value: Any, where: str, wanted: str) -> Any:

@@ -53,7 +53,8 @@ def add(commands: Any) -> None:
         metavar="DIR",
         type=Path,
         default=Path("runs"),
-        help="folder below which all jobs have theirs; no file elsewhere is read or written for them",
+        help="folder below which all jobs have theirs, those of several tenants in DIR/NAME; no file elsewhere is "
+        "read or written for them",
     )
     parser.add_argument(
         "--port", type=int, help="listen on this port, 0: any free one; without it, on the Unix socket DIR/socket"

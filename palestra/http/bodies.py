@@ -40,8 +40,8 @@ def parse_body(kind: type[B], body: bytes) -> B:
         raise _explain(error) from None
 
 
-def check_size(body: bytes) -> None:
-    """Refuse a body with so many values that parsing it would hold the interpreter's lock for long.
+def check_size(body: bytes, containers: int = MAX_CONTAINERS, keys: int = MAX_KEYS, values: int = MAX_VALUES) -> None:
+    """Refuse JSON with so many values that parsing it would hold the interpreter's lock for long.
 
     Brackets and commas in strings count, too, until there are more than the limits; only then strings are skipped,
     because skipping takes longer than counting.
@@ -49,14 +49,15 @@ def check_size(body: bytes) -> None:
     Raises:
         InvalidRequest: there are too many objects and lists, too many keys, or too many values.
     """
-    if len(body) <= min(MAX_CONTAINERS, MAX_KEYS, MAX_VALUES):
+    if len(body) <= min(containers, keys, values):
         return
-    if _count(body, b"[{") > MAX_CONTAINERS and _outside_strings(body, b"[{", MAX_CONTAINERS) > MAX_CONTAINERS:
-        raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} objects and lists")
-    if _count(body, b":") > MAX_KEYS and _outside_strings(body, b":", MAX_KEYS) > MAX_KEYS:
-        raise InvalidRequest(f"the body has more than {MAX_KEYS} keys")
-    if _count(body, b",") > MAX_VALUES and _outside_strings(body, b",", MAX_VALUES) > MAX_VALUES:
-        raise InvalidRequest(f"the body has more than {MAX_VALUES} values")
+    for most, kinds, named in (
+        (containers, b"[{", "objects and lists"),
+        (keys, b":", "keys"),
+        (values, b",", "values"),
+    ):
+        if _count(body, kinds) > most and _outside_strings(body, kinds, most) > most:
+            raise InvalidRequest(f"the body has more than {most} {named}")
 
 
 def _count(body: bytes, kinds: bytes, start: int = 0, end: int | None = None) -> int:

@@ -43,7 +43,8 @@ class BaseOptions:
         folder: of the server: its keys, and its socket.
         port: to listen on, 0: any free one; None: the socket in `folder`.
         host: where it listens, with a port.
-        runs: the folder below which jobs have theirs; the server reads and writes no file elsewhere.
+        runs: the folder below which jobs have theirs, of several tenants each in that of the tenant's name; the server
+            reads and writes no file elsewhere.
         tenants: names, each of which has a key in `folder/keys`.
         engine, trainer: as a job has them.
         deterministic: whether samples and weights must not depend on what is computed beside them.
@@ -115,7 +116,8 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
                 shared = tinker.shared
             else:
                 shared = await stack.enter_async_context(models)
-            base = await in_thread(lambda: LoadedBase(options, shared), daemon=False)
+            own = len(tenants.files) > 1
+            base = await in_thread(lambda: LoadedBase(options, shared, own_folders=own), daemon=False)
             stack.callback(base.close)
             start.succeeded = True
             server = BackendServer(base, tenants.of, options.lease_seconds, options.most_policies)

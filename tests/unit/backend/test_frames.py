@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.backend.frames import read_frame, write_frame
+from palestra.backend.frames import MOST_CONTAINERS, MOST_HEADER, MOST_VALUES, read_frame, write_frame
 from palestra.backend.typed import typed
 from palestra.config import AdapterConfig
 from palestra.engine.base import EngineRequest
@@ -26,7 +28,7 @@ from unit.building import make_sample
 REQUEST = EngineRequest(
     policy="policy",
     prompt=TokenSequence(np.arange(5, dtype=np.int32)),
-    sampling=SamplingParams(temperature=0.7, max_tokens=3, seed=2**70, logit_bias=((3, -1.5),), stop_ids=(7,)),
+    sampling=SamplingParams(temperature=0.7, max_tokens=3, seed=2**63, logit_bias=((3, -1.5),), stop_ids=(7,)),
 )
 REPORT = StepReport(
     rows=1, trained_tokens=2, forward_tokens=3, flat_tokens=4, metrics={"loss": float("nan"), "x": 0.1}, logprobs=None
@@ -83,6 +85,43 @@ def test_numbers_keep_all_their_bits(single, double, whole):
 def test_bytes_that_are_no_message_are_refused(data):
     with pytest.raises(InvalidRequest):
         read_frame(data)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"arrays":[["i4",-1]]}',
+        b'{"arrays":[["i4",0,1000000000000000000000000000000]]}',
+        b'{"arrays":[["i4",1000000000000000000000000000000]]}',
+        b'{"arrays":[["i4",1.0]]}',
+        b'{"arrays":[["i4",true]]}',
+        b'{"arrays":[[[],1]]}',
+        b'{"arrays":{"i4":1}}',
+        b'{"arrays":"i4"}',
+        b"[[]]",
+        b"null",
+        b"[" * 200_000,
+        b'{"id":' + b"9" * 5000 + b',"arrays":[]}',
+        b'{"arrays":[],"a":[' + b"{}," * (MOST_CONTAINERS + 1) + b"1]}",
+        b'{"arrays":[],"a":[' + b"1," * (MOST_VALUES + 1) + b"1]}",
+        b'{"arrays":[],"a":"' + b"x" * MOST_HEADER + b'"}',
+    ],
+    ids=lambda header: header[:24].decode(),
+)
+def test_a_header_that_is_none_is_refused(header):
+    with pytest.raises(InvalidRequest):
+        read_frame(struct.pack("<I", len(header)) + header + b"1234")
+
+
+@pytest.mark.parametrize(("unit", "times"), [(b"{},", MOST_HEADER // 3), (b"1,", MOST_HEADER)])
+def test_a_long_header_is_refused_before_it_is_parsed(unit, times):
+    header = b'{"arrays":[],"a":[' + unit * times + b"1]}"
+    data = struct.pack("<I", len(header)) + header
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest):
+        read_frame(data)
+    assert tracemalloc.get_traced_memory()[1] < 1.1 * len(data)
+    tracemalloc.stop()
 
 
 def test_a_message_with_more_or_fewer_bytes_than_it_says_is_refused():

@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from backends import GivenBase, served, tenant_of
+from websockets.asyncio.client import unix_connect
+from websockets.exceptions import InvalidStatus
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
@@ -34,7 +36,7 @@ from palestra.errors import (
 from palestra.models.saved_weights import SavedWeights
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
-from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
 from unit.building import engine_request, make_sample
 
 SPEC = SamplerSpec(model="given")
@@ -93,13 +95,14 @@ async def test_a_job_never_reaches_the_policies_of_another(base):
 
 async def test_a_name_that_could_be_read_as_another_jobs_is_refused(base):
     engine, trainer = await base.job()
-    for name in ("b/policy", "/", ""):
+    for name in ("b/policy", "/", "", "x" * 300, "\x1b[2J"):
         with pytest.raises(ConfigError, match="can't be called"):
             await engine.sample(name, SPEC)
         with pytest.raises(ConfigError, match="can't be called"):
             await trainer.create(name, POLICY)
-    with pytest.raises(ConfigError, match="a job can't be called 'one/policy'"):
-        await base.job(job="one/policy")
+    for name in ("one/policy", "", "x" * 300, "two\nlines"):
+        with pytest.raises(ConfigError, match="a job can't be called"):
+            await base.job(job=name)
 
 
 async def test_files_outside_of_the_folder_are_neither_read_nor_written(base, tmp_path):
@@ -123,6 +126,77 @@ async def test_files_outside_of_the_folder_are_neither_read_nor_written(base, tm
     assert (await trainer.save("policy", tmp_path / "run", {"step": 1}, "s")).is_dir()
 
 
+async def test_links_below_a_folder_lead_nowhere_else(base, tmp_path):
+    engine, trainer = await base.job()
+    await trainer.create("policy", POLICY)
+    outside = tmp_path.parent / f"{tmp_path.name}-of-others"
+    outside.mkdir()
+    run = tmp_path / "run"
+    (run / "deep").mkdir(parents=True)
+    (run / "inside").symlink_to(run / "deep")
+    (run / "again").symlink_to(run / "again")
+    with pytest.raises(InvalidRequest):
+        await trainer.load("policy", run)
+    (run / "again").unlink()
+    assert await trainer.load("policy", run) is None
+    (run / "deep" / "step-000001").symlink_to(outside)
+    for refused in (
+        trainer.load("policy", run),
+        trainer.load("policy", run / "inside", 1),
+        trainer.save("policy", run, {"step": 1}, "s"),
+        trainer.create("other", PolicySpec(model=str(run))),
+        engine.sample("other", SamplerSpec(model=str(run / "deep"))),
+    ):
+        with pytest.raises(Forbidden):
+            await refused
+
+
+async def test_a_folder_with_all_files_or_with_the_keys_is_never_replaced(base, tmp_path):
+    _, trainer = await base.job()
+    await trainer.create("policy", POLICY)
+    (tmp_path / "more").mkdir()
+    for folder in (tmp_path, tmp_path / "more" / "..", tmp_path / "server", tmp_path / "server" / "keys"):
+        with pytest.raises(Forbidden):
+            await trainer.save_weights("policy", folder, 1, "w")
+
+
+@pytest.mark.parametrize("folder", ["x\0y", "\ud800", "x" * 5000, "x/" * 3000])
+async def test_what_is_no_path_is_an_invalid_request(base, tmp_path, folder, caplog):
+    engine, trainer = await base.job()
+    await trainer.create("policy", POLICY)
+    with pytest.raises(InvalidRequest):
+        await trainer._link.call("trainer.create", {"policy": "other", "spec": {"model": folder}})
+    with pytest.raises(InvalidRequest):
+        await engine._link.call("base.sample", {"policy": "other", "spec": {"model": folder}})
+    if "/" not in folder[:2] and len(folder) < 9:
+        with pytest.raises(InvalidRequest):
+            await trainer._link.call("trainer.load", {"policy": "policy", "folder": f"{tmp_path}/{folder}"})
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+async def test_policies_that_are_made_at_the_same_time_are_counted(base):
+    engine, trainer = await base.job()
+    made = await asyncio.gather(
+        *(engine.sample(f"s{number}", SPEC) for number in range(4)),
+        *(trainer.create(f"t{number}", POLICY) for number in range(4)),
+        return_exceptions=True,
+    )
+    assert [type(one) for one in made].count(TooManyRequests) == 6
+
+
+async def test_a_reply_is_no_longer_than_the_memory_that_is_kept_for_it(base):
+    engine, _ = await base.job()
+    await engine.sample("policy", SPEC)
+    for ids, most in (
+        (np.arange(5, dtype=np.int32), 2044),
+        (np.ones(2048, np.int32), 1),
+        (np.ones((2, 1024), np.int32), 1),
+    ):
+        with pytest.raises(InvalidRequest):
+            async for _ in engine.generate(engine_request(ids, replace(SAMPLING, max_tokens=most))):
+                pass
+
+
 async def test_a_job_has_no_more_policies_than_it_may(base):
     engine, _ = await base.job()
     for name in ("a", "b"):
@@ -141,6 +215,9 @@ async def test_a_job_has_no_more_policies_than_it_may(base):
         (replace(ROW, ids=np.array([1, 2, 3, 259], np.int32)), "tokens that the model does not have"),
         (replace(ROW, ids=np.array([1, 2, -3, 9], np.int32)), "tokens that the model does not have"),
         (replace(ROW, loss_mask=np.zeros(4, np.int32)), "an array of int32, and not of bool"),
+        (replace(ROW, media=(MediaSpan(0, 1, "00"),)), "row 0 has images"),
+        (replace(ROW, grammars=(GrammarSpan(2, 3, "{}"),)), "row 0 has a grammar outside"),
+        (replace(ROW, grammars=(GrammarSpan(2**63, -(2**63), "{}"),)), "row 0 has a grammar outside"),
     ],
 )
 async def test_rows_that_would_end_a_process_are_refused(base, row, said):
@@ -168,6 +245,13 @@ async def test_bytes_that_are_no_message_close_their_own_connection_alone(base, 
     with pytest.raises(InvalidRequest, match="no message of this protocol"):
         raise await asyncio.wait_for(stranger.failure(), 30)
     assert await reply(engine)
+
+
+async def test_two_keys_of_one_connection_are_refused(base, caplog):
+    keys = [("authorization", "Bearer key-of-ada")] * 2
+    with pytest.raises(InvalidStatus, match="401"):
+        await unix_connect(base.address.removeprefix("unix:"), additional_headers=keys)
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
 async def test_a_second_process_of_a_job_takes_its_place(base, parts):
