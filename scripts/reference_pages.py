@@ -99,9 +99,9 @@ def configuration_page() -> str:
         "`palestra run job.toml --set key=value` changes one key, and `--set key=none` takes it out, so that its "
         "default holds.",
         "",
-        "Relative paths in a file are relative to the file: `tasks`, `run_dir`, `weights_dir`, `python`, and `model` "
-        "and `from_run` where they begin with `./` or `../` or such a folder is there. Those of `--set` and of scripts "
-        "are relative to the present folder.",
+        "Relative paths in a file are relative to the file: `tasks`, `run_dir`, `weights_dir`, `python`, and `model`, "
+        "`reference` and `from_run` where they begin with `./` or `../` or such a folder is there. "
+        "Those of `--set` and of scripts are relative to the present folder.",
     ]
     _section(JobConfig, "", lines)
     lines += [

@@ -74,7 +74,7 @@ class ComparisonConfig(Section):
     title: str = Field("A comparison of algorithms", description="Heading of the page.")
     about: str = Field("", description="Text for the page, below its heading, in Markdown.")
     findings: str = Field("", description="What was found, in Markdown; people write it after they have read the page.")
-    output: Path | None = Field(None, description="Folder of all runs. None: `runs/NAME`.")
+    output: Path | None = Field(None, description="Folder of all runs, relative to this file. None: `runs/NAME`.")
     seeds: Seeds = Field([0, 1, 2, 3, 4], description="Each seed is one run of each algorithm in each scenario.")
     evaluations: Positive = Field(10, description="Validations of a run after the first, evenly over its tokens.")
     checkpoints: Literal["newest", "none"] = Field(
@@ -106,9 +106,9 @@ class ComparisonConfig(Section):
 
 
 def load_comparison(path: Path) -> ComparisonConfig:
-    """Read a comparison from a TOML file; a relative `job` or `play` in it is relative to the file.
+    """Read a comparison from a TOML file; a relative `job`, `play` or `output` in it is relative to the file.
 
-    Both are absolute in what is returned, so that runs are the same from whichever folder they are asked for.
+    They are absolute in what is returned, so that runs are the same from whichever folder they are asked for.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
@@ -126,7 +126,8 @@ def load_comparison(path: Path) -> ComparisonConfig:
         if scenario.play is not None:
             changes["play"] = resolved_play(scenario.play, path.parent)
         scenarios[key] = scenario.model_copy(update=changes)
-    return found.model_copy(update={"scenarios": scenarios})
+    output = None if found.output is None else path.parent.absolute() / found.output.expanduser()
+    return found.model_copy(update={"scenarios": scenarios, "output": output})
 
 
 def resolved_play(play: str, folder: Path) -> str:

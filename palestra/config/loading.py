@@ -22,7 +22,7 @@ from palestra.config.toml_file import read_toml
 from palestra.errors import ConfigError
 
 SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
-_NAME_OR_PATH_KEYS = frozenset({"model", "from_run"})
+_NAME_OR_PATH_KEYS = frozenset({"model", "from_run", "reference"})
 _OTHERS_TABLES = frozenset({"settings", "teacher_server"})  # an environment's own keys; names on a server
 UNSET: Final = object()  # value of an override that removes a key
 
@@ -30,7 +30,8 @@ UNSET: Final = object()  # value of an override that removes a key
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
     """Read a job's configuration from a TOML file; all relative paths in it are relative to the file.
 
-    `model` and `from_run` may also be names: they are paths if they begin with `.`, or there is such a folder.
+    `model`, `reference` and `from_run` may also be names: they are paths if they begin with `.` or `~`, or there is
+    such a folder. `~` is the home directory.
 
     Args:
         path: path of the file.
@@ -114,10 +115,11 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
     for key, value in table.items():
         if isinstance(value, dict) and key not in _OTHERS_TABLES:
             resolve_paths(value, folder, names)
-        elif isinstance(value, str) and value and not value.startswith("~"):
-            is_folder = value.startswith(("./", "../")) or (folder / value).is_dir()
+        elif isinstance(value, str) and value:
+            place = folder / os.path.expanduser(value)
+            is_folder = value.startswith(("./", "../", "~/")) or place.is_dir()
             if key in path_keys() or (names and key in _NAME_OR_PATH_KEYS and is_folder):
-                table[key] = os.path.abspath(folder / value)
+                table[key] = os.path.abspath(place)
 
 
 @cache

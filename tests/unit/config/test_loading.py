@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from palestra.config import UNSET, JobConfig, dump_config, dump_saved_config, load_config, parse_config
-from palestra.config.loading import _read, path_keys
+from palestra.config.loading import _read, path_keys, resolve_paths
 from palestra.config.section import sections_of
 from palestra.errors import ConfigError
 
@@ -115,6 +115,8 @@ model = "mine"
 model = "./other"
 [policies.named]
 model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+[policies.home]
+model = "~/mine"
 [engine]
 kind = "vllm"
 python = "venv/bin/python"
@@ -132,6 +134,7 @@ def test_all_paths_of_a_file_are_relative_to_it_and_names_stay(tmp_path, monkeyp
     assert data["model"] == f"{tmp_path}/jobs/mine"
     assert data["policies"]["other"]["model"] == f"{tmp_path}/jobs/other"
     assert data["policies"]["named"]["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert data["policies"]["home"]["model"] == str(Path.home() / "mine")
     assert data["engine"]["python"] == f"{tmp_path}/jobs/venv/bin/python"
     assert data["environment"]["settings"]["model"] == "mine"
 
@@ -166,6 +169,17 @@ def test_every_path_of_the_configuration_is_known_to_be_one():
                     yield from paths(other, seen)
 
     assert set(paths(JobConfig, set())) - {"from_run"} <= path_keys()
+
+
+@pytest.mark.parametrize("key", sorted(path_keys() | {"model", "from_run", "reference"}))
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("there", "{}/there"), ("~/there", "{home}/there"), ("/there", "/there")]
+)
+def test_every_key_that_can_be_a_path_is_relative_to_the_file(tmp_path, key, value, wanted):
+    (tmp_path / "there").mkdir()
+    table = {"section": {key: value}}
+    resolve_paths(table, tmp_path)
+    assert table["section"][key] == wanted.format(tmp_path, home=Path.home())
 
 
 @pytest.mark.parametrize(

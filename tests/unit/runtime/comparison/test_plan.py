@@ -19,7 +19,7 @@ def test_every_seed_of_every_scenario_and_algorithm_is_one_run_and_seeds_come_in
         ("sums", "grpo", 3), ("sums", "flat", 3), ("sums", "grpo", 1), ("sums", "flat", 1),
     ]  # fmt: skip
     assert [run.config.seed for run in runs] == [3, 3, 1, 1]
-    assert runs[1].folder == runs[1].config.run_dir == Path("out/sums/flat/seed-3")
+    assert runs[1].folder == runs[1].config.run_dir == tmp_path / "out/sums/flat/seed-3"
 
 
 def test_runs_of_a_scenario_differ_in_the_algorithm_and_its_overrides_only(tmp_path):
