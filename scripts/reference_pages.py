@@ -65,14 +65,13 @@ def doctor_page() -> str:
         "",
         "```bash",
         "palestra doctor runs/addition",
-        "palestra doctor runs/addition --json     # one object: step, steps, findings, damaged, failed",
+        "palestra doctor runs/addition --json     # one object: step, steps, findings, damaged, failed, reason",
         "```",
         "",
-        "It ends with 0 where nothing was found, with 1 where something was, also if a later step does not show it any "
-        "more, or where all episodes of training failed before the first step (`failed` is their number), and with 2 "
-        "after an error.",
+        "Exit code: 0 nothing was found; 1 something was found, even if it is over now, or the job or all of its "
+        "episodes failed before the first step (`reason` says why, `failed` is the number of episodes); 2 an error.",
         "",
-        "A running job looks for the same signs after each step, except for the last two of the table, which need "
+        "A running job looks for the same signs after each step, except for the last three of the table, which need "
         "more than its metrics. What appears is a `warning` on the console, among the events and "
         "on the [page](dashboard.md); `/status` has in `warnings` what holds now, and `train/warnings` counts them.",
         "",

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "say what goes wrong in a run, what it means, and what to try",
         "  palestra doctor runs/addition          # the run may be running\n"
         "  palestra doctor runs/addition --json   # for programs\n\n"
-        "exit code: 0 nothing was found, 1 something was, or all episodes failed, 2 an error",
+        "exit code: 0 nothing was found, 1 something was, or the job or all episodes failed, 2 an error",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(as_json(found))
     else:
         _print(arguments.run_dir, found)
-    return 1 if found.findings or found.failed else 0
+    return 1 if found.findings or found.reason else 0
 
 
 def as_json(found: Examination) -> str:
@@ -58,7 +58,9 @@ def _print(folder: Path, found: Examination) -> None:
         say(f"damaged, and not looked at: the metrics of steps {', '.join(map(str, found.damaged))}")
     if not found.step:
         say(f"{folder}: no step is finished yet")
-        _print_failures(folder)
+        if found.reason:
+            _paragraph("failed", found.reason)
+            _paragraph("all", f"palestra episodes {shlex.quote(str(folder))}")
         return
     number = len(found.findings)
     what = "nothing found" if not number else f"{number} finding{'s' if number > 1 else ''}"
@@ -74,19 +76,6 @@ def _print(folder: Path, found: Examination) -> None:
         _paragraph("try", finding.remedy)
         if finding.episodes:
             _paragraph("episodes", ", ".join(finding.episodes))
-
-
-def _print_failures(folder: Path) -> None:
-    """Print why the newest discarded episode failed: before the first step there are no metrics that could show it."""
-    from palestra.store.browsing import browse, list_episodes
-    from palestra.types.states import EpisodeState
-
-    with browse(folder / "run.db") as connection:
-        found = list_episodes(connection, None, EpisodeState.DISCARDED, 1)
-    for episode in found:
-        if episode.reason is not None:
-            _paragraph("discarded", f"{episode.episode_id}: {episode.reason}")
-            _paragraph("all", f"palestra episodes {shlex.quote(str(folder))} --state discarded")
 
 
 def _when(finding: Finding) -> str:

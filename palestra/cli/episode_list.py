@@ -16,7 +16,7 @@ from palestra.types.progress import duration
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
 INDENT = "    "
 TRAINED = "trained in"  # column of the step whose batch has the episode
-RIGHT = ("reward", "calls", "tokens", "attempts", TRAINED)
+RIGHT = ("reward", "calls", "cut", "tokens", "attempts", TRAINED)
 TASK = 24  # the longest name of a task on a terminal
 SHORTEST_TASK = 8  # where the terminal is narrow
 AGENTS = 4  # whose rewards are listed
@@ -40,6 +40,7 @@ def episode_lines(
         return
     columns = ["episode", "task", "state", "reward", "calls", "tokens", "attempts"]
     readable = [row for row in rows if isinstance(row, EpisodeSummary)]
+    columns[5:5] = ["cut"] if any(row.cut for row in readable) else []
     columns += [TRAINED] if trained else []
     columns += ["forks"] if any(row.forks for row in readable) else []
     columns += ["players"] if any(row.players for row in readable) else []
@@ -77,7 +78,9 @@ def rewards_of(row: EpisodeSummary) -> str:
 
 def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -> dict[str, str]:
     if isinstance(row, DamagedEpisode):
-        nothing = dict.fromkeys(("task", "reward", "calls", "tokens", "attempts", "forks", "players", "held by"), "")
+        nothing = dict.fromkeys(
+            ("task", "reward", "calls", "cut", "tokens", "attempts", "forks", "players", "held by"), ""
+        )
         return nothing | {"episode": row.episode_id, "state": "damaged", "note": row.why}
     held = "" if row.worker_id is None else row.worker_id
     if row.claimed_at is not None:
@@ -91,6 +94,7 @@ def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -
         "state": row.state,
         "reward": rewards_of(row),
         "calls": str(row.calls),
+        "cut": str(row.cut or ""),
         "tokens": str(row.completion_tokens),
         "attempts": str(row.attempts),
         "forks": ", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in row.forks.items()),

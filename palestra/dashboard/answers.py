@@ -173,6 +173,7 @@ class EpisodeLine(Answer):
     rewards: dict[str, float] | None = None
     calls: int = 0
     tokens: int = Field(0, description="Sampled tokens of its calls.")
+    cut: int = Field(0, description="Replies that ended at max_tokens.")
     attempts: int = 0
     forks: dict[str, int] = Field({}, description="Calls that lost exact tokens of an earlier one, by reason.")
     termination: str | None = None

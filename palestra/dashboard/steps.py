@@ -78,6 +78,7 @@ def _line(found: EpisodeSummary) -> EpisodeLine:
         rewards=found.rewards,
         calls=found.calls,
         tokens=found.completion_tokens,
+        cut=found.cut,
         attempts=found.attempts,
         forks={reason.value: count for reason, count in found.forks.items()},
         termination=found.termination,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from palestra.errors import NotFound
 from palestra.store.browsing import EpisodeSummary, browse
 from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
-from palestra.store.tables import episodes, groups
+from palestra.store.tables import episodes, events, groups
 from palestra.types.metrics import row_of_policy
 from palestra.types.records import ON_PURPOSE
 
@@ -65,6 +66,7 @@ class Examination:
         findings: those that hold first, then those of the past; each in the order of the rules.
         damaged: steps that were not looked at, because their rows can't be read.
         failed: episodes that have failed, where no step is finished and none has been completed; otherwise 0.
+        reason: why the job or the newest of these episodes has failed; empty: a step is finished, or none failed.
         numerics: what computes the run: processor, libraries, threads, compiled functions.
     """
 
@@ -73,6 +75,7 @@ class Examination:
     findings: tuple[Finding, ...]
     damaged: tuple[int, ...] = ()
     failed: int = 0
+    reason: str = ""
     numerics: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -105,18 +108,20 @@ def examine_store(
     """
     rows, damaged = readable_metrics(connection)
     facts = _facts(connection, {} if kept is None else kept, int(rows[-1]["step"]) if rows else 0)
-    known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]
+    known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows]
     if known:
         known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
     found = findings_of(known, JobSize.of(config), config.players.rivals)
     shown = [_with_episodes(connection, finding) for finding in found]
     newest = int(known[-1]["step"]) if known else 0
+    failed, reason = (0, "") if newest else _failed(connection)
     return Examination(
         step=newest,
         steps=config.steps,
         findings=tuple(shown),
         damaged=tuple(damaged),
-        failed=0 if newest else _failed(connection),
+        failed=failed,
+        reason=reason,
         numerics=_numerics(connection),
     )
 
@@ -130,13 +135,19 @@ def _numerics(connection: Connection) -> dict[str, str]:
     return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _failed(connection: Connection) -> int:
-    """Return how many episodes of training have failed, 0 if one of them was completed."""
-    of_training = select(episodes.c.state, episodes.c.reason).where(episodes.c.kind == "train")
-    ended = connection.execute(of_training.where(episodes.c.state.in_(("completed", "discarded")))).all()
-    if any(row.state == "completed" for row in ended):
-        return 0
-    return sum(not str(row.reason).startswith(ON_PURPOSE) for row in ended)
+def _failed(connection: Connection) -> tuple[int, str]:
+    """Return how many episodes of training have failed, 0 if one was completed, and why they or their job did."""
+    columns = (episodes.c.episode_id, episodes.c.state, episodes.c.reason)
+    begun = episodes.c.state.in_(("completed", "discarded")) | episodes.c.reason.is_not(None)
+    rows = connection.execute(select(*columns).where(episodes.c.kind == "train", begun)).all()
+    failed = [row for row in rows if not str(row.reason).startswith(ON_PURPOSE)]
+    if any(row.state == "completed" for row in rows):
+        failed = []
+    reason = f"{failed[-1].episode_id}: {failed[-1].reason}" if failed else ""
+    of_job = select(events.c.data).where(events.c.kind == "failed").order_by(events.c.event_id.desc()).limit(1)
+    with suppress(ValueError, TypeError, KeyError):  # the job has not failed, or its event is damaged
+        reason = str(orjson.loads(connection.execute(of_job).scalar_one_or_none())["reason"])  # type: ignore[arg-type]
+    return len(failed), reason
 
 
 def _facts(connection: Connection, kept: dict[int, dict[str, float]], newest: int) -> Mapping[int, Mapping[str, float]]:
@@ -173,9 +184,9 @@ def _findings(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule], policy: 
     history, newest = History(job), 0
     spells: dict[str, _Spell] = {}
     for row in rows:
+        history.add(row)
         if not row.get("train/episodes"):
             continue
-        history.add(row)
         before, newest = newest, int(row["step"])
         for rule in rules:
             if (seen := rule.seen(history)) is not None:

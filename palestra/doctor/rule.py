@@ -17,6 +17,8 @@ Row = Mapping[str, float]
 RECENT = 3
 START = 10  # rows of the beginning of a run, with which later ones are compared
 KEPT = 100  # newest rows, in which a trend is looked for
+NARROW = 0.05  # `clip_low` below which healthy updates clip most tokens
+VALIDATION = "validation/reward_mean"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +29,13 @@ class JobSize:
         groups_per_step: number of groups in each step.
         steps: number of steps of the job.
         rivals: whether both of two agents get better: several policies are trained, or one plays against its past.
+        narrow_clip: whether healthy updates clip most tokens, as those of `gspo` do.
     """
 
     groups_per_step: int
     steps: int
     rivals: bool = False
+    narrow_clip: bool = False
 
     @classmethod
     def of(cls, config: JobConfig) -> Self:
@@ -40,26 +44,32 @@ class JobSize:
             groups_per_step=config.rollout.groups_per_step,
             steps=config.steps,
             rivals=bool(config.players.pools) or len(config.trained_policies) > 1,
+            narrow_clip=any(
+                getattr(config.algorithm_of(name), "clip_low", 1.0) < NARROW for name in config.trained_policies
+            ),
         )
 
 
 class History:
-    """The rows of a run's training steps that rules look at: the first ones, and the newest."""
+    """The rows of a run that rules look at: the first training steps, the newest, and those with a validation."""
 
     def __init__(self, job: JobSize, rows: Sequence[Row] = ()) -> None:
         """Create the history of a job.
 
         Args:
-            rows: metrics of its steps, oldest first; those of evaluations alone are left out.
+            rows: metrics of its steps, oldest first, with that of the evaluation before the first.
         """
         self.job = job
         self.start: list[Row] = []
         self.rows: deque[Row] = deque(maxlen=KEPT)
+        self.validations: deque[Row] = deque(maxlen=KEPT)
         for row in rows:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Add the row of the next step; one of an evaluation, or without any episode of the policy, is left out."""
+        """Add the row of the next step. Only its validation counts if the step has trained no episode of the policy."""
+        if VALIDATION in row:
+            self.validations.append(row)
         if not row.get("train/episodes"):
             return
         if len(self.start) < START:
@@ -122,6 +132,22 @@ def in_each(rows: Sequence[Row], condition: Callable[[Row], bool]) -> bool:
         rows: of steps; none: False.
     """
     return bool(rows) and all(condition(row) for row in rows)
+
+
+def in_each_recent(name: str, least: float, seen: str) -> Seen:
+    """Return a sign that is there where a metric is at least `least` in each of the last steps.
+
+    Args:
+        seen: what is seen, in words, with `{now}`, the metric's mean over these steps.
+    """
+
+    def found(history: History) -> str | None:
+        recent = history.recent
+        if not in_each(recent, lambda row: row.get(name, 0.0) >= least):
+            return None
+        return f"{steps_of(recent)} {seen.format(now=mean(recent, name))}"
+
+    return found
 
 
 def steps_of(rows: Sequence[Row]) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from palestra.doctor.off_policy_rules import OFF_POLICY_RULES
 from palestra.doctor.opponent_rules import OPPONENT_RULES
+from palestra.doctor.reply_rules import REPLY_RULES
 from palestra.doctor.rule import History, Rule
 from palestra.doctor.step_rules import STEP_RULES
 from palestra.doctor.store_rules import STORE_RULES
 from palestra.doctor.trend_rules import TREND_RULES
 from palestra.types.progress import HealthWarning
 
-RULES: tuple[Rule, ...] = (*STEP_RULES, *TREND_RULES, *OPPONENT_RULES, *STORE_RULES)
-
+RULES: tuple[Rule, ...] = (*STEP_RULES, *REPLY_RULES, *OFF_POLICY_RULES, *TREND_RULES, *OPPONENT_RULES, *STORE_RULES)
 
 OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)
 OF_A_JOB = tuple(rule for rule in RULES if rule.of_job)

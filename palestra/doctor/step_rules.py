@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from palestra.doctor import episodes
-from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, mean, steps_of
+from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, in_each_recent, steps_of
 
 # Share of the entropy of the step before. An update within the clip range changes a probability by a fifth, so an
 # entropy that falls to a tenth in one step is not learning: the update was far too large.
 ENTROPY_SHARE = 0.1
 # Nats. If the entropy is small already (a model that is sure of the right answer), a fall to a tenth is noise.
 ENTROPY_FALL = 0.1
-# Share of calls. A run that learns well may have nine of ten replies cut (as the demo does, whose answers come first),
-# so only a limit at which no reply is finished counts as a sign.
-TRUNCATED_SHARE = 1.0
+CONTEXT_FULL, FORFEITS = "rollout/context_full_share", "rollout/forfeit_share"
 CONTEXT_FULL_SHARE = 0.1
 FORFEIT_SHARE = 0.1
 EQUAL = 1e-9  # standard deviation of rewards below which they are equal, but for rounding
-# Nats. bfloat16 rounds logprobs by about 0.01 on average; float32 by less than a millionth.
-GAP = 0.05
-GAP_GROWTH, GAP_GROWN = 10.0, 0.01  # times the gap of the first steps, and nats from which on growth counts
-RATIO = (0.8, 1.25)  # in healthy runs of all algorithms the mean ratio of a step stayed within 0.89 and 1.02
-CLIPPED_ON_POLICY = 0.1  # share of the tokens of the newest policy, none of which would be clipped without a gap
 DRIFT_SHARE = 0.1  # share of all calls
 FORKS = "rollout/forks_"
 
@@ -95,29 +88,6 @@ def _entropy_collapse(history: History) -> str | None:
     )
 
 
-def _truncated(history: History) -> str | None:
-    recent = history.recent
-    if not in_each(recent, lambda row: row["rollout/truncated_share"] >= TRUNCATED_SHARE):
-        return None
-    return f"{steps_of(recent)} every reply was cut at max_tokens, so rewards judge unfinished replies"
-
-
-def _context_full(history: History) -> str | None:
-    recent = history.recent
-    if not in_each(recent, lambda row: row.get("rollout/context_full_share", 0.0) >= CONTEXT_FULL_SHARE):
-        return None
-    share = mean(recent, "rollout/context_full_share") or 0.0
-    return f"{steps_of(recent)} a context was full before the end of the episode, in {share:.0%} of the episodes"
-
-
-def _forfeits(history: History) -> str | None:
-    recent = history.recent
-    if not in_each(recent, lambda row: row.get("rollout/forfeit_share", 0.0) >= FORFEIT_SHARE):
-        return None
-    share = mean(recent, "rollout/forfeit_share") or 0.0
-    return f"{steps_of(recent)} {share:.0%} of the episodes were forfeits: an action broke the environment"
-
-
 def _dropped(history: History) -> str | None:
     row, due = history.newest, history.job.groups_per_step
     if row["train/groups_dropped"] < due:
@@ -136,38 +106,6 @@ def _discarded(history: History) -> str | None:
         f"{row['train/episodes_discarded']:.0f} episodes of step {row['step']:.0f} failed for good or were not scored, "
         f"and {row['train/episodes']:.0f} are trained"
     )
-
-
-def _on_policy(row: Row) -> bool:
-    """Return whether a step trained tokens of the newest policy alone, so that its gap is that of rounding."""
-    return "train/logprob_gap_mean" in row and not row.get("rollout/staleness_max", 0.0)
-
-
-def _logprob_drift(history: History) -> str | None:
-    recent = history.last(RECENT)
-    if not in_each(recent, _on_policy):
-        return None
-    now = mean(recent, "train/logprob_gap_mean") or 0.0
-    before = mean([row for row in history.start[:RECENT] if _on_policy(row)], "train/logprob_gap_mean")
-    if in_each(recent, lambda row: row["train/logprob_gap_mean"] > GAP):
-        return f"{steps_of(recent)} engine and trainer disagree on a token's logprob by {now:.2g} nats on average"
-    if before is None or now <= max(GAP_GROWTH * before, GAP_GROWN):
-        return None
-    return (
-        f"engine and trainer disagree on a token's logprob by {now:.2g} nats on average, and in the first steps by "
-        f"{before:.2g}"
-    )
-
-
-def _ratio_out_of_range(history: History) -> str | None:
-    recent = history.last(RECENT)
-    for name in ("train/ratio_mean", "train/importance_mean"):
-        if in_each(recent, lambda row, name=name: not RATIO[0] <= row.get(name, 1.0) <= RATIO[1]):  # type: ignore[misc]
-            return f"{steps_of(recent)} {name} is outside of {RATIO[0]:g} to {RATIO[1]:g} (now {recent[-1][name]:.3g})"
-    name = "train/clip_fraction_on_policy"
-    if not in_each(recent, lambda row: row.get(name, 0.0) > CLIPPED_ON_POLICY):
-        return None
-    return f"{steps_of(recent)} tokens of the newest policy were clipped before it changed ({recent[-1][name]:.0%})"
 
 
 def _forks_lose_tokens(history: History) -> str | None:
@@ -230,17 +168,13 @@ STEP_RULES = (
         shows=episodes.any_of,
     ),
     Rule(
-        code="truncated",
-        formula=f"`rollout/truncated_share` ≥ {TRUNCATED_SHARE:g} in each of {RECENT} steps",
-        seen=_truncated,
-        means="the limit is shorter than what the model has to say, or the model does not know how to end",
-        remedy="raise policies.*.sampling.max_tokens, or the limit that the calls ask for",
-        shows=episodes.longest,
-    ),
-    Rule(
         code="context_full",
-        formula=f"`rollout/context_full_share` ≥ {CONTEXT_FULL_SHARE:g} in each of {RECENT} steps",
-        seen=_context_full,
+        formula=f"`{CONTEXT_FULL}` ≥ {CONTEXT_FULL_SHARE:g} in each of {RECENT} steps",
+        seen=in_each_recent(
+            CONTEXT_FULL,
+            CONTEXT_FULL_SHARE,
+            "a context was full before the end of the episode, in {now:.0%} of the episodes",
+        ),
         means="conversations grow longer than the model's context, so rewards judge episodes that were cut",
         remedy="raise policies.*.max_context, show the agent less in each turn, or limit the episode's steps; the "
         "episode's metadata (`context_full`) names the agent",
@@ -248,8 +182,10 @@ STEP_RULES = (
     ),
     Rule(
         code="forfeits",
-        formula=f"`rollout/forfeit_share` ≥ {FORFEIT_SHARE:g} in each of {RECENT} steps",
-        seen=_forfeits,
+        formula=f"`{FORFEITS}` ≥ {FORFEIT_SHARE:g} in each of {RECENT} steps",
+        seen=in_each_recent(
+            FORFEITS, FORFEIT_SHARE, "{now:.0%} of the episodes were forfeits: an action broke the environment"
+        ),
         means="the environment raises, hangs or ends within actions, which counts as the agent's loss",
         remedy="the episode's facts (`info`) have what was raised; an environment raises `EnvironmentFailed` where no "
         "action is to blame, and says in text what is wrong with an action",
@@ -272,27 +208,6 @@ STEP_RULES = (
         remedy="`palestra episodes` has the reasons",
         shows=episodes.failed,
         of_job=True,
-    ),
-    Rule(
-        code="logprob_drift",
-        formula=f"of {RECENT} steps without stale tokens: `train/logprob_gap_mean` > {GAP:g} nats in each, or its "
-        f"mean > {GAP_GROWTH:g} × the mean of the first {RECENT} and > {GAP_GROWN:g}",
-        seen=_logprob_drift,
-        means="engine and trainer do not have the same weights, precision or sampling parameters, so the gradient is "
-        "that of another policy",
-        remedy="use one dtype for engine and trainer, correct with algorithm.importance_sampling, and look whether the "
-        "engine got the weights of the last step",
-        shows=episodes.longest,
-    ),
-    Rule(
-        code="ratio_out_of_range",
-        formula=f"in each of {RECENT} steps: `train/ratio_mean` outside of {RATIO[0]:g} to {RATIO[1]:g}, or "
-        f"`train/importance_mean`, or `train/clip_fraction_on_policy` > {CLIPPED_ON_POLICY:g}",
-        seen=_ratio_out_of_range,
-        means="a step moves the policy too far from the one that played, or the episodes are too old",
-        remedy="lower learning_rate or algorithm.epochs, lower rollout.max_staleness, or correct with "
-        "algorithm.importance_sampling",
-        shows=episodes.longest,
     ),
     Rule(
         code="forks_lose_tokens",

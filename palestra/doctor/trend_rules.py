@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 
 from palestra.doctor import episodes
 from palestra.doctor.opponent_rules import may_be_opponents
-from palestra.doctor.rule import KEPT, RECENT, START, History, Row, Rule, in_each, mean
+from palestra.doctor.rule import KEPT, RECENT, START, VALIDATION, History, Row, Rule, in_each, mean
 
 REWARD, STD, ENTROPY = "train/reward_mean", "train/reward_std", "train/entropy"
 SURE = 4.0  # standard errors; of a hundred means of three steps, chance brings none so far from the best
 LOST_SHARE = 0.5  # of what a run has gained
+FALLEN_SHARE, FALLEN_ERRORS = 0.25, 2.5  # of what validations have gained, and standard errors
 SWING_STEPS, SWINGS, SWING_RANGE = 24, 4, 0.5
 ENTROPY_LEFT = 0.05  # share of the entropy of the first steps
+ENTROPY_NONE = 0.03  # share of it, and nats: with so little left nothing new is tried, however high the reward is
 LONGER, LONGER_TOKENS = 2.0, 16.0  # times the tokens of the first steps, and tokens more: two words more are no sign
 IDLE_STEPS, IDLE_ERRORS = 30, 2.5
 
@@ -52,6 +54,39 @@ def _reward_collapse(history: History) -> str | None:
     )
 
 
+def improves(history: History) -> bool:
+    """Return whether the run gets better: by its validations if there are several, otherwise by its rewards."""
+    known = [row[VALIDATION] for row in history.validations]
+    if len(known) > 1:
+        return known[-1] > known[0] and known[-1] - known[0] > LOST_SHARE * (max(known) - known[0])
+    count = min(RECENT, len(history.rows) // 2)
+    first, recent = history.start[:count], history.last(count) if count else []
+    before, now = mean(first, REWARD), mean(recent, REWARD)
+    error = _error(history, [*first, *recent], count) if count == RECENT else 0.0  # any rise counts at first
+    return before is not None and now is not None and now > before + error
+
+
+def _validation_falls(history: History) -> str | None:
+    known = list(history.validations)
+    ended = history.newest["step"] >= history.job.steps
+    count = 1 if ended and known and known[-1] is history.newest else 2  # no other evaluation will follow
+    if len(known) <= count or may_be_opponents(history):
+        return None
+    best, newest = max(known[:-count], key=lambda row: row[VALIDATION]), known[-count:]
+    deviation = max(row.get(STD, 0.0) for row in (*history.start, *history.rows))
+    scored = min(row.get("validation/scored", history.job.groups_per_step) for row in (best, *newest))
+    least = max(
+        FALLEN_SHARE * (best[VALIDATION] - known[0][VALIDATION]),
+        FALLEN_ERRORS * deviation * math.sqrt(2 / max(scored, 1)),
+    )
+    if best[VALIDATION] - max(row[VALIDATION] for row in newest) <= least:
+        return None
+    return (
+        f"validation was {best[VALIDATION]:.3g} after step {best['step']:.0f}, and is {newest[-1][VALIDATION]:.3g} "
+        f"after step {newest[-1]['step']:.0f}; the mean reward of training is {history.newest[REWARD]:.3g} now"
+    )
+
+
 def _reward_oscillates(history: History) -> str | None:
     rows = history.last(min(SWING_STEPS, len(history.rows)))
     values = [row[REWARD] for row in rows]
@@ -84,12 +119,12 @@ def _entropy_lost(history: History) -> str | None:
     if len(history.rows) < 2 * RECENT or not in_each(recent, lambda row: ENTROPY in row):
         return None
     before, now = mean(first, ENTROPY), mean(recent, ENTROPY)
-    if before is None or now is None or now > ENTROPY_LEFT * before or not _not_better(history, recent):
+    if before is None or now is None or now > ENTROPY_LEFT * before:
         return None
-    return (
-        f"the entropy of the policy fell from {before:.2g} to {now:.2g} nats, and its reward is no higher than at the "
-        f"start ({mean(recent, REWARD):.3g})"
-    )
+    seen = f"the entropy of the policy fell from {before:.2g} to {now:.2g} nats, and its reward is"
+    if _not_better(history, recent):
+        return f"{seen} no higher than at the start ({mean(recent, REWARD):.3g})"
+    return f"{seen} {mean(recent, REWARD):.3g}" if now <= min(ENTROPY_NONE, ENTROPY_NONE * before) else None
 
 
 def _tokens(row: Row) -> float:
@@ -163,6 +198,18 @@ TREND_RULES = (
         shows=episodes.worst,
     ),
     Rule(
+        code="validation_falls",
+        formula=f"the two newest `{VALIDATION}`, or that after the last step, are below the best before by > "
+        f"{FALLEN_SHARE:g} × (best - first) and > {FALLEN_ERRORS:g} σ √(2/`validation/scored`); σ is the largest "
+        f"`{STD}`; {_SOLE}",
+        seen=_validation_falls,
+        means="the policy gets worse at tasks that it does not train on: it learns these tasks by heart, or a way to "
+        "be paid without solving them",
+        remedy="use the checkpoint of the best validation; train on more tasks, with a lower learning_rate or "
+        "algorithm.kl",
+        shows=episodes.none_of,
+    ),
+    Rule(
         code="reward_oscillates",
         formula=f"in the last {SWING_STEPS} steps `train/reward_mean` moves ≥ {SWINGS} times, by turns up and down, by "
         f"≥ {SURE:g} σ/√`rollout.groups_per_step` and ≥ {SWING_RANGE:g} of its range in the newest {KEPT} rows; σ is "
@@ -174,9 +221,10 @@ TREND_RULES = (
     ),
     Rule(
         code="entropy_lost",
-        formula=f"means of {RECENT} steps of `train/entropy`: now ≤ {ENTROPY_LEFT:g} × first, and {_NO_BETTER}",
+        formula=f"means of {RECENT} steps of `train/entropy`: now ≤ {ENTROPY_LEFT:g} × first, and {_NO_BETTER}; "
+        f"or now ≤ {ENTROPY_NONE:g} × first and ≤ {ENTROPY_NONE:g} nats",
         seen=_entropy_lost,
-        means="the policy became sure of answers that are no better, so nothing new will be tried",
+        means="the policy became sure of its answers, the wrong ones as well, so nothing new will be tried",
         remedy="go on from an earlier checkpoint with algorithm.entropy_coefficient, a lower learning_rate or "
         "algorithm.kl",
         shows=episodes.worst,

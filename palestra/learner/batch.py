@@ -23,6 +23,7 @@ from palestra.types.records import TrainSample, Trajectory
 
 Choices = Mapping[tuple[str, int], Sequence[tuple[int, ...]]]
 """Every reply that could be sampled, token by token, by the grammar of a call and its `max_tokens`."""
+LEAST_TASKS = 3  # different ones, whose replies can be expected to differ
 LEFT_OUT = (
     "groups_zero_variance",
     "episodes_without_tokens",
@@ -320,6 +321,14 @@ def staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
     }
 
 
+def _same_replies(shares: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the share of episodes that have the same replies; nothing where too few tasks could have other ones."""
+    if len({t.episode.task.task_id for t in shares}) < LEAST_TASKS:
+        return {}
+    counts = Counter(tuple(chat.completion_ids.tobytes() for chat in t.chats) for t in shares)
+    return {"rollout/same_replies_share": max(counts.values()) / len(shares)}
+
+
 def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, float]:
     """Return the tokens of all calls, whichever policy has sampled them, and those that enter no loss, by full name."""
     calls = [chat for t in trajectories for chat in t.chats]
@@ -351,6 +360,7 @@ def rollout_metrics(
         for t in shares
     ]
     forks = Counter(call.fork.reason for call in calls if call.fork is not None)
+    offered = [chat for chat in calls if chat.tools]
     means = (
         {"train/reward_mean": float(np.mean(rewards)), "train/reward_std": float(np.std(rewards))} if rewards else {}
     )
@@ -359,6 +369,12 @@ def rollout_metrics(
         "train/episodes": float(len(shares)),
         **{f"train/rewards/{name}": mean for name, mean in reward_means(named).items()},
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
+        **_same_replies(shares),
+        **(
+            {"rollout/tool_call_share": sum(bool(c.reply.tool_calls) for c in offered) / len(offered)}
+            if offered
+            else {}
+        ),
         "rollout/context_full_share": sum(full) / max(len(full), 1),
         "rollout/forfeit_share": sum(t.episode.forfeited for t in shares) / max(len(shares), 1),
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),

@@ -37,9 +37,12 @@ async def evaluate(
         episodes = [episode for _, members in scored for episode in members]
         if all(e.state in (EpisodeState.COMPLETED, EpisodeState.DISCARDED) for e in episodes):
             break
+    replies, cut = await groups.replies_of_step("validation", done)
     row = {
         "validation/scored": float(sum(e.rewards is not None for e in episodes)),
         "validation/total": float(len(episodes)),
+        "validation/replies": float(replies),
+        "validation/replies_cut": float(cut),
         "validation/attempts_replayed": float(sum(e.replays for e in episodes)),
         "time/validation_seconds": time.monotonic() - started,
     }

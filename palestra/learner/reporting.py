@@ -207,8 +207,8 @@ class StepLog:
         """Add a row to the histories of the policies and the job; return the names of those that it has trained."""
         own = {policy: row_of_policy(row, policy, self._rivals) for policy in self._histories}
         trained = [policy for policy, mine in own.items() if mine.get("train/episodes")]
-        for policy in trained:
-            self._histories[policy].add(own[policy])
+        for policy, mine in own.items():
+            self._histories[policy].add(mine)
         if trained:
             self._job_history.add(own[trained[0]])
         return trained

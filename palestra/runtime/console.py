@@ -244,7 +244,10 @@ def _validation(row: dict[str, Any]) -> str:
     of = f"{total}" if scored == total else f"{scored} of {total}"
     means = of_policies(row, "validation/reward_mean").items()
     said = ", ".join(f"{policy} {mean:.2f}".lstrip() for policy, mean in means)
-    return f"validation {said} on {of} tasks"
+    cut = int(row.get("validation/replies_cut", 0))
+    return f"validation {said} on {of} tasks" + (
+        f", {cut} of {int(row['validation/replies'])} replies cut" if cut else ""
+    )
 
 
 def console_of(config: JobConfig, file: IO[str] | None = None) -> Console:

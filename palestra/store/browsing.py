@@ -46,6 +46,7 @@ class EpisodeSummary:
         calls: model calls under its last lease.
         completion_tokens: tokens that these calls sampled.
         attempts: claims used so far.
+        cut: replies of these calls that ended at max_tokens.
         forks: calls that lost exact tokens of an earlier one, by reason.
         metadata: what the worker handed in with the reward, and `facts`.
         facts: how it was played; see `EpisodeRecord`.
@@ -65,6 +66,7 @@ class EpisodeSummary:
     rewards: dict[str, float] | None
     calls: int
     completion_tokens: int
+    cut: int
     attempts: int
     forks: dict[ForkReason, int]
     metadata: dict[str, Any]
@@ -299,11 +301,11 @@ def episode_events(connection: Connection, view: EpisodeView) -> list[Event]:
 
 
 def calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:
-    """Return (versions, fork) of each call of the episodes' last leases, by episode."""
+    """Return (versions, fork, finish_reason) of each call of the episodes' last leases, by episode."""
     found: dict[str, list[Any]] = {}
     for start in range(0, len(episode_ids), MOST_VALUES):
         wanted = (
-            select(chats.c.episode_id, chats.c.versions, chats.c.fork)
+            select(chats.c.episode_id, chats.c.versions, chats.c.fork, chats.c.finish_reason)
             .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
             .where(chats.c.episode_id.in_(episode_ids[start : start + MOST_VALUES]))
             .order_by(chats.c.episode_id, chats.c.idx)
@@ -318,7 +320,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
 
     Args:
         row: of `episodes`.
-        calls: rows with `versions` and `fork` of its calls.
+        calls: rows with `versions`, `fork` and `finish_reason` of its calls.
     """
     # The lengths of the version spans add up to the completion's, so no compressed tokens have to be read.
     lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]
@@ -334,6 +336,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         rewards=None if row.rewards is None else _object(row.rewards, float, int),
         calls=len(lengths),
         completion_tokens=sum(lengths),
+        cut=sum(call.finish_reason == "length" for call in calls),
         attempts=row.attempts,
         forks={reason: count for reason, count in forks.items() if reason.is_drift},
         metadata=facts | _object(row.metadata),

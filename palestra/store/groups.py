@@ -40,6 +40,12 @@ _SETTLED_OF_STEP = (
         groups.c.state.not_in([state.value for state in REPLACED]),
     )
 )
+_REPLIES_OF_STEP = (
+    select(func.count(), func.count().filter(chats.c.finish_reason == "length"))
+    .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+    .where(groups.c.kind == bindparam("kind"), groups.c.step == bindparam("step"))
+)
 _COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
 
 
@@ -164,6 +170,15 @@ class Groups:
         def query(connection: Connection) -> tuple[int, int]:
             done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
             return int(done), int(due)
+
+        return await self._db.read(query)
+
+    async def replies_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
+        """Return (replies, those that were cut at max_tokens) of the episodes of a step, each of its last lease."""
+
+        def query(connection: Connection) -> tuple[int, int]:
+            replies, cut = connection.execute(_REPLIES_OF_STEP, {"kind": kind, "step": step}).one()
+            return int(replies), int(cut)
 
         return await self._db.read(query)
 

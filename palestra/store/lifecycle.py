@@ -19,7 +19,7 @@ from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpir
 from palestra.store.casting import Casting
 from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
-from palestra.types.records import EpisodeKind, EpisodeRecord
+from palestra.types.records import ON_PURPOSE, EpisodeKind, EpisodeRecord
 from palestra.types.states import EpisodeState, check_transition
 from palestra.types.steps import AgentStepReward, StepTimes
 
@@ -51,6 +51,7 @@ _NEXT_SHARED = Prepared(
     .order_by(episodes.c.group_index, episodes.c.sample_index)
     .limit(1)
 )
+_REASON = Prepared(select(episodes.c.reason).where(episodes.c.episode_id == bindparam("episode_id")))
 _CLAIMED = Prepared(select(func.count()).where(episodes.c.state == EpisodeState.CLAIMED.value))
 _LAST_STEP = Prepared(
     select(func.max(chats.c.time_step)).where(
@@ -281,6 +282,8 @@ def give_back(
     attempts = episode.attempts if counts else episode.attempts - 1
     final = discard or attempts >= max_attempts
     following = EpisodeState.DISCARDED if final else EpisodeState.REGISTERED
+    if reason.startswith(ON_PURPOSE) and not final:  # says nothing of the episode; what it has failed with does
+        reason = _REASON.row(connection, {"episode_id": episode_id})[0] or reason
     changed = {"reason": reason, "ended_at": now if final else None, "attempts": attempts}
     _change(connection, episode, following, changed)
     return following

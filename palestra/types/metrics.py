@@ -131,6 +131,17 @@ METRICS = (
     ),
     Metric("rollout/truncated_share", "ratio", "Share of the trained policy's calls that ended at max_tokens."),
     Metric(
+        "rollout/same_replies_share",
+        "ratio",
+        "Largest share of the policy's episodes that have the same sampled tokens. Left out with fewer than three "
+        "tasks.",
+    ),
+    Metric(
+        "rollout/tool_call_share",
+        "ratio",
+        "Share of the policy's calls with tools on offer whose reply calls one. Left out where no tools were offered.",
+    ),
+    Metric(
         "rollout/context_full_share",
         "ratio",
         "Share of the policy's episodes in which the context of an agent that it plays was full: the episode ended "
@@ -193,6 +204,8 @@ METRICS = (
     ),
     Metric("validation/scored", "episodes", "Validation episodes that got a reward."),
     Metric("validation/total", "episodes", "Validation episodes in all; the mean is over `scored` of them."),
+    Metric("validation/replies", "calls", "Replies in the validation episodes."),
+    Metric("validation/replies_cut", "calls", "Those of these replies that ended at max_tokens."),
     Metric(
         "validation/attempts_replayed",
         "attempts",
@@ -225,6 +238,8 @@ OF_THE_JOB = frozenset(
         "time/validation_seconds",
         "validation/scored",
         "validation/total",
+        "validation/replies",
+        "validation/replies_cut",
         "validation/attempts_replayed",
         "rollout/attempts_replayed",
         "wall_seconds",

@@ -70,6 +70,18 @@ def test_the_list_has_the_step_that_trained_each_episode(folder, capsys):
     assert "trained in" not in capsys.readouterr().out
 
 
+def test_the_list_says_how_many_replies_were_cut(folder, capsys):
+    assert main(["episodes", str(folder)]) == 0
+    assert " cut " not in capsys.readouterr().out
+    with sqlite3.connect(folder / "run.db") as connection:
+        connection.execute("UPDATE chats SET finish_reason = 'length' WHERE episode_id = 'train-000000-01'")
+    assert main(["episodes", str(folder), "--kind", "train"]) == 0
+    header, *found = capsys.readouterr().out.splitlines()
+    end = header.index("cut") + len("cut")
+    assert {line.split()[0]: line[:end].rpartition("  ")[2].strip() for line in found}["train-000000-01"] == "2"
+    assert [one["cut"] for one in lines(capsys, folder, "--kind", "train")][:3] == [0, 2, 0]
+
+
 def test_one_episode_has_its_calls_and_why_it_was_trained(folder, capsys):
     (found,) = lines(capsys, folder, "train-000000-01")
     assert (found["trained"], len(found["calls"])) == (True, 2)

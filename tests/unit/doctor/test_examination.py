@@ -76,6 +76,36 @@ async def test_a_run_whose_episodes_all_failed_before_the_first_step_exits_with_
     assert json.loads(capsys.readouterr().out)["failed"] == (len(reasons) if code else 0)
 
 
+async def test_an_environment_that_is_dead_from_the_first_episode_is_named_with_its_reason(tmp_path, capsys):
+    """The job ends before any episode has used up its attempts, and those in flight are given back."""
+    (tmp_path / "config.toml").write_text(dump_config(config()))
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.groups.register("train", 0, 1, Task(task_id="t", data={}), 4)
+        failed = [await store.episodes.claim("w", f"r{place}", None) for place in range(3)]
+        for one in failed:
+            await store.episodes.abort(one.episode_id, one.fence, "environment_failed: it is gone", discard=False)
+        for place in range(4):
+            one = await store.episodes.claim("w", f"s{place}", None)
+            await store.episodes.abort(one.episode_id, one.fence, "cancelled: the job was stopped", False, counts=False)
+    for words in (["doctor", str(tmp_path)], ["doctor", str(tmp_path), "--json"]):
+        assert main(words) == 1
+        assert "it is gone" in capsys.readouterr().out
+    assert main(["episodes", str(tmp_path)]) == 0
+    assert "environment_failed: it is gone" in capsys.readouterr().out
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.log.add_event("failed", {"reason": "3 episodes in a row failed"})
+    assert examine(tmp_path).reason == "3 episodes in a row failed"
+
+
+async def test_a_job_that_was_stopped_before_its_first_step_has_not_failed(tmp_path):
+    (tmp_path / "config.toml").write_text(dump_config(config()))
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.groups.register("train", 0, 1, Task(task_id="t", data={}), 2)
+        one = await store.episodes.claim("w", "r", None)
+        await store.episodes.abort(one.episode_id, one.fence, "cancelled: the job was stopped", False, counts=False)
+    assert main(["doctor", str(tmp_path)]) == 0
+
+
 async def test_a_healthy_run_has_no_finding_and_exits_with_0(tmp_path, capsys):
     await record(tmp_path)
     assert examine(tmp_path).findings == ()
@@ -292,7 +322,7 @@ async def test_episodes_of_finished_steps_are_read_once(tmp_path, monkeypatch):
 
 
 async def test_damaged_rows_leave_the_rest(tmp_path):
-    await record(tmp_path, lambda step: {"rollout__truncated_share": 1.0})
+    await record(tmp_path, lambda step: {"rollout__context_full_share": 1.0})
     with sqlite3.connect(tmp_path / "run.db") as connection:
         connection.execute("UPDATE episodes SET rewards = '{' WHERE episode_id = 'train-000008-02'")
         connection.execute("UPDATE episodes SET attempts = 'x' WHERE episode_id = 'train-000007-02'")

@@ -10,8 +10,9 @@ from palestra.config import GRPOConfig, Roles
 from palestra.learner.batch import LEFT_OUT, rollout_metrics
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.forks import Fork, ForkReason
-from palestra.types.records import Trajectory
-from unit.building import make_chat, make_episode, make_train_batch, make_trajectory, metric_names
+from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
+from palestra.types.records import Task, Trajectory
+from unit.building import SOLE, make_chat, make_episode, make_train_batch, make_trajectory, metric_names
 
 VERSION = PolicyVersion(0, 3)
 
@@ -183,6 +184,35 @@ def test_tokens_calls_and_staleness_are_measured():
     assert batch.metrics["rollout/completion_tokens"] == 4
     assert batch.metrics["rollout/truncated_share"] == pytest.approx(2 / 3)
     assert batch.metrics["rollout/staleness_max"] == 2
+
+
+def one_call(task: int, **changes) -> Trajectory:
+    episode = make_episode(task, 0, 1.0, task=Task(task_id=f"t{task}", data={}))
+    return replace(make_trajectory(task, 0, 1.0, [make_chat(**changes)]), episode=episode)
+
+
+def test_replies_that_are_the_same_whatever_the_task_are_a_share():
+    def share(*played: Trajectory) -> float | None:
+        return rollout_metrics(played, "policy", SOLE, GRPOConfig()).get("rollout/same_replies_share")
+
+    assert share(one_call(0), one_call(1), one_call(2)) == 1.0
+    assert share(one_call(0), one_call(1), one_call(2, completion=(4, 6)), one_call(3)) == 0.75
+    assert share(one_call(0), one_call(1), one_call(1)) is None  # too few tasks that could have other replies
+
+
+def test_calls_that_call_a_tool_are_a_share_of_those_with_tools_on_offer():
+    def share(*played: Trajectory) -> float | None:
+        return rollout_metrics(played, "policy", SOLE, GRPOConfig()).get("rollout/tool_call_share")
+
+    tools = ({"type": "function", "function": {"name": "f"}},)
+    call = ChatMessage(role="assistant", tool_calls=(ToolCall(function=FunctionCall(name="f", arguments="{}")),))
+    assert share(one_call(0)) is None
+    assert share(one_call(0), one_call(1, tools=tools)) == 0.0
+    assert share(one_call(0), one_call(1, tools=tools), replace_reply(one_call(2, tools=tools), call)) == 0.5
+
+
+def replace_reply(played: Trajectory, reply: ChatMessage) -> Trajectory:
+    return make_trajectory(0, 0, 1.0, [replace(played.chats[0], reply=reply)])
 
 
 def test_episodes_in_which_a_context_was_full_are_counted_for_the_policy_that_played_the_agent():

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 
 import pytest
 
-from palestra.config import GRPOConfig, Roles
+from palestra.config import GRPOConfig, JobConfig, Roles
 from palestra.learner.evaluation import evaluate
+from palestra.runtime.console import console_of
 from palestra.types.records import Task
-from unit.building import SOLE
+from unit.building import SOLE, make_chat
 
 PLAIN = GRPOConfig()
 TASKS = [Task(task_id=str(i), data={"i": i}) for i in range(4)]
@@ -38,6 +40,22 @@ async def test_every_task_is_scored_once(store):
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (4, 4)
     assert played == [f"validation-{i:06d}-00" for i in range(4)]
+
+
+async def test_the_replies_that_were_cut_are_counted(store):
+    for index, (task, reason) in enumerate(zip(TASKS, ("stop", "length", "length", "stop"), strict=True)):
+        await store.groups.register("validation", index, 5, task, 1)
+        one = await store.episodes.claim("w", f"r{index}", None)
+        await store.calls.append(make_chat(one.episode_id, fence=one.fence, finish_reason=reason))
+        await store.episodes.end(one.episode_id, one.fence, {"agent": 1.0}, None, {})
+    found = await evaluate(store.groups, TASKS, 5, SOLE, PLAIN)
+    assert (found["validation/replies"], found["validation/replies_cut"]) == (4, 2)
+    config = JobConfig(name="a")
+    for row, said in ((found, "2 of 4 replies cut"), (found | {"validation/replies_cut": 0.0}, "on 4 tasks\n")):
+        out = io.StringIO()
+        console_of(config, file=out).report("evaluated", row | {"step": 0})
+        assert "before training" in out.getvalue()
+        assert said in out.getvalue()
 
 
 async def test_what_could_not_be_scored_is_no_zero_but_said(store):
