@@ -5,6 +5,7 @@ Folders that are needed for a while are removed, also if a signal ends the proce
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
@@ -20,6 +21,7 @@ from palestra.errors import ConfigError, StoreError
 
 GO_ON = "go on with --resume (in a script resume=True)"  # advice of errors after which a run can be resumed
 RUN_LOCK = ".lock"  # the file in its folder that the process of a run keeps locked
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 T = TypeVar("T")
 
 
@@ -71,9 +73,90 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
                 # Without it a crash after the rename could leave an empty file under the final name.
                 os.fsync(file.fileno())
             temporary.replace(path)
+            sync(path.parent)  # so that the new name stays, too
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def sync(path: Path) -> None:
+    """Write a file or folder to the disk, so that it survives a loss of power.
+
+    Raises:
+        OSError: it is not there, or the disk failed.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Write all files and folders in a folder to the disk, but not the folder's own name.
+
+    Raises:
+        OSError: see `sync`.
+    """
+    for where, _, files in os.walk(folder):
+        for name in (*files, "."):
+            sync(Path(where, name))
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it, and write the names of the new ones to the disk.
+
+    Raises:
+        OSError: a folder can't be made.
+    """
+    if not path.is_dir():
+        make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def rename_whole(source: Path, target: Path) -> None:
+    """Give a folder whose content is on the disk its final name; a folder of that name is there until then.
+
+    Where the system can't exchange two folders, the old one is called `.replaced-NAME` for a moment, and a process
+    that dies in it leaves it to `put_back`.
+
+    Raises:
+        OSError: the folder can't be renamed.
+    """
+    if target.exists() and exchange(source, target):
+        old = source
+    else:
+        shutil.rmtree(old := _replaced(target), ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        source.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Give a folder that was about to be replaced its name again, unless the new one has it; see `rename_whole`.
+
+    Raises:
+        OSError: the folder can't be renamed.
+    """
+    if not folder.exists() and _replaced(folder).exists():
+        _replaced(folder).rename(folder)
+        sync(folder.parent)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".replaced-{folder.name}")
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders at once. False: this system or its file system can't do that, and they are as before."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # another system than Linux
+        return False
+    return bool(rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
 
 
 def private_folder(path: Path) -> None:

@@ -6,8 +6,8 @@ renewed, for as long as the caller of `remove_unused` says; the caller has to kn
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 import re
 import threading
 import time
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from palestra.disk import write_whole, writing
+from palestra.disk import make_folders, write_whole, writing
 from palestra.errors import NotFound, PayloadTooLarge, StoreError
 
 FOLDER = "pictures"  # in the folder of a run
@@ -179,17 +179,11 @@ class Blobs:
     def _write(self, path: Path, data: bytes) -> None:
         """Write a file, and wait until its name is on disk as its content is."""
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data)
-        with writing(path):
-            try:
-                for place in (path.parent, self.folder):
-                    descriptor = os.open(place, os.O_RDONLY)
-                    try:
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
-            except OSError:
-                self._stored = None  # counted again, because a damaged file may have been replaced
-                path.unlink(missing_ok=True)
-                raise
+            make_folders(path.parent)
+        try:
+            write_whole(path, data)
+        except StoreError:
+            self._stored = None  # counted again, because a damaged file may have been replaced
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import sqlalchemy as sa
 
-from palestra.disk import writing
+from palestra.disk import sync, sync_tree, writing
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.store.browsing import browse
 from palestra.store.run_store import store_error
@@ -73,7 +73,9 @@ def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
     except sqlite3.Error as error:
         raise store_error(run_dir / STORE, error) from error
     with writing(folder):
+        sync_tree(temporary)
         temporary.rename(folder)
+        sync(folder.parent)
 
 
 def _copy_pictures(copy: sqlite3.Connection, source: Blobs, target: Blobs) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
+from palestra.disk import make_folders, sync, sync_tree
 from palestra.errors import InvalidRequest, TooManyRequests
 from palestra.threads import in_thread
 from palestra.tinker.limits import Limits
@@ -109,7 +110,10 @@ class Copies:
         target = self._folder / kind / f"copy-{model_id.replace(':', '-')}-{name}"
         shutil.rmtree(target, ignore_errors=True)  # of an attempt that was cut off
         inside = target / source.folder.name if source.kind == "training" else target
+        make_folders(target.parent)
         shutil.copytree(source.folder, inside, copy_function=_link if source.tenant else shutil.copy2)
+        sync_tree(target)
+        sync(target.parent)
         return inside
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from palestra.disk import make_folders, put_back, rename_whole, sync, sync_tree
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
 
@@ -71,6 +72,7 @@ def write_weights(folder: Path, step: int, fill: Callable[[Path], object], state
 
 def read_weights(folder: Path) -> dict[str, Any] | None:
     """Return the state of a folder that `write_weights` has written; None: it is not there, or is damaged."""
+    put_back(folder)
     if (problem := _problem(folder)) is not None:
         if folder.exists():
             log.warning("%s is damaged (%s)", folder, problem)
@@ -85,7 +87,8 @@ def _write_whole(
     """Fill the folder `temporary`, hash and sync its files, and rename it to `final`."""
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        make_folders(final.parent)
+        temporary.mkdir()
         _filled(temporary, fill)
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         index = {
@@ -94,16 +97,11 @@ def _write_whole(
             "files": {str(p.relative_to(temporary)): _digest(p) for p in files},
         }
         (temporary / INDEX).write_text(json.dumps(index | {"digest": _fingerprint(index)}, indent=1), encoding="utf-8")
-        _sync(temporary / INDEX)
-        for each in {temporary, *(path.parent for path in files)}:
-            _sync(each)
-        # There may be a damaged checkpoint of the same step, or one of a run that was resumed from an earlier step.
-        if final.exists():
-            shutil.rmtree(final)
+        sync_tree(temporary)
         fault_point(f"before_{point}")
-        # The rename makes the checkpoint exist, and syncing the folder keeps the rename over a loss of power.
-        temporary.rename(final)
-        _sync(final.parent)
+        # The rename makes the checkpoint exist. There may be one of the same step: damaged, of a run that was resumed
+        # from an earlier step, or the only good one.
+        rename_whole(temporary, final)
         fault_point(f"after_{point}")
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -151,6 +149,8 @@ def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
     Raises:
         CheckpointError: there are checkpoints, and all are damaged; or that of the step is.
     """
+    for replaced in folder.glob(".replaced-step-*"):
+        put_back(folder / replaced.name.removeprefix(".replaced-"))
     if step is None:
         return newest_good(folder)
     path = folder / f"step-{step:06d}"
@@ -242,7 +242,9 @@ def link_model(folder: Path, step: int, target: Path) -> None:
         for pattern in NOT_THE_MODEL:
             for path in temporary.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        sync_tree(temporary)
         temporary.rename(target)
+        sync(target.parent)
     except FileNotFoundError as error:
         raise CheckpointError(f"the checkpoint of step {step} is gone; start from a newer one") from error
     except OSError as error:
@@ -264,7 +266,7 @@ def _problem(path: Path) -> str | None:
         if index.pop("digest") != _fingerprint(index):
             return f"{INDEX} has another hash"
         for name, digest in index["files"].items():
-            if _digest(path / name, sync=False) != digest:
+            if _digest(path / name) != digest:
                 return f"{name} has another hash"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -276,21 +278,10 @@ def _fingerprint(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(path: Path, sync: bool = True) -> str:
-    """Return the SHA-256 of a file, and sync the file to disk unless `sync` is False."""
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
-        if sync:
-            os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Sync a file or a folder to disk, so that it survives the loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

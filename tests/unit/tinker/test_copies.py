@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +35,15 @@ def loaded(client: Client, path: str) -> str:
     accepted = client.good("load_weights", body)
     client.result(accepted["request_id"])
     return accepted["model_id"]
+
+
+def test_a_copy_is_on_the_disk_before_it_is_acknowledged(server, ada, monkeypatch):
+    model, synced, sync = ada.model(), set(), os.fsync
+    source = model.saves("one")
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(Path(os.readlink(f"/proc/self/fd/{fd}"))), sync(fd)))
+    path = copy(ada, source).json()["tinker_path"]
+    folder = server.do(lambda: server.server.service.saved.checkpoint("ada", path)).folder.resolve()
+    assert {folder, folder.parent, folder.parent.parent, *folder.rglob("*")} <= synced
 
 
 def test_a_copy_outlives_its_source_and_is_trained_on_as_the_source_would_be(server, ada):

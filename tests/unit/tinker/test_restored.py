@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,34 @@ def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gr
     assert [
         f'"step":{n}' in line.replace(".0", "").replace(" ", "") for n, line in enumerate(rows.splitlines(), 1)
     ] == [True] * 7
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_between_two_loads_without_a_step_has_the_model(tmp_path, monkeypatch):
+    """The second load replaces the checkpoint of the first, before which nothing is in the journal any more."""
+    limits, passes = Limits(**QUICK), []
+
+    def copied(point: str) -> None:
+        passes.append(point)
+        if passes.count("before_checkpoint_rename") == 2:
+            shutil.copytree(tmp_path / "whole", tmp_path / "cut", ignore=shutil.ignore_patterns("*.lock"))
+            passes.append("before_checkpoint_rename")
+
+    with running(tmp_path / "whole", limits) as server:
+        model = Client(server.url, server.key()).model()
+        model.train(1)
+        paths = [model.saves("one"), model.saves("two")]
+        monkeypatch.setattr("palestra.trainer.checkpoint.fault_point", copied)
+        for path in paths:
+            model.client.result(last := model.ask("load_weights", path=path, optimizer=True))
+        monkeypatch.undo()
+        model.train(1)
+        wanted = model.logprobs()
+    with running(tmp_path / "cut", limits) as server:
+        model = Model(Client(server.url, server.key()), model.model_id, model.seq_id - 3)
+        model.client.result(last)
+        model.train(1)
+        np.testing.assert_array_equal(model.logprobs(), wanted)
 
 
 @pytest.mark.slow

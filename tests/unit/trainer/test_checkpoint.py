@@ -4,9 +4,11 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 
 import pytest
 
+from palestra import disk
 from palestra.errors import CheckpointError
 from palestra.trainer import checkpoint
 
@@ -179,6 +181,35 @@ def test_files_are_on_disk_before_the_folder_has_its_name(tmp_path, monkeypatch)
     temporary = str(tmp_path / ".writing-000003")
     assert {f"{temporary}/{f}" for f in ("a.bin", "sub/b.bin", "checkpoint.json")} | {temporary} <= set(before)
     assert after == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_checkpoint_is_there_until_another_has_its_name(tmp_path, monkeypatch, at_once):
+    """What is on the disk before and after each change of a name is copied, as a process that dies leaves it."""
+    folder, copies = tmp_path / "c", list()
+    write(folder, 3)
+    assert checkpoint.read_weights(folder / "step-000003")
+
+    def kept(change):
+        def run(*given):
+            copies.append(shutil.copytree(folder, tmp_path / f"copy-{len(copies)}"))
+            done = change(*given)
+            copies.append(shutil.copytree(folder, tmp_path / f"copy-{len(copies)}"))
+            return done
+
+        return run
+
+    really = type(tmp_path).rename
+    monkeypatch.setattr(disk, "exchange", kept(disk.exchange if at_once else lambda *_: False))
+    monkeypatch.setattr(type(tmp_path), "rename", kept(really))
+    write(folder, 3, fill=fill(b"new"))
+    monkeypatch.undo()
+    assert len(copies) == (2 if at_once else 6)
+    for copied in copies:
+        path, state = checkpoint.good(copied, None)
+        assert (path.name, state["step"]) == ("step-000003", 3)
+    assert (folder / "step-000003" / "a.bin").read_bytes() == b"new"
+    assert names(folder) == ["step-000003"]
 
 
 def test_damaged_newer_ones_do_not_push_out_the_good_one_that_is_written_after_them(tmp_path):
