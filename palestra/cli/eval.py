@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ def add(commands: Any) -> None:
         metavar="TASKS",
         nargs="?",
         type=Path,
-        help="JSONL file, one task a line; without it, those of an environment that ships",
+        help="JSONL file, one task a line; without it, tasks.validation of the configuration, or those of an "
+        "environment that ships",
     )
     played = parser.add_mutually_exclusive_group(required=True)
     played.add_argument(
@@ -60,8 +62,8 @@ def add(commands: Any) -> None:
         "--config",
         metavar="JOB.TOML",
         type=Path,
-        help="a job, in TOML, whose settings hold; without it, the defaults, or those of a run that has trained "
-        "several policies",
+        help="a job, in TOML, whose settings hold; without it, those of the run that CHECKPOINT is of (prompt, limits, "
+        "sampling), or else the defaults",
     )
     parser.add_argument("--policy", metavar="NAME", help="print the rewards of this policy; without it, of each")
     parser.add_argument(
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     checked_count("--concurrency", arguments.concurrency)
     environment = load_environment(arguments.environment)
-    if arguments.tasks is None and not isinstance(environment, str):
+    if arguments.tasks is None and config.tasks.validation is None and not isinstance(environment, str):
         raise ConfigError("name a file of tasks (TASKS); only with an environment that ships there need be none")
     found, _ = evaluate_until_stopped(
         None if arguments.rollout is None else load_function(arguments.rollout),
@@ -121,20 +123,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> JobConfig:
     """Return the job whose settings the evaluation has, with the models and the environment of the arguments."""
-    from palestra.config import SAVED_CONFIG, load_config, parse_config
-    from palestra.runtime.starting_points import trained_in, with_checkpoints, with_models
+    from palestra.config import load_config, name_settings, parse_config
+    from palestra.runtime.starting_points import config_of_run, with_checkpoints, with_models
 
-    settings, file = overrides(arguments.set), arguments.config
-    if file is None and len(trained_in(arguments.checkpoint)) > 1:
-        file = Path(arguments.checkpoint) / SAVED_CONFIG
-    config = load_config(file, settings) if file else parse_config({}, settings)
-    ships = arguments.environment is not None and ":" not in arguments.environment
-    environment = config.environment.model_copy(update={"name": arguments.environment if ships else None})
+    settings, ships = overrides(arguments.set), arguments.environment is not None and ":" not in arguments.environment
+    environment = arguments.environment if ships else None
+    if arguments.config is not None:
+        config = load_config(arguments.config, settings)
+    elif (of_run := config_of_run(arguments.checkpoint, environment, settings)) is not None:
+        config = of_run
+        if not arguments.quiet:
+            say(f"as in the run: {name_settings(config) or 'its settings are the defaults'}", file=sys.stderr)
+    else:
+        config = parse_config({}, settings)
+    config = config.model_copy(update={"environment": config.environment.model_copy(update={"name": environment})})
     config = with_checkpoints(with_models(with_models(config, arguments.checkpoint), _models(arguments.model)))
     if arguments.policy is not None and arguments.policy not in config.trained_policies:
         known = " and ".join(map(repr, config.trained_policies))
         raise ConfigError(f"--policy {arguments.policy}: {known} would be scored, and no other policy")
-    return config.model_copy(update={"environment": environment, "run_dir": arguments.run_dir, "name": "eval"})
+    return config.model_copy(update={"run_dir": arguments.run_dir, "name": "eval"})
 
 
 def _models(given: Sequence[str]) -> dict[str, str]:

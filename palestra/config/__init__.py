@@ -3,7 +3,7 @@
 from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig, TokenCredit
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
-from palestra.config.differences import name_differences
+from palestra.config.differences import name_differences, name_settings
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
@@ -128,6 +128,7 @@ __all__ = [
     "load_config",
     "load_saved_config",
     "name_differences",
+    "name_settings",
     "not_frozen",
     "parse_config",
     "past_name",

@@ -1,4 +1,4 @@
-"""The settings in which two configurations differ, for the message of a run that can't be resumed with one of them."""
+"""The settings in which two configurations differ, for messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from palestra.config.job import JobConfig
+from palestra.config.policy import PolicyConfig
 
 MOST_NAMED = 4  # differences that a message names
 _LONGEST = 60  # characters of a value in a message
+_OF_PLAYING = {
+    "environment": {"system", "settings", "timeout_seconds"},
+    "rollout": {"max_episode_seconds", "strict_history", "dropped_reasoning", "stripped_whitespace"},
+    "engine": {"kind"},
+}
 
 
 def name_differences(before: JobConfig, now: JobConfig) -> str:
@@ -22,6 +28,18 @@ def name_differences(before: JobConfig, now: JobConfig) -> str:
     named = [f"{key} was {_shown(old)} and is {_shown(new)}" for key, old, new in found[:MOST_NAMED]]
     more = len(found) - len(named)
     return "; ".join(named) + (f"; and {more} more" if more else "")
+
+
+def name_settings(config: JobConfig) -> str:
+    """Return in words which settings decide how an episode is played and are not the defaults; empty: all are."""
+
+    def of_playing(job: JobConfig) -> dict[str, Any]:
+        policies = {name: one.model_dump(include={"max_context", "sampling"}) for name, one in job.policies.items()}
+        return job.model_dump(include=_OF_PLAYING) | {"policies": policies}
+
+    default = JobConfig().model_copy(update={"policies": dict.fromkeys(config.policies, PolicyConfig())})
+    found = _differences(of_playing(default), of_playing(config), "")
+    return ", ".join(f"{key} = {_shown(value)}" for key, _, value in found)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any, Any]]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from palestra.agents import ModelAgent, RandomAgent
 from palestra.client.arguments import checked_count
 from palestra.client.player import Rollout
-from palestra.config import SAVED_CONFIG, JobConfig, Roles, load_config
+from palestra.config import JobConfig, Roles, TasksConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
@@ -32,7 +32,7 @@ from palestra.runtime.console import Console, models_of
 from palestra.runtime.environments import environment_of
 from palestra.runtime.job_thread import Interrupts, JobThread, run
 from palestra.runtime.scores import Evaluation, TaskOutcome
-from palestra.runtime.starting_points import trained_in
+from palestra.runtime.starting_points import config_of_run
 from palestra.runtime.tasks import task_of
 from palestra.runtime.training import Rollouts, play_until_over
 from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
@@ -63,10 +63,11 @@ def evaluate(
     Args:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`; see `train`.
         tasks: JSON objects: a list, an iterator that ends, a data set of `datasets`, or the path of a JSONL file;
-            see `train`. If it is empty, an environment that ships with Palestra makes its validation tasks.
-        config: the job, whose settings about training are not used; None for the defaults, or, where `model` is a run
-            that has trained several policies, for that run's. If it has a `run_dir`, episodes are kept there, for
-            `palestra episodes`.
+            see `train`. If it is empty, those of `config.tasks.validation`, or validation tasks that an environment
+            which ships with Palestra makes.
+        config: the job, whose settings about training are not used; None for those of the run where `model` is a run
+            or one of its checkpoints, so that prompt, limits and sampling are those of its own validation, and else for
+            the defaults. If it has a `run_dir`, episodes are kept there, for `palestra episodes`.
         model: name of a model, or folder of a model, of a checkpoint, or of a run, whose newest checkpoint is scored;
             or models by the policy's name, of opponents as well. Of a run that has trained several policies each takes
             the checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
@@ -111,12 +112,8 @@ def config_to_score(
     config: JobConfig | None, model: str | Mapping[str, str] | None, environment: EnvironmentMaker | str | None
 ) -> JobConfig:
     """Return the job whose policies are scored; the arguments and errors are those of `evaluate`."""
-    if config is None and isinstance(model, str) and len(trained_in(model)) > 1:
-        found = load_config(Path(model) / SAVED_CONFIG)
-        # The folder is that of the run. What was played there is played here only if the caller says so.
-        name = environment if isinstance(environment, str) else None
-        named = found.environment.model_copy(update={"name": name, "url": None})
-        config = found.model_copy(update={"run_dir": None, "environment": named})
+    if config is None and isinstance(model, str):
+        config = config_of_run(model, environment if isinstance(environment, str) else None)
     return resolve_config(config, model, environment)
 
 
@@ -158,7 +155,13 @@ def evaluate_until_stopped(
         limits = config.environment.model_copy(update={"max_concurrency": concurrency, "name": None, "url": None})
         server = config.server.model_copy(update={"port": 0})
         job = config.model_copy(
-            update={"kind": "training", "server": server, "run_dir": run_dir, "environment": limits}
+            update={
+                "kind": "training",
+                "server": server,
+                "run_dir": run_dir,
+                "environment": limits,
+                "tasks": TasksConfig(),
+            }
         )
         console = _Console(job, quiet=quiet)
         spec = played if isinstance(played, RolloutSpec) else None
@@ -247,6 +250,8 @@ def _shipped(config: JobConfig) -> RolloutSpec:
 
 def _tasks(tasks: Tasks, config: JobConfig) -> list[dict[str, Any]]:
     found = resolve_tasks("tasks", tasks)
+    if not found and config.tasks.validation is not None:
+        return resolve_tasks("tasks", config.tasks.validation)
     if found or config.environment.name is None:
         return found
     environment = config.environment

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config import SAVED_CONFIG, UNSET, JobConfig, load_config, load_saved_config
 from palestra.errors import ConfigError
+from palestra.learner.reporting import CHECKPOINTS
 from palestra.runtime.run_dir import newest_of_policy, newest_of_run
 
 
@@ -60,6 +62,45 @@ def trained_in(folder: str) -> tuple[str, ...]:
     if not ((run / "run.db").is_file() and (run / SAVED_CONFIG).is_file()):
         return ()
     return load_config(run / SAVED_CONFIG).trained_policies
+
+
+def run_of(model: str) -> Path | None:
+    """Return the folder of the run that a folder is, or whose checkpoint it is; None: it is neither."""
+    place = Path(model)
+    for run in (place, *place.parents):
+        if (run / "run.db").is_file() and (run / SAVED_CONFIG).is_file():
+            return run if run == place or (run / CHECKPOINTS) in (place, *place.parents) else None
+    return None
+
+
+def config_of_run(
+    model: str, environment: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> JobConfig | None:
+    """Return the settings with which a run plays its episodes, for an evaluation of what it has trained.
+
+    Addresses, folders, trackers and seats are left out.
+
+    Args:
+        model: folder of a run or of one of its checkpoints.
+        environment: name of what is played now. What the run has played is played only if its name is given.
+        overrides: values by dotted key, which replace those of the run.
+
+    Returns:
+        The configuration; of the checkpoint of one of several policies, with this policy alone. None: `model` is of no
+        run.
+    """
+    if (run := run_of(model)) is None:
+        return None
+    saved = load_saved_config(run)
+    left_out = ["run_dir", "tracking", "seats", "server", "environment.url", "environment.runners"]
+    left_out += [f'policies."{name}".base' for name in saved.policies]
+    (name, *_) = Path(model).relative_to(run).parts[1:] or ("",)
+    if name in saved.policies and len(saved.trained_policies) > 1:
+        left_out += ["roles", *(f'policies."{other}"' for other in saved.policies if other != name)]
+    changes: dict[str, Any] = dict.fromkeys(left_out, UNSET) | {"environment.name": environment}
+    if environment != saved.environment.name:
+        changes["environment.settings"] = {}
+    return load_config(run / SAVED_CONFIG, changes | dict(overrides or {}))
 
 
 def _model_for(policy: str, model: object) -> str:

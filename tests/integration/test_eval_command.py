@@ -8,6 +8,9 @@ import pytest
 from test_command_line import palestra, refused
 from unit.cli.test_environments import NIM
 
+from palestra import JobConfig, evaluate, train
+from palestra.store.browsing import browse, list_episodes, read_episode
+
 ROLLOUT = """
 import openai
 
@@ -96,3 +99,31 @@ def test_an_environment_of_ones_own_is_scored_and_played_in_a_matrix(folder):
     refused(palestra("matrix", *players, *own, *small), "there is nothing to play: give `tasks`")
     refused(palestra("matrix", *players, *small), "--environment NAME, or module:Class")
     refused(palestra("eval", "tiny-random", "games.jsonl", "--environment", "nim.py:Nam"), "nim.py has no 'Nam'")
+
+
+@pytest.mark.slow
+def test_a_run_is_scored_with_its_own_prompt_and_limits(folder):
+    (folder / "scoring.py").write_text("def reward(task, answer):\n    return float(len(answer) % 2)\n")
+    (folder / "asked.jsonl").write_text('{"id": "a", "prompt": "1 + 1 ="}\n')
+    config = JobConfig.model_validate(
+        {
+            "model": "tiny-random",
+            "steps": 1,
+            "run_dir": folder / "run",
+            "environment": {"system": "You are a calculator."},
+            "policies": {"policy": {"sampling": {"max_tokens": 5}}},
+            "rollout": {"group_size": 2, "groups_per_step": 1},
+            "tasks": {"validation": folder / "asked.jsonl", "train": folder / "asked.jsonl"},
+        }
+    )
+    train(reward=lambda task, answer: float(len(answer) % 2), config=config, quiet=True)
+    done = palestra("eval", "run", "--reward", "scoring.py:reward", "--run-dir", "kept")
+    assert done.code == 0, done.stderr
+    assert "environment.system = 'You are a calculator.'" in done.stderr
+    with browse(folder / "kept" / "run.db") as connection:
+        (episode,) = list_episodes(connection, "validation", None, 9)
+        (call,) = read_episode(connection, episode.episode_id).trajectory.chats
+    assert call.messages[0].text == "You are a calculator."
+    assert len(call.completion_ids) <= 5
+    found = evaluate(reward=lambda task, answer: 1.0, model="run", trajectories=True, quiet=True)
+    assert found.outcomes[0].trajectory.chats[0].completion_ids.tolist() == call.completion_ids.tolist()
