@@ -20,16 +20,14 @@ from unittest.mock import patch
 import torch
 from tree_attention import SHAPES
 
-from palestra.engine.embedded import kv_cache
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention
-from palestra.models import layer_functions, packed_matrix
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra.models.cpu_kernels import cpu_kernels
 from palestra.models.device import tune_malloc
-from palestra.models.packed import pack
-from palestra.trainer import tree_attention
 from palestra.trainer.token_forward import flat_inputs
+from palestra_cpu import extension, layer_functions, packed_matrix
+from palestra_cpu.cpu_kernels import cpu_kernels
+from palestra_cpu.packed import pack
 
 ROWS, PROMPT, LENGTH = (1, 8, 64), 1024, 50
 PASSES = 5  # of each way in a round
@@ -119,10 +117,9 @@ def print_row(name: str, rounds: int, compute: Pass, bare: Pass | None) -> None:
         for one, found in zip(passes, compiled, strict=True):
             found += seconds(one)
         with ExitStack() as without:
-            for user in (layer_functions, kv_cache, packed_matrix):
+            for user in (layer_functions, extension, packed_matrix):
                 without.enter_context(patch.object(user, "cpu_kernels", lambda: None))
-            for reader in (kv_cache, tree_attention):
-                without.enter_context(patch.object(reader, "attention_kernels", lambda *_: None))
+            without.enter_context(patch.object(extension, "attention_kernels", lambda *_: None))
             for one, found in zip(passes, plain, strict=True):
                 found += seconds(one)
     (before, *theirs), (now, *ours) = ([1000 * statistics.median(each) for each in way] for way in (plain, compiled))

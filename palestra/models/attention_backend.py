@@ -36,7 +36,7 @@ class AttentionSlot:
     Attributes:
         attention: the backend; None between passes.
         rotation: cosines and sines that the layers were given for rotary embedding, and the same in the form in which
-            `llama_layers` multiplies by them; None between passes.
+            kernels multiply by them; None between passes, and without kernels.
         shared_out: whether the model's weights are shared out over ranks, and whole only while transformers' own
             modules compute.
     """

@@ -32,9 +32,9 @@ from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import Correction, is_adapted, sharpened
-from palestra.models.llama_layers import is_called_as_it_is, shorten_layers
+from palestra.models.kernels import kernels
 from palestra.models.quiet import quiet_transformers
-from palestra.models.rounded_head import HeadWeights, RoundedHead
+from palestra.models.rounded_head import HeadWeights, RoundedHead, is_called_as_it_is
 from palestra.models.vision.loading import load_seeing
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.processor import sees
@@ -42,7 +42,7 @@ from palestra.models.vision.vision import Vision
 from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:
-    from palestra.models.packed import PackedLayers
+    from palestra.models.kernels import PackedWeights
     from palestra.models.parted_loading import PartedFiles
 
 FLAT_ATTENTION = "palestra_flat"  # name under which transformers knows `_flat_attention`
@@ -104,12 +104,12 @@ class CausalLM:
         layers, key_heads, head_dim: what the size of a key-value cache depends on.
         vision: its tower, and where it finds pictures; None: it reads text only.
         adapter: matrices of low rank beside its layers; None: it has none.
-        packed: its matrices in another layout, for sampling alone, see `pack`; None: it has plain ones.
+        packed: its matrices in another layout, for sampling alone, see `Kernels.pack`; None: it has plain ones.
         unread: the files that its weights are still in, see `load_parted`; None: it has them.
     """
 
     adapter: Adapter | None = None
-    packed: PackedLayers | None = None
+    packed: PackedWeights | None = None
     _owner: CausalLM | None = None  # whose weights these are; None: its own
 
     def __init__(self, model: Any, vision: Vision | None = None, unread: PartedFiles | None = None) -> None:
@@ -147,7 +147,7 @@ class CausalLM:
         if unread is None:
             self.try_out()
             if self.device.type == "cpu":  # of parts of weights, transformers' own layers know where the others are
-                shorten_layers(text)
+                kernels().shorten_layers(text)
 
     def try_out(self) -> None:
         """Compare a flat forward pass of a few tokens with the model's own forward pass.
@@ -388,7 +388,7 @@ class CausalLM:
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
-            out: Tensor = (rounded or head)(hidden) if self.packed is None else self.packed.head.product(hidden, 0)
+            out: Tensor = (rounded or head)(hidden) if self.packed is None else self.packed.scores(hidden)
             out = out.float()
         if self.compute_dtype != torch.float32 and (isinstance(head, nn.Linear) or is_adapted(head)):
             out = sharpened(out, hidden, head, self.compute_dtype, corrections)

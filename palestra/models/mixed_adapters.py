@@ -17,9 +17,8 @@ from palestra.models.adapter_stacks import ALIGNED, Stacks, stacked
 from palestra.models.adapters import Adapter, LoraLinear, embedding_layer, head_layer, linear_layers
 from palestra.models.attention_backend import AttentionBackend
 from palestra.models.causal_lm import CausalLM
+from palestra.models.kernels import PackedLayer, kernels
 from palestra.models.lora_embedding import LoraEmbedding
-from palestra.models.packed import pack_base
-from palestra.models.packed_matrix import PackedLinear
 from palestra.models.row_groups import RowGroups, Runs, separately
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
@@ -44,8 +43,8 @@ class MixedModel:
             base: without an adapter; no pass of it may be running.
             exact: whether the numbers of a row must be the same bit for bit with any rows beside it in its pass, as far
                 as the base's own products keep that: each adapter's rows are then multiplied by themselves.
-            sampling: whether there is never a gradient, so that the base's matrices may be packed (`pack_base`); not
-                where it is exact, because products of plain matrices are what `check_determinism` tries.
+            sampling: whether there is never a gradient, so that kernels may pack the base's matrices; not where it is
+                exact, because products of plain matrices are what `check_determinism` tries.
         """
         self.base, self._exact = base, exact
         self.model = base.on_same_weights()
@@ -53,7 +52,7 @@ class MixedModel:
         self._now = _Pass(self._least)
         linear, head = linear_layers(self.model.model), head_layer(self.model.model)
         self._aligned, self._head_aligned = _are_aligned(linear), _are_aligned(head)
-        packed = self._packed(head) if sampling and not exact else {}
+        packed = kernels().pack_base(self.model) if sampling and not exact else {}
         for name, layer in (linear | head).items():
             self.model.model.set_submodule(name, _MixedLinear(name, layer, self._now, packed.get(name)))
         for name, embedding in embedding_layer(self.model.model).items():
@@ -99,16 +98,6 @@ class MixedModel:
     def forget(self, adapter: Adapter) -> None:
         """Drop what is kept of an adapter's matrices, which are not needed any more."""
         self._stacks.forget(adapter)
-
-    def _packed(self, head: dict[str, nn.Linear]) -> dict[str, PackedLinear]:
-        """Return what stands for the base's layers by their names, of which `head` has the one that predicts tokens."""
-        pack_base(self.model)
-        if self.model.packed is None:
-            return {}
-        found = {n: module for n, module in self.model.model.named_modules() if isinstance(module, PackedLinear)}
-        found |= {name: PackedLinear(self.model.packed.head, 0, layer) for name, layer in head.items()}
-        self.model.packed = None  # the head is called like any other layer: an adapter may be for it
-        return found
 
     def _way(self, rows: RowGroups, runs: Runs, aligned: bool) -> _Add | None:
         """Return what adds the products of low rank of linear layers in a pass; None: no row has an adapter."""
@@ -315,7 +304,7 @@ class _MixedLinear(nn.Module):
         packed: what computes the same with a packed matrix; None: there is none.
     """
 
-    def __init__(self, name: str, layer: nn.Linear, now: _Pass, packed: PackedLinear | None) -> None:
+    def __init__(self, name: str, layer: nn.Linear, now: _Pass, packed: PackedLayer | None) -> None:
         """Share the weights of the layer of a name; `now` is of the model."""
         super().__init__()
         self._name, self._now, self.packed = name, now, packed
@@ -334,7 +323,7 @@ class _MixedLinear(nn.Module):
         """Return what all layers of a packed matrix make of x [N, in], with the products of low rank: [N, out]."""
         assert self.packed is not None
         flat = self._now.flat(self._name, x, self.weight.dtype)
-        whole = self.packed.matrix.whole_product(flat)
+        whole = self.packed.whole_product(layers, flat)
         if self._now.add is None:
             return whole
         parts = torch.split(whole, [layer.out_features for layer in layers], dim=-1)

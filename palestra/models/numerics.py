@@ -20,7 +20,6 @@ VARIABLES = (
     "ATEN_CPU_CAPABILITY", "OPENBLAS_CORETYPE",
 )  # fmt: skip
 KERNELS, PROBLEM = "kernels", "kernels_problem"
-_TORCH = "torch's operators"
 
 
 def numerics(kernels: bool) -> dict[str, str]:
@@ -36,11 +35,9 @@ def numerics(kernels: bool) -> dict[str, str]:
     found["processor"] = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
     found["variables"] = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
     if kernels:
-        from palestra.models.cpu_kernels import compiled_kernels
+        from palestra.models.kernels import kernels as installed
 
-        tried = compiled_kernels()
-        found[KERNELS] = _TORCH if tried.kernels is None else f"compiled by {tried.compiler}"
-        found[PROBLEM] = tried.problem
+        found[KERNELS], found[PROBLEM] = installed().numerics()
     return found
 
 

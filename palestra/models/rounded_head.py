@@ -61,6 +61,12 @@ class HeadWeights:
         return None
 
 
+def is_called_as_it_is(module: nn.Module) -> bool:
+    """Return whether nothing listens to a module's calls or has taken the place of its `forward`."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(hooks) and "forward" not in vars(module)
+
+
 class RoundedHead:
     """Scores by one layer for several chunks of one pass; its gradient reaches the weights behind those of all chunks.
 

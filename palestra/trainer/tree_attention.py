@@ -1,7 +1,7 @@
 """Attention within the trees of a micro-batch, without a mask of all nodes squared.
 
-A node sees itself and its ancestors. In bfloat16 on a CPU all runs of the trees are one call of compiled functions, see
-`RunAttention`. In another precision, or without these, the chains of a tree are computed branch by branch: those that
+A node sees itself and its ancestors. In bfloat16 on a CPU all runs of the trees may be one call of kernels, see
+`Kernels.trees`. In another precision, or without these, the chains of a tree are computed branch by branch: those that
 begin behind the same node have the same ancestors, and are one call over these and themselves. What the siblings and
 cousins of a chain would have been masked for is not computed at all, and memory grows with the nodes alone: keys are
 gathered for one branch at a time, in the backward pass again. For a GPU see `BlockAttention`.
@@ -9,7 +9,6 @@ gathered for one branch at a time, in the backward pass again. For a GPU see `Bl
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palestra.models.attention_kernels import Runs
-from palestra.models.cpu_kernels import attention_kernels
+from palestra.models.kernels import kernels
 from palestra.trainer.block_attention import BlockAttention
 from palestra.trainer.packing import Tree
-from palestra.trainer.run_attention import RunAttention, runs_of
 
 _CALL = 4096  # scores that take about as long as what a call takes besides: fewer are not worth a call of their own
 _BLOCK = 512  # most nodes of a chain in one call: the later ones are masked for the earlier ones
@@ -128,7 +125,7 @@ class TreeAttention:
     """
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
-        self._trees = trees
+        self._trees, self._compiled = trees, kernels().trees([tree.runs for tree in trees])
         self._calls: dict[int | None, list[_Call]] = {}
         self._blocks = None if device.type == "cpu" else BlockAttention(trees, device)
 
@@ -138,7 +135,6 @@ class TreeAttention:
         """Return the attention of each node to itself and its ancestors, [N, H, D]; see `AttentionBackend`.
 
         Args:
-            layer: not used, because nothing is kept between layers but masks.
             query: [1, H, N, D].
             key: [1, K, N, D].
             value: [1, K, N, D].
@@ -146,17 +142,12 @@ class TreeAttention:
         """
         if self._blocks is not None:
             return self._blocks(query, key, value, scale, window)
-        if (kernels := attention_kernels(query, key)) is not None:
-            seen: Tensor = RunAttention.apply(query, key, value, self._runs, kernels, scale, window)  # type: ignore[no-untyped-call]
+        if (seen := self._compiled(layer, query, key, value, scale, window)) is not None:
             return seen
         if window not in self._calls:
             self._calls[window] = list(self._calls_of(window))
         out: Tensor = _BranchAttention.apply(query, key, value, self._calls[window], scale)  # type: ignore[no-untyped-call]
         return out
-
-    @functools.cached_property
-    def _runs(self) -> Runs:
-        return runs_of(self._trees)
 
     def _calls_of(self, window: int | None) -> Iterator[_Call]:
         """Yield the calls of all trees, with places in the flat batch."""

@@ -190,7 +190,7 @@ def _import_everything() -> None:
     """Import what the commands import before they listen."""
     for module in MODULES:
         importlib.import_module(module)
-    importlib.import_module("palestra.models.cpu_kernels").cpu_kernels()  # compiled once for all of them
+    importlib.import_module("palestra.models.kernels").kernels().numerics()  # compiled once for all of them
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would have one of them"
 

@@ -23,8 +23,8 @@ from palestra.engine.embedded.request import DONE, Request
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import memory_bytes
+from palestra.models.kernels import kernels
 from palestra.models.openmp import release_threads
-from palestra.models.packed import pack
 from palestra.models.shared_cores import SharedCores, set_threads
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
@@ -273,7 +273,7 @@ class EmbeddedEngine:
 
     def _prepare(self, model: CausalLM) -> None:
         """Pack a model that is to be sampled from, and raise ModelError where it can't be deterministic and must be."""
-        pack(model, exact=self._deterministic)
+        kernels().pack(model, exact=self._deterministic)
         if self._deterministic:
             check_determinism(model, self._config.max_batch)
 

@@ -8,7 +8,6 @@ moves to the next one.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.models.attention_kernels import CachedRuns
-from palestra.models.cpu_kernels import attention_kernels, cpu_kernels
-from palestra.models.kernel_arguments import CachedRows
+from palestra.models.kernels import kernels
 
 STEP = 64
 WIDE_STEP = 256
@@ -178,19 +175,20 @@ class KVCache:
         return self._buckets[capacity]
 
 
-class DecodeAttention(CachedRows):
+class DecodeAttention:
     """Attention of one decoding pass: every row of the cache adds one position, and sees all before it.
 
     The bits of a row's result do not depend on how many rows are computed with it.
+
+    Attributes:
+        parts: the storage of each bucket, [layers, 2, places, key heads, capacity, head dim], and how many positions of
+            its first rows are filled, int64 [rows], less than the capacity.
+        compiled: what kernels compute of it.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take the cache's rows, in the order of the parts.
-
-        Args:
-            parts: the storage of each bucket, and how many positions of its first rows are filled, int64 [rows].
-        """
-        super().__init__(parts)
+        """Take the cache's rows, in the order of the parts."""
+        self.parts, self.compiled = parts, kernels().decoding(parts)
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     @classmethod
@@ -220,20 +218,22 @@ class DecodeAttention(CachedRows):
             scale: factor of the scores before the softmax.
             window: how many positions a token sees, its own included; None: all before it.
         """
-        kernels = cpu_kernels() if query.dtype == torch.bfloat16 and query.device.type == "cpu" else None
-        pieces, start = list[Tensor](), 0
+        count = sum(len(lengths) for _, lengths in self.parts)
+        new = query[:, :, :count], key[:, :, :count], value[:, :, :count]
+        seen = self.compiled(layer, *new, scale, window)
+        return _filled_up([*self._by_parts(layer, *new, scale, window)] if seen is None else [seen], query)
+
+    def _by_parts(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Iterator[Tensor]:
+        """Do what a call does, bucket by bucket with torch's attention: yield [rows, heads, head dim] of each."""
+        start = 0
         for number, (storage, lengths) in enumerate(self.parts):
             rows = len(lengths)
             keys, values = storage[layer, 0, :rows], storage[layer, 1, :rows]
             new = query[:, :, start : start + rows], key[:, :, start : start + rows], value[:, :, start : start + rows]
-            if kernels is not None:
-                pieces.append(kernels.attend(new, keys, values, lengths, scale, window))
-            else:
-                pieces.append(_attended(new, keys, values, lengths, scale, self._mask(number, window)))
+            yield _attended(new, keys, values, lengths, scale, self._mask(number, window))
             start += rows
-        if start < query.shape[2]:
-            pieces.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _mask(self, number: int, window: int | None) -> Tensor:
         """Return what is added to the scores of a part, [rows, 1, 1, capacity], once for all layers."""
@@ -247,6 +247,14 @@ class DecodeAttention(CachedRows):
             mask = mask.masked_fill_(unseen, -torch.inf).view(len(lengths), 1, 1, -1)
             self._masks[number, window] = mask
         return mask
+
+
+def _filled_up(pieces: list[Tensor], query: Tensor) -> Tensor:
+    """Return pieces [n, H, D] as [T, H, D]: the last queries [1, H, T, D] only make a product larger, and get zeros."""
+    count = sum(map(len, pieces))
+    if count < query.shape[2]:
+        pieces.append(query.new_zeros((query.shape[2] - count, query.shape[1], query.shape[3])))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _attended(
@@ -267,7 +275,7 @@ class PrefillAttention:
 
     def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
         """Each piece is (keys [layers, 2, key heads, P, head dim], tokens of it that are filled, tokens to add)."""
-        self._pieces = pieces
+        self._pieces, self._compiled = pieces, kernels().prompts(pieces)
         self._tokens = sum(new for _, _, new in pieces)
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
@@ -287,19 +295,8 @@ class PrefillAttention:
             window: how many positions a token sees, its own included; None: all before it.
         """
         new = query[:, :, : self._tokens], key[:, :, : self._tokens], value[:, :, : self._tokens]
-        kernels = attention_kernels(query, key)
-        if kernels is not None:
-            pieces = [kernels.prompts(layer, new, self._runs, scale, window)]
-        else:
-            pieces = self._by_pieces(layer, *new, scale, window)
-        # Rows that were added only to keep matrix products above one row have no keys of their own.
-        if self._tokens < query.shape[2]:
-            pieces.append(query.new_zeros((query.shape[2] - self._tokens, query.shape[1], query.shape[3])))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    @functools.cached_property
-    def _runs(self) -> CachedRuns:
-        return CachedRuns(self._pieces)
+        seen = self._compiled(layer, *new, scale, window)
+        return _filled_up(self._by_pieces(layer, *new, scale, window) if seen is None else [seen], query)
 
     def _by_pieces(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None

@@ -5,6 +5,7 @@ import torch
 
 from palestra.engine.embedded import kv_cache
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache, PrefillAttention, capacity_for
+from palestra.models.kernels import Kernels
 
 LAYERS, HEADS, DIM = 2, 2, 4
 
@@ -121,7 +122,7 @@ def test_a_piece_of_a_prompt_sees_what_is_filled_and_what_of_the_piece_is_before
 )
 def test_a_decoding_step_sees_its_own_row_and_nothing_else(monkeypatch, dtype, compiled, error):
     if not compiled:
-        monkeypatch.setattr(kv_cache, "cpu_kernels", lambda: None)
+        monkeypatch.setattr(kv_cache, "kernels", Kernels)
     kv, heads = KVCache(LAYERS, HEADS, DIM, dtype, torch.device("cpu")), 4
     generator = torch.Generator().manual_seed(1)
     prefixes = [torch.randn((LAYERS, 2, HEADS, n, DIM), generator=generator).to(dtype) for n in (5, 100, 1, 63, 7)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from palestra.errors import ConfigError
-from palestra.models import cpu_kernels
-from palestra.models.cpu_kernels import CompiledKernels
 from palestra.models.numerics import KERNELS, PROBLEM, VARIABLES, check_numerics, differences, numerics
+from palestra_cpu import extension
+from palestra_cpu.cpu_kernels import CompiledKernels
 
 
 def test_two_looks_at_one_machine_are_equal():
@@ -20,16 +20,14 @@ def test_two_looks_at_one_machine_are_equal():
 
 
 def test_compiled_functions_that_are_gone_are_named_with_the_reason(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "compiled_kernels", lambda: CompiledKernels(object(), "cc 12.2.0"))
+    monkeypatch.setattr(extension, "compiled_kernels", lambda: CompiledKernels(object(), "cc 12.2.0"))
     before = numerics(kernels=True)
     assert before[KERNELS] == "compiled by cc 12.2.0"
-    monkeypatch.setattr(
-        cpu_kernels, "compiled_kernels", lambda: CompiledKernels(None, problem="there is no C compiler")
-    )
+    monkeypatch.setattr(extension, "compiled_kernels", lambda: CompiledKernels(None, problem="there is no C compiler"))
     now = numerics(kernels=True)
     with pytest.raises(ConfigError, match=r"by cc 12\.2\.0, here torch.s operators \(there is no C compiler\)"):
         check_numerics(before, now, "the steps so far were computed")
-    monkeypatch.setattr(cpu_kernels, "compiled_kernels", lambda: CompiledKernels(object(), "cc 13.1.0"))
+    monkeypatch.setattr(extension, "compiled_kernels", lambda: CompiledKernels(object(), "cc 13.1.0"))
     with pytest.raises(ConfigError, match=r"kernels compiled by cc 12\.2\.0, here compiled by cc 13"):
         check_numerics(before, numerics(kernels=True), "the steps so far were computed")
 
@@ -46,5 +44,5 @@ def test_variables_of_the_libraries_count(monkeypatch, name):
 
 
 def test_without_bfloat16_nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "compiled_kernels", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(extension, "compiled_kernels", lambda: pytest.fail("compiled"))
     assert KERNELS not in numerics(kernels=False)

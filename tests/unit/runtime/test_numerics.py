@@ -9,8 +9,6 @@ import palestra
 from palestra.config import JobConfig
 from palestra.doctor.examination import examine
 from palestra.errors import ConfigError
-from palestra.models import cpu_kernels
-from palestra.models.cpu_kernels import CompiledKernels
 from palestra.models.numerics import numerics
 from palestra.runtime import local
 from palestra.runtime.engine_process import _load
@@ -18,6 +16,8 @@ from palestra.runtime.numerics import note_numerics, numerics_of
 from palestra.store import open_run_store
 from palestra.store.run_log import NUMERICS
 from palestra.trainer.sharded.rank import Rank, RankOrder
+from palestra_cpu import extension
+from palestra_cpu.cpu_kernels import CompiledKernels
 
 COMPILED = {"processor": "p", "torch": "2", "kernels": "compiled by cc", "kernels_problem": ""}
 PLAIN = COMPILED | {"kernels": "torch's operators", "kernels_problem": "no compiler"}
@@ -51,7 +51,7 @@ def test_an_inference_worker_and_a_rank_refuse_to_compute_otherwise_than_the_job
 
 
 def test_kernels_are_looked_at_where_bfloat16_is_computed_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "compiled_kernels", lambda: CompiledKernels(None))
+    monkeypatch.setattr(extension, "compiled_kernels", lambda: CompiledKernels(None))
     of = {
         dtype: numerics_of(
             JobConfig(name="a", engine={"dtype": dtype, "device": "cpu"}, trainer={"dtype": dtype, "device": "cpu"})

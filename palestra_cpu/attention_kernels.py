@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palestra.models.kernel_arguments import beside, empty, laid, start
+from palestra_cpu.kernel_arguments import beside, empty, laid, start
 
 _HALF, _WHOLE = torch.bfloat16, torch.float32
 _POINTER, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

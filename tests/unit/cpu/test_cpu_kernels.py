@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.models import kernel_library
-from palestra.models.cpu_kernels import CpuKernels, compiled_kernels, cpu_kernels
-from palestra.models.torch_operators import TorchOperators
+from palestra_cpu import kernel_library
+from palestra_cpu.cpu_kernels import CpuKernels, compiled_kernels, cpu_kernels
+from palestra_cpu.torch_operators import TorchOperators
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
 WIDTH, HEADS, GROUPS = 64, 6, 2
@@ -259,7 +259,7 @@ def test_threads_are_those_of_torch():
     code = """
         import re
         from pathlib import Path
-        from palestra.models.cpu_kernels import cpu_kernels
+        from palestra_cpu.cpu_kernels import cpu_kernels
         assert cpu_kernels() is not None
         found = re.findall(r"/\\S*/lib[gi]?omp\\S*", Path("/proc/self/maps").read_text())
         print(len(set(found)))

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
-from palestra.models.torch_operators import TorchOperators, swapped
+from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
+from palestra_cpu.torch_operators import TorchOperators, swapped
 
 _ROUNDED = torch.bfloat16
 _Backward = Callable[..., tuple[Tensor | None, ...]]

@@ -14,19 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.embedded import kv_cache
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache
 from palestra.engine.embedded.model_runner import MIN_ROWS, PolicyModel
-from palestra.models import kernel_arguments, layer_functions, packed_matrix
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra.models.cpu_kernels import CpuKernels, cpu_kernels
-from palestra.models.kernel_arguments import CachedRows, MatrixAddress
-from palestra.models.packed import pack
-from palestra.models.packed_matrix import PackedMatrix
+from palestra_cpu import extension, kernel_arguments, layer_functions, packed_matrix
+from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
+from palestra_cpu.kernel_arguments import CachedRows, MatrixAddress
+from palestra_cpu.packed import pack
+from palestra_cpu.packed_matrix import PackedMatrix
+from unit.cpu.test_llama_layers import KINDS, drawn, errors_of
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
-from unit.models.test_llama_layers import KINDS, drawn, errors_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
 HALF_A_STEP = 2**-8  # of bfloat16, relative
@@ -181,8 +180,8 @@ def test_packing_takes_no_more_memory_than_the_matrix(kernels):
     code = """
         import resource, torch
         from torch import nn
-        from palestra.models.cpu_kernels import cpu_kernels
-        from palestra.models.packed_matrix import PackedMatrix
+        from palestra_cpu.cpu_kernels import cpu_kernels
+        from palestra_cpu.packed_matrix import PackedMatrix
         cpu_kernels()
         PackedMatrix(["small"], [nn.Linear(64, 64, bias=False).bfloat16()])
         layer = nn.Linear(512, 40_000, bias=False, dtype=torch.bfloat16)
@@ -282,7 +281,7 @@ def test_it_is_as_exact_as_torchs_operators(kernels, kind, changes, monkeypatch)
     exact = in_float32(kind, changes)
     wanted = decoded(exact, cache_of(exact, lengths))
     found = decoded(model, cache_of(model, lengths))
-    for user in (packed_matrix, kv_cache, layer_functions):
+    for user in (packed_matrix, extension, layer_functions):
         monkeypatch.setattr(user, "cpu_kernels", lambda: None)
     torchs = decoded(model, cache_of(model, lengths))
     assert not torch.equal(found, torchs)

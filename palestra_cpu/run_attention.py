@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from palestra.models.attention_kernels import AttentionKernels, Runs
-from palestra.trainer.packing import Tree
+from palestra_cpu.attention_kernels import AttentionKernels, Runs
 
 
-def runs_of(trees: Sequence[Tree]) -> Runs:
-    """Return the runs of trees whose nodes lie one after another, [N] in all, in a flat batch."""
+def runs_of(trees: Sequence[Sequence[tuple[int, int, int]]]) -> Runs:
+    """Return the runs of trees that lie one after another, [N] nodes in all, in a flat batch; see `Kernels.trees`."""
     lengths, parents, behind, starts = list[int](), list[int](), list[int](), list[int]()
     for tree in trees:
         starts.append(len(lengths))
-        firsts, lasts, nodes = np.array(tree.runs, np.int64).reshape(-1, 3).T
+        firsts, lasts, nodes = np.array(tree, np.int64).reshape(-1, 3).T
         numbers = np.searchsorted(firsts, nodes, side="right") - 1  # -1: a run begins behind no node
         lengths += (lasts - firsts).tolist()
         parents += np.where(nodes < 0, -1, numbers + starts[-1]).tolist()

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.models.attention_kernels import AttentionKernels
-from palestra.models.kernel_arguments import (
+from palestra_cpu.attention_kernels import AttentionKernels
+from palestra_cpu.kernel_arguments import (
     CachedRows,
     DecodingLayer,
     MatrixAddress,
@@ -32,8 +32,8 @@ from palestra.models.kernel_arguments import (
     start,
     written,
 )
-from palestra.models.kernel_library import kernel_library
-from palestra.models.kernel_trial import wrong_functions
+from palestra_cpu.kernel_library import kernel_library
+from palestra_cpu.kernel_trial import wrong_functions
 
 log = logging.getLogger("palestra.models")
 _BLOCKS = 32  # as in the source

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.models import packed as packing
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra.models.packed import pack
+from palestra_cpu import packed as packing
+from palestra_cpu.packed import pack
 from unit.models.test_causal_lm import SUPPORTED, Causal, rounded_like_the_engine, two_of
 
 packs = pytest.mark.skipif(not packing.multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from palestra.models.attention_kernels import AttentionKernels, CachedRuns, Runs
-from palestra.models.cpu_kernels import attention_kernels, cpu_kernels
+from palestra_cpu.attention_kernels import AttentionKernels, CachedRuns, Runs
+from palestra_cpu.cpu_kernels import attention_kernels, cpu_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
 LAYERS, HALF = 2, 2**-8  # a step of bfloat16, half of it either way

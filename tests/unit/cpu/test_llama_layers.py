@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.models import layer_functions
 from palestra.models.attention_backend import TrialAttention
 from palestra.models.causal_lm import CausalLM
-from palestra.models.packed import pack
+from palestra_cpu import layer_functions
+from palestra_cpu.packed import pack
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(1, 97, 40))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from palestra.models.cpu_kernels import cpu_kernels
-from palestra.models.kernel_arguments import MatrixAddress
+from palestra_cpu.cpu_kernels import cpu_kernels
+from palestra_cpu.kernel_arguments import MatrixAddress
 
 _ROWS = 64  # for which oneDNN chooses the layout; other numbers of rows are multiplied by it as well
 
@@ -115,11 +115,11 @@ class PackedLinear(nn.Module):
         """Return the layer's output, bfloat16 [..., out], for [..., in]."""
         return self.matrix.product(x, self._number)
 
-    def whole_product(self, _layers: Sequence[PackedLinear], x: Tensor) -> Tensor:
+    def whole_product(self, layers: Sequence[nn.Module], x: Tensor) -> Tensor:
         """Return what all layers of the matrix make of x [N, in]: bfloat16 [N, out].
 
         Args:
-            _layers: these layers; this is the first of them.
+            layers: these layers; this is the first of them.
         """
         return self.matrix.whole_product(x)
 

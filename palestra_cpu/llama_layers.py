@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
-from palestra.models.cpu_kernels import CpuKernels
-from palestra.models.kernel_arguments import CachedRows, DecodingLayer
-from palestra.models.layer_functions import AttentionInput, BehindAttention, between_products
-from palestra.models.packed_matrix import PackedLinear, packed_part
+from palestra.models.rounded_head import is_called_as_it_is
+from palestra_cpu.cpu_kernels import CpuKernels
+from palestra_cpu.kernel_arguments import CachedRows, DecodingLayer
+from palestra_cpu.layer_functions import AttentionInput, BehindAttention, between_products
+from palestra_cpu.packed_matrix import PackedLinear, packed_part
 
 # How far a token sees in layers of each class. Apart from that, these classes differ only in their biases.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {
@@ -82,12 +83,6 @@ def _is_rounded(layer: Any) -> bool:
     )
 
 
-def is_called_as_it_is(module: nn.Module) -> bool:
-    """Return whether nothing listens to a module's calls or has taken the place of its `forward`."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return not any(hooks) and "forward" not in vars(module)
-
-
 def _projections(layer: Any) -> tuple[Any, ...]:
     attention, mlp = layer.self_attn, layer.mlp
     first = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
@@ -128,7 +123,7 @@ def _rounded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
 def _decoded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
     """Return what a layer computes, [1, N, hidden], by one call; None: it takes several."""
     kernels, attention, mlp = between_products(), layer.self_attn, layer.mlp
-    rows: Any = slot.attention
+    rows = getattr(slot.attention, "compiled", None)
     if not isinstance(rows, CachedRows) or not isinstance(kernels, CpuKernels):
         return None
     if len(rows) != stream.shape[1] or len(rows) > kernels.most_rows or rows.addresses is None:

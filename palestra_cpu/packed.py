@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from palestra.models.adapters import head_layer
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import memory_bytes, multiplies_bfloat16
-from palestra.models.packed_matrix import PackedLinear, PackedMatrix
+from palestra_cpu.packed_matrix import PackedLinear, PackedMatrix
 
 log = logging.getLogger("palestra.models")
 _BASE_SHARE = 8  # a packed copy of a base takes at most this part of the memory
@@ -57,6 +58,10 @@ class PackedLayers:
     def __iter__(self) -> Iterator[PackedMatrix]:
         return iter((*self._matrices, self.head))
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return the output layer's product with hidden states [M, hidden], bfloat16 [M, V]."""
+        return self.head.product(hidden, 0)
+
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the weights that are packed and nowhere else, by the names of their parameters."""
         return {name: shape for matrix in self._matrices for name, shape in matrix.shapes()}
@@ -92,15 +97,25 @@ def pack(model: CausalLM, exact: bool = False) -> None:
         _pack(model, exact)
 
 
-def pack_base(model: CausalLM) -> None:
+def pack_base(model: CausalLM) -> dict[str, PackedLinear]:
     """Pack a copy of a base's matrices, if that is possible and they take at most an eighth of the memory.
 
     Args:
         model: on the weights of the base, with layers of its own that have no adapter; no pass of it is running.
+
+    Returns:
+        What stands for the base's layers by their names, and for the layer that predicts tokens; {}: nothing does.
     """
+    head = head_layer(model.model)
     size = sum(2 * weight.numel() for _, weight in model.named_parameters() if weight.ndim == 2)
     if size * _BASE_SHARE <= memory_bytes() and _can_be_packed(model):
         _pack(model)
+    if not isinstance(model.packed, PackedLayers):
+        return {}
+    found = {name: module for name, module in model.model.named_modules() if isinstance(module, PackedLinear)}
+    found |= {name: PackedLinear(model.packed.head, 0, layer) for name, layer in head.items()}
+    model.packed = None  # the head is called like any other layer: an adapter may be for it
+    return found
 
 
 def _can_be_packed(model: CausalLM) -> bool:

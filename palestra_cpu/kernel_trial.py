@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from palestra.models.attention_kernels import AttentionKernels, CachedRuns, Runs
-from palestra.models.kernel_arguments import CachedRows, DecodingLayer, MatrixAddress
-from palestra.models.torch_operators import TorchOperators
+from palestra_cpu.attention_kernels import AttentionKernels, CachedRuns, Runs
+from palestra_cpu.kernel_arguments import CachedRows, DecodingLayer, MatrixAddress
+from palestra_cpu.torch_operators import TorchOperators
 
 if TYPE_CHECKING:
-    from palestra.models.cpu_kernels import CpuKernels
+    from palestra_cpu.cpu_kernels import CpuKernels
 
 _ROWS, _WIDTH, _HEADS, _GROUPS, _DIM = 70, 576, 6, 2, 64  # enough for two threads, and no whole number of vectors
 _INNER, _FILLED = 160, 5  # of the gated block; positions of a cache
