@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a checkpoint's folder, a run's (its newest, of each policy that it has trained), or a model",
+        help="a checkpoint's folder, a run's (the weights that validated best, or else its newest), or a model",
     )
     parser.add_argument(
         "tasks",

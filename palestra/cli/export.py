@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from palestra.errors import Conflict
 from palestra.terminal import say
 
 JOB_ID = re.compile(r"job-[0-9a-f]{16}")
+DTYPES = ("float32", "bfloat16", "float16")
 OPTION = "--policy"  # names the policy whose checkpoint is copied
 
 
@@ -25,10 +27,11 @@ def add(commands: Any) -> None:
         commands,
         "export",
         run,
-        "copy a run's newest good checkpoint to a folder that transformers loads",
+        "copy the weights of a run that validated best, or else its newest, to a folder that transformers loads",
         "  palestra export runs/addition my-model\n  palestra export job-1f3a5c7e9b2d4f60 my-model\n"
         "  palestra export runs/duel my-model --policy white   # of several policies that the run has trained\n"
-        "  palestra export runs/addition my-model --merged     # an adapter as whole weights",
+        "  palestra export runs/addition my-model --merged     # an adapter as whole weights\n"
+        "  palestra export runs/addition my-model --step 30 --dtype bfloat16",
     )
     parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
     parser.add_argument("target", metavar="DIR", type=Path, help="a folder that does not exist yet")
@@ -38,17 +41,26 @@ def add(commands: Any) -> None:
         help="whose checkpoint; without it, that of the only policy that the run has trained",
     )
     parser.add_argument(
+        "--step",
+        metavar="STEP",
+        type=int,
+        help="of the checkpoint; without it, the one that validated best, or else the newest",
+    )
+    parser.add_argument(
         "--merged",
         action="store_true",
-        help="write whole float32 weights, to which the adapter is added; without it an adapter is copied as it is",
+        help="write whole weights, to which the adapter is added; without it an adapter is copied as it is",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="round the weights to this precision; without it, they are those of training"
     )
     add_control(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Copy the newest checkpoint whose files have their hashes; that of a job is fetched from the service first."""
+    """Copy a checkpoint whose files have their hashes; that of a job is fetched from the service first."""
     if JOB_ID.fullmatch(arguments.source) is None:
-        _copy(Path(arguments.source), arguments.policy, arguments.target, arguments.merged)
+        _copy(Path(arguments.source), arguments)
         return
     from palestra.client.control import ControlClient
 
@@ -58,56 +70,90 @@ def run(arguments: argparse.Namespace) -> None:
         places = {artifact.path: artifact.place_in(Path(folder)) for artifact in job.artifacts()}
         (Path(folder) / "run.db").touch()  # `run_folder` knows the folder of a run by this file
         job.download("config.toml", places["config.toml"])
-        newest = _newest_of(Path(folder), arguments.policy, places)
+        chosen = _chosen_of(Path(folder), arguments.policy, places, arguments.step)
         for path, place in places.items():
-            if newest is not None and path.startswith(f"{newest}/"):
+            if chosen is not None and path.startswith(f"{chosen}/"):
                 job.download(path, place)
-        _copy(Path(folder), arguments.policy, arguments.target, arguments.merged)
+        _copy(Path(folder), arguments)
 
 
-def _newest_of(run_dir: Path, policy: str | None, paths: Iterable[str]) -> str | None:
-    """Return the newest checkpoint of a policy among the files of a job, as the path of its folder; None: it has none.
+def _chosen_of(run_dir: Path, policy: str | None, paths: Iterable[str], step: int | None) -> str | None:
+    """Return a policy's best weights or newest checkpoint, or that of a step, among the files of a job.
 
     Args:
         run_dir: has the job's configuration.
         policy: by name; None: the only one that is trained.
         paths: of all files of the job's run.
 
+    Returns:
+        The path of its folder; None: there is none.
+
     Raises:
         ConfigError: the job trains no such policy, or several and none is named.
     """
     from palestra.runtime.run_dir import checkpoints_of_run
-    from palestra.trainer.checkpoint import newest_name
+    from palestra.trainer.checkpoint import BEST, newest_name
 
     below = f"{checkpoints_of_run(run_dir, policy, OPTION).relative_to(run_dir)}/"
-    newest = newest_name(path.removeprefix(below).split("/")[0] for path in paths if path.startswith(below))
-    return None if newest is None else below + newest
+    names = {path.removeprefix(below).split("/")[0] for path in paths if path.startswith(below)}
+    if step is not None:
+        names &= {f"step-{step:06d}"}
+    chosen = BEST if BEST in names else newest_name(names)
+    return None if chosen is None else below + chosen
 
 
-def _copy(run_dir: Path, policy: str | None, target: Path, merged: bool) -> None:
-    """Copy the newest good checkpoint without the files that only a trainer reads."""
-    from palestra.runtime.run_dir import newest_of_policy
-    from palestra.trainer.checkpoint import NOT_THE_MODEL
+def _copy(run_dir: Path, arguments: argparse.Namespace) -> None:
+    """Copy the chosen checkpoint without the files that only a trainer reads."""
+    from palestra.runtime.run_dir import weights_of_policy
+    from palestra.trainer.checkpoint import BEST, NOT_THE_MODEL
 
     folder, _ = run_folder(run_dir)
-    path, state = newest_of_policy(folder, policy, OPTION)
+    target = arguments.target
+    path, step = weights_of_policy(folder, arguments.policy, OPTION, arguments.step)
     if target.exists():
         raise Conflict(f"{target} exists already; choose another folder")
     # The names of adapters' files are looked at without torch, whose import takes seconds.
     if not (path / "adapter_config.json").is_file():
         kind = "model"
-    elif merged:
+    elif arguments.merged:
         kind = "model, with its adapter merged,"
         _merge(path, target)
     else:
         kind = f"adapter of {json.loads((path / 'adapter_config.json').read_bytes())['base_model_name_or_path']}"
     if not target.exists():
         shutil.copytree(path, target, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
-    say(f"{target}: the {kind} after step {state['step']}")
+    if arguments.dtype is not None:
+        _round(target, arguments.dtype)
+    _make_readable(target)
+    why = ", which validated best" if path.name == BEST and arguments.step is None else ""
+    say(f"{target}: the {kind} after step {step}{why}")
+
+
+def _round(folder: Path, dtype: str) -> None:
+    """Round all weights of a model's folder, and have its configuration say so."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        rounded = {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in tensors.items()}
+        save_file(rounded, file, metadata={"format": "pt"})
+    config = folder / "config.json"
+    if config.is_file():
+        found = json.loads(config.read_bytes())
+        found |= dict.fromkeys(found.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
+        config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _make_readable(folder: Path) -> None:
+    """Give a folder and its files the permissions of new ones: those of a run are its owner's alone."""
+    os.umask(mask := os.umask(0))
+    for entry in (folder, *folder.rglob("*")):
+        entry.chmod((0o777 if entry.is_dir() else 0o666) & ~mask)
 
 
 def _merge(checkpoint: Path, target: Path) -> None:
-    """Write the whole weights of an adapter's checkpoint, float32, and its tokenizer into a new folder."""
+    """Write the whole weights of an adapter's checkpoint, in float32, and its tokenizer into a new folder."""
     import torch
 
     from palestra.models.causal_lm import load_causal_lm, load_tokenizer

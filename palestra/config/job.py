@@ -154,6 +154,10 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _reproducible(self) -> JobConfig:
+        if self.deterministic and not self.checkpoint.optimizer:
+            raise ValueError(
+                "deterministic = true needs checkpoint.optimizer = true: a resumed job would begin with new moments"
+            )
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError(
                 "deterministic = true needs rollout.max_staleness = 0: what is played ahead depends on time"

@@ -21,6 +21,7 @@ TRL: Mapping[str, str] = {
     "peft_config": "policies.NAME.adapter",
     "report_to": "tracking",
     "save_steps": "checkpoint.every_steps",
+    "save_only_model": "checkpoint.optimizer",
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "algorithm.advantage_scale",
     "vllm_importance_sampling_correction": "algorithm.importance_sampling",

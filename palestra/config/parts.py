@@ -13,7 +13,17 @@ class CheckpointConfig(Section):
     """Checkpoints, which hold weights, optimizer state and the step to resume from."""
 
     every_steps: Positive = Field(10, description="Save every so many steps; the last step is always saved.")
-    keep: int = Field(2, ge=2, description="Checkpoints to keep; at least two, in case one is damaged.")
+    keep: int = Field(
+        2,
+        ge=2,
+        description="Checkpoints to keep; at least two, in case one is damaged. Where one policy is trained, the "
+        "weights that validated best are kept in addition, in `checkpoints/best`.",
+    )
+    optimizer: bool = Field(
+        True,
+        description="Keep the optimizer's state in checkpoints, twice as much as weights take. Without it a resumed "
+        "job begins with new moments.",
+    )
 
 
 class TrainerConfig(Section):

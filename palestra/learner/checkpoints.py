@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +18,10 @@ from palestra.config import JobConfig
 from palestra.errors import CheckpointError
 from palestra.learner.update import AddEvent
 from palestra.trainer.base import Trainer
-from palestra.trainer.checkpoint import common_steps, remove_after
+from palestra.trainer.checkpoint import BEST, best_weights, common_steps, remove_after, without_optimizer
 
 log = logging.getLogger("palestra.learner")
+VALIDATION = "validation/reward_mean"
 
 
 class Stateful(Protocol):
@@ -58,6 +60,7 @@ class CheckpointSchedule:
         self._remembered, self._wall_seconds, self._add_event = remembered, wall_seconds, add_event
         self._saving: asyncio.Task[None] | None = None
         self._seconds = 0.0  # time of checkpoints since the last `take_seconds`
+        self._best = -math.inf  # validation reward of the best weights that are kept
         self.saved_step = 0  # step of the newest checkpoint
 
     async def load(self) -> dict[str, Any] | None:
@@ -123,6 +126,32 @@ class CheckpointSchedule:
         if step > self.saved_step:
             await self._save(step, self._states(step))
 
+    def know_best(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Take over how well the best weights that are kept have validated, after a start of the job.
+
+        Args:
+            rows: metrics of all steps that are done.
+        """
+        for folder in self._folders.values():
+            if (best := best_weights(folder)) is not None:
+                found = (row[VALIDATION] for row in rows if row["step"] == best[1] and VALIDATION in row)
+                self._best = next(found, -math.inf)
+
+    async def keep_best(self, step: int, row: Mapping[str, float]) -> None:
+        """Write the weights beside the checkpoints if no earlier ones validated better; of several policies, none.
+
+        Args:
+            row: metrics of the step, which has just been validated; step 0 has the weights that the job began with.
+        """
+        reward = row.get(VALIDATION)
+        if len(self._folders) > 1 or step == 0 or reward is None or reward < self._best:
+            return
+        started = time.monotonic()
+        ((policy, folder),) = self._folders.items()
+        await self._trainer.save_weights(policy, folder / BEST, step, f"best {step}")
+        self._best = reward
+        self._seconds += time.monotonic() - started
+
     async def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any.
 
@@ -162,7 +191,10 @@ class CheckpointSchedule:
         for error in found:
             if isinstance(error, BaseException):
                 raise error
-        paths = dict(zip(self._folders, found, strict=True))
+        paths = {policy: path for policy, path in zip(self._folders, found, strict=True) if isinstance(path, Path)}
+        if not self._config.checkpoint.optimizer:
+            for path in paths.values():
+                await asyncio.to_thread(without_optimizer, path)
         self.saved_step = step
         self._seconds += (seconds := time.monotonic() - started)
         for policy, path in paths.items():

@@ -218,6 +218,7 @@ class Learner:
         rows = await self._store.log.metrics()
         if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
             self._wall_before = max(self._wall_before, rows[-1].get("wall_seconds", 0.0))
+        self._checkpoints.know_best(rows)
         await self._log.restore(rows)
         if self._progress.step == 0 and not rows:
             return {"step": 0.0}  # the row of the evaluation before the first step
@@ -363,6 +364,7 @@ class Learner:
                 return False
             row |= self._versions_of_row() | found
             await self._event("evaluated", {"step": step, **found})
+            await self._checkpoints.keep_best(step, found)
         elif step == 0:
             return True
         row["wall_seconds"] = self._wall()

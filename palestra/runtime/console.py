@@ -20,6 +20,7 @@ from palestra.config import JobConfig
 from palestra.engine.driver import driver_of
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.terminal import TerminalConsole, one_line
+from palestra.trainer.checkpoint import best_weights
 from palestra.types.metrics import of_policies
 from palestra.types.states import LOSSES, STUCK, TurnState
 
@@ -119,6 +120,8 @@ class Console:
         for policy, path in checkpoints.items():
             whose = f"{policy}: " if len(checkpoints) > 1 else ""
             self._out.print(f"model:  {whose}{path}  (load it with transformers)")
+            if (best := best_weights(path.parent)) is not None:
+                self._out.print(f"best:   {best[0]}  by validation, after step {best[1]}; export and eval take it")
         run = shlex.quote(str(folder))
         chosen = f" --policy {shlex.quote(self._config.players.default)}" if self._config.trains_several else ""
         self._out.print(

@@ -68,9 +68,10 @@ def evaluate(
         config: the job, whose settings about training are not used; None for those of the run where `model` is a run
             or one of its checkpoints, so that prompt, limits and sampling are those of its own validation, and else for
             the defaults. If it has a `run_dir`, episodes are kept there, for `palestra episodes`.
-        model: name of a model, or folder of a model, of a checkpoint, or of a run, whose newest checkpoint is scored;
-            or models by the policy's name, of opponents as well. Of a run that has trained several policies each takes
-            the checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
+        model: name of a model, or folder of a model, of a checkpoint, or of a run, whose weights that validated best
+            (`checkpoints/best`), or else its newest checkpoint, are scored; or models by the policy's name, of
+            opponents as well. Of a run that has trained several policies each takes the checkpoint of its own name, and
+            `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.

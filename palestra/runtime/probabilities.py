@@ -14,7 +14,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
 from palestra.renderers import Renderer
 from palestra.renderers.base import ReplyForm
-from palestra.runtime.run_dir import newest_of_run
+from palestra.runtime.run_dir import weights_of_run
 from palestra.types.calls import GrammarSpan, Ids
 from palestra.types.messages import ChatMessage, text_message
 from palestra.types.records import TrainSample
@@ -47,7 +47,7 @@ def choice_probabilities(
     tokens that lead to a choice, and for a choice the sum over all ways to write it in tokens. Computed in float32.
 
     Args:
-        model: name of a model, or folder of a model, of a checkpoint, or of a run, whose newest checkpoint is read.
+        model: name of a model, or folder of a model, of a checkpoint, or of a run, as in `train`.
         questions: any number.
         temperature: at which the reply would be sampled, above 0.
 
@@ -68,7 +68,7 @@ def choice_probabilities(
 
     if not (temperature > 0.0 and math.isfinite(temperature)):
         raise ConfigError(f"temperature is {temperature}, and the probabilities of replies need one above 0")
-    weights, tokenizer = load_model(newest_of_run(model), torch.float32, device_of("auto", "device"))
+    weights, tokenizer = load_model(weights_of_run(model), torch.float32, device_of("auto", "device"))
     policy = TorchPolicy(weights, tokenizer, TrainerConfig(dtype="float32"))
     try:
         return _answers(policy, select_renderer(tokenizer), questions, temperature)

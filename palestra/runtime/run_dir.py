@@ -7,7 +7,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.disk import RUN_LOCK, is_locked, open_own, private_folder
@@ -52,8 +52,8 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
     return config
 
 
-def newest_of_run(model: str) -> str:
-    """Return a model's name or folder as it is; of a run's folder, its newest good checkpoint.
+def weights_of_run(model: str) -> str:
+    """Return a model's name or folder as it is; of a run's folder, the checkpoint that `weights_of_policy` chooses.
 
     `RUN/checkpoints/NAME` is that of one of the policies that a run has trained.
 
@@ -63,34 +63,46 @@ def newest_of_run(model: str) -> str:
     """
     folder = Path(model)
     if (folder / "run.db").is_file():
-        return str(newest_of_policy(folder, None)[0])
+        return str(weights_of_policy(folder, None)[0])
     run = folder.parent.parent
     if folder.parent.name == CHECKPOINTS and (run / "run.db").is_file():
         from palestra.trainer.checkpoint import found
 
         if found(folder):
-            return str(newest_of_policy(run, folder.name)[0])
+            return str(weights_of_policy(run, folder.name)[0])
     return model
 
 
-def newest_of_policy(run_dir: Path, policy: str | None, option: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of the newest good checkpoint of a policy that a run has trained, and the checkpoint's state.
+def weights_of_policy(
+    run_dir: Path, policy: str | None, option: str | None = None, step: int | None = None
+) -> tuple[Path, int]:
+    """Return the folder of a policy's weights that a run has trained, and their step.
+
+    They are those that validated best, where the run keeps them, or else those of the newest good checkpoint.
 
     Args:
         policy: by name; None: the only one that the run has trained.
         option: of the command, which names a policy, for the refusal; None: it has none.
+        step: of a checkpoint, in place of this choice.
 
     Raises:
-        NotFound: the run has no checkpoint yet.
+        NotFound: the run has no checkpoint yet, or none of the step.
         ConfigError: the run trains no such policy, or several and none is named.
-        CheckpointError: all checkpoints are damaged.
+        CheckpointError: all checkpoints are damaged, or that of the step is.
     """
-    from palestra.trainer.checkpoint import newest_good
+    from palestra.trainer.checkpoint import best_weights, found, good, step_of
 
-    newest = newest_good(checkpoints_of_run(run_dir, policy, option))
-    if newest is None:
+    folder = checkpoints_of_run(run_dir, policy, option)
+    best = best_weights(folder)
+    if best is not None and step in (None, best[1]):
+        return best
+    chosen = good(folder, step)
+    if chosen is not None:
+        return chosen[0], step_of(chosen[0])
+    steps = sorted({*map(step_of, found(folder)), *([] if best is None else [best[1]])})
+    if not steps:
         raise NotFound(f"{run_dir} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
-    return newest
+    raise NotFound(f"{run_dir} has no weights of step {step}; it has those of {', '.join(map(str, steps))}")
 
 
 def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = None) -> Path:

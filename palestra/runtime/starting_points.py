@@ -9,14 +9,15 @@ from typing import Any
 from palestra.config import SAVED_CONFIG, UNSET, JobConfig, load_config, load_saved_config
 from palestra.errors import ConfigError
 from palestra.learner.reporting import CHECKPOINTS
-from palestra.runtime.run_dir import newest_of_policy, newest_of_run
+from palestra.runtime.run_dir import weights_of_policy, weights_of_run
 
 
 def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig:
     """Return the job with other models for its policies.
 
-    The folder of a run stands for the newest good checkpoint of the run. If the run has trained several policies, each
-    policy takes the checkpoint of the policy of its own name; `RUN/checkpoints/NAME` names that of another one.
+    The folder of a run stands for its weights that validated best, or else its newest good checkpoint. If the run has
+    trained several policies, each policy takes the checkpoint of the policy of its own name; `RUN/checkpoints/NAME`
+    names that of another one.
 
     Args:
         models: a model's name or folder, for the one policy that is not frozen; or the folder of a run that has trained
@@ -29,7 +30,7 @@ def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig
     """
     if isinstance(models, str):
         if len(trained_in(models)) < 2:
-            return config.with_model(newest_of_run(models))
+            return config.with_model(weights_of_run(models))
         models = dict.fromkeys(config.trained_policies, models)
     policies = dict(config.policies)
     for name, model in models.items():
@@ -41,7 +42,7 @@ def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig
 
 
 def with_checkpoints(config: JobConfig) -> JobConfig:
-    """Return the job with the newest good checkpoint in place of each `policies.NAME.model` that is of a run.
+    """Return the job with a checkpoint in place of each `policies.NAME.model` that is of a run; see `with_models`.
 
     That is the folder of a run that has trained one policy, or `RUN/checkpoints/NAME`. The checkpoint is looked up
     before the run begins, and the run's own configuration names it.
@@ -51,7 +52,7 @@ def with_checkpoints(config: JobConfig) -> JobConfig:
         ConfigError: a run has trained several policies, and none of them is named.
         CheckpointError: all checkpoints of a run are damaged.
     """
-    found = {name: newest_of_run(policy.model) for name, policy in config.policies.items()}
+    found = {name: weights_of_run(policy.model) for name, policy in config.policies.items()}
     policies = {name: policy.model_copy(update={"model": found[name]}) for name, policy in config.policies.items()}
     return config.model_copy(update={"policies": policies})
 
@@ -104,12 +105,12 @@ def config_of_run(
 
 
 def _model_for(policy: str, model: object) -> str:
-    """Return the model of one policy, with the newest checkpoint in place of a run's folder."""
+    """Return the model of one policy, with a checkpoint in place of a run's folder."""
     if not isinstance(model, str) or not model:
         raise ConfigError(
             f"the model of {policy!r} is {model!r}; give the name of a model, or the folder that it is in"
         )
     trained = trained_in(model)
     if len(trained) < 2 or policy not in trained:  # of several none is clearly meant, which is refused
-        return newest_of_run(model)
-    return str(newest_of_policy(Path(model), policy)[0])
+        return weights_of_run(model)
+    return str(weights_of_policy(Path(model), policy)[0])

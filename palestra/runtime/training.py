@@ -65,9 +65,10 @@ def train(
             given.
         config: the job; None for the defaults. The server takes any free port, unless the job has `seats` and
             `server.port` is given: their workers call it from other processes.
-        model: name of a model, or folder of a model, of a checkpoint, or of a run, which stands for its newest
-            checkpoint; or models by the policy's name. Of a run that has trained several policies each policy takes the
-            checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
+        model: name of a model, or folder of a model, of a checkpoint, or of a run, which stands for its weights that
+            validated best (`checkpoints/best`), or else its newest checkpoint; or models by the policy's name. Of a run
+            that has trained several policies each policy takes the checkpoint of its own name, and
+            `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.
@@ -104,9 +105,10 @@ def train(
         resume=resume,
         quiet=quiet,
     )
-    interrupts.raise_received(
-        f"training is {result.state} and saved; go on with resume=True (the run is in {result.run_dir})"
+    done = (
+        "training was over" if result.state == "completed" else "training was stopped and saved; go on with resume=True"
     )
+    interrupts.raise_received(f"{done} (the run is in {result.run_dir})")
     return result
 
 

@@ -14,18 +14,20 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from palestra.disk import make_folders, put_back, rename_whole, sync, sync_tree
+from palestra.disk import make_folders, put_back, rename_whole, sync, sync_tree, write_whole
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
 
 log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
+BEST = "best"  # folder of the weights that validated best, beside the checkpoints
 NOT_THE_MODEL = (
     "optimizer-*.safetensors",
     "optimizer-shards",
     "critic-*.safetensors",
     INDEX,
 )  # files and folders of a checkpoint that only a trainer reads
+OF_OPTIMIZER = re.compile(r"(critic-)?optimizer-")  # beginning of the names of files, relative to the checkpoint
 _BLOCK = 1 << 22
 
 
@@ -79,6 +81,24 @@ def read_weights(folder: Path) -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = json.loads((folder / INDEX).read_bytes())["state"]
     return state
+
+
+def best_weights(folder: Path) -> tuple[Path, int] | None:
+    """Return the weights that validated best, kept beside the checkpoints, and their step; None: there are none."""
+    path = folder / BEST
+    if read_weights(path) is None:
+        return None
+    return path, int(json.loads((path / INDEX).read_bytes())["step"])
+
+
+def without_optimizer(path: Path) -> None:
+    """Remove an optimizer's state from a checkpoint, which is whole at each moment."""
+    index = json.loads((path / INDEX).read_bytes())
+    del index["digest"]
+    index["files"] = {name: digest for name, digest in index["files"].items() if not OF_OPTIMIZER.match(name)}
+    write_whole(path / INDEX, json.dumps(index | {"digest": _fingerprint(index)}, indent=1).encode())
+    for entry in [entry for entry in path.iterdir() if OF_OPTIMIZER.match(entry.name)]:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _write_whole(

@@ -41,7 +41,7 @@ def test_training_is_saved_and_the_script_does_not_run_on(tmp_path, where, name)
     assert "RAN ON" not in process.output
     assert "stopped; go on with" in process.output
     if name == "SIGINT":
-        assert "KeyboardInterrupt: training is running and saved; go on with resume=True" in process.output
+        assert "KeyboardInterrupt: training was stopped and saved; go on with resume=True" in process.output
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 

@@ -18,7 +18,7 @@ from palestra.errors import ConfigError, PalestraError, RunInUse, StoreError
 from palestra.learner.reporting import CHECKPOINTS
 from palestra.runtime.comparison.plan import Load, given_by
 from palestra.runtime.training import train_until_stopped
-from palestra.trainer.checkpoint import found
+from palestra.trainer.checkpoint import BEST, found
 
 STARTED, FINISHED, FAILED = "started", "finished", "failed"  # states of a record
 AGAIN = "mend that and give the same command again; finished runs stay"
@@ -121,7 +121,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 def _remove_checkpoints(folder: Path, keep_newest: bool) -> None:
     """Remove the checkpoints of a finished run, all of them or all but the newest."""
-    for path in found(folder)[: -1 if keep_newest else None]:
+    for path in (folder / BEST, *found(folder)[: -1 if keep_newest else None]):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -28,7 +28,7 @@ from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.job_thread import run
 from palestra.runtime.matrix.result import Game, Matrix
 from palestra.runtime.parts import build_parts, pooled_parts
-from palestra.runtime.run_dir import newest_of_run
+from palestra.runtime.run_dir import weights_of_run
 from palestra.session import PolicySet, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
 from palestra.store.casting import Casting
@@ -122,7 +122,7 @@ def play_matrix(
         PalestraError: a model can't be loaded, or none of the games could be finished.
     """
     config = _config(players, config, seed)
-    models = {name: newest_of_run(model) for name, model in _models(players).items()}
+    models = {name: weights_of_run(model) for name, model in _models(players).items()}
     if RANDOM in models:
         raise ConfigError(f"{RANDOM!r} is the name of the player that draws its moves; give the model another name")
     names = (*models, *([RANDOM] if moves is not None else []))

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from palestra.cli.main import main
 from palestra.client.job import Job
 from palestra.config import dump_config, parse_config
 from palestra.errors import ConfigError
-from palestra.runtime.run_dir import newest_of_run
+from palestra.runtime.run_dir import weights_of_run
 from palestra.trainer import checkpoint
 from palestra.types.control_wire import ArtifactView
 
@@ -79,10 +84,62 @@ def test_of_a_run_with_several_policies_one_is_named(tmp_path, capsys):
 
 def test_a_run_with_several_policies_is_a_model_by_the_folder_of_one(tmp_path):
     run_of_two(tmp_path)
-    assert newest_of_run(str(tmp_path / "checkpoints" / "white")).endswith("white/step-000003")
+    assert weights_of_run(str(tmp_path / "checkpoints" / "white")).endswith("white/step-000003")
     step = str(tmp_path / "checkpoints" / "white" / "step-000002")
-    assert newest_of_run(step) == step
+    assert weights_of_run(step) == step
     with pytest.raises(ConfigError, match=r"its folder is .*checkpoints/white$"):  # no option that only export has
-        newest_of_run(str(tmp_path))
+        weights_of_run(str(tmp_path))
     (tmp_path / "plain" / "checkpoints" / "white").mkdir(parents=True)
-    assert newest_of_run(str(tmp_path / "plain" / "checkpoints" / "white")).endswith("plain/checkpoints/white")
+    assert weights_of_run(str(tmp_path / "plain" / "checkpoints" / "white")).endswith("plain/checkpoints/white")
+
+
+def best_of(folder) -> None:
+    """A run with checkpoints of steps 2 and 3, of which an earlier one, 1, validated best."""
+    (folder / "run.db").touch()
+    (folder / "config.toml").write_text(dump_config(parse_config({})))
+    checkpoints = folder / "checkpoints"
+    for step in (2, 3):
+        checkpoint.write(checkpoints, step, lambda path, n=step: weights(path, n), {"step": step}, keep=2)
+    checkpoint.write_weights(checkpoints / checkpoint.BEST, 1, lambda path: weights(path, 1), {})
+
+
+def weights(folder, number: int) -> None:
+    save_file({"w": torch.full((2, 2), float(number))}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"dtype": "float32"}')
+    for file in folder.iterdir():
+        file.chmod(0o600)
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [((), 1), (("--step", "1"), 1), (("--step", "3"), 3), (("--step", "2", "--dtype", "bfloat16"), 2)],
+)
+def test_the_weights_that_validated_best_are_exported_or_those_of_a_step(options, step, tmp_path, capsys):
+    best_of(tmp_path)
+    assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "best")
+    mask = os.umask(0o027)
+    try:
+        assert main(["export", str(tmp_path), str(tmp_path / "model"), *options]) == 0
+    finally:
+        os.umask(mask)
+    said = capsys.readouterr().out
+    assert f"after step {step}" in said
+    assert ("validated best" in said) == (options == ())
+    found = load_file(tmp_path / "model" / "model.safetensors")["w"]
+    wanted = "bfloat16" if "bfloat16" in options else "float32"
+    assert (found.dtype, found[0, 0].item()) == (getattr(torch, wanted), step)
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == {"dtype": wanted}
+    modes = {entry.stat().st_mode & 0o777 for entry in (tmp_path / "model").iterdir()}
+    assert (modes, (tmp_path / "model").stat().st_mode & 0o777) == ({0o640}, 0o750)
+
+
+def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(tmp_path, capsys):
+    best_of(tmp_path)
+    assert main(["export", str(tmp_path), str(tmp_path / "model"), "--step", "7"]) == 2
+    assert "has no weights of step 7; it has those of 1, 2, 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "wanted"), [((), "best"), (("--step", "2"), "step-000002")])
+def test_of_a_job_the_best_weights_are_fetched(options, wanted, tmp_path, monkeypatch):
+    names = ["config.toml", *(f"checkpoints/{name}/w" for name in ("best", "step-000002", "step-000003"))]
+    assert fetched_of(names, {}, tmp_path, monkeypatch, *options) == ["config.toml", f"checkpoints/{wanted}/w"]

@@ -126,7 +126,7 @@ async def test_a_job_runs_to_its_end(tmp_path):
     assert [row["version"] for row in rows(tmp_path)] == [0, 1, 2, 3]
     assert ["validation/reward_mean" in row for row in rows(tmp_path)] == [True, False, True, True]
     assert all("train/reward_mean" not in row for row in rows(tmp_path)[:1])
-    assert sorted(p.name for p in (job.folder.path / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert sorted(p.name for p in (job.folder.path / "checkpoints").iterdir()) == ["best", "step-000002", "step-000003"]
     assert job.engine.version("policy") == PolicyVersion(0, 3)
     assert [kind for kind, _ in job.events if kind in ("running", "completed")] == ["running", "completed"]
     assert (tmp_path / "curve.png").is_file()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from palestra.errors import NotFound
 from palestra.runtime.evaluating import Evaluation, TaskOutcome, evaluate
 from palestra.runtime.job_thread import TrainResult
-from palestra.runtime.run_dir import newest_of_run
+from palestra.runtime.run_dir import weights_of_run
 from palestra.trainer import checkpoint
 
 
@@ -90,9 +90,9 @@ def test_the_folder_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path):
         checkpoint.write(
             tmp_path / "checkpoints", step, lambda folder: (folder / "a").write_text("b"), {"step": step}, 5
         )
-    assert newest_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "step-000012")
-    assert newest_of_run("tiny-random") == "tiny-random"
-    assert newest_of_run(str(tmp_path / "checkpoints" / "step-000003")).endswith("step-000003")
+    assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "step-000012")
+    assert weights_of_run("tiny-random") == "tiny-random"
+    assert weights_of_run(str(tmp_path / "checkpoints" / "step-000003")).endswith("step-000003")
 
 
 def test_results_are_shown_in_a_line(tmp_path):

@@ -15,7 +15,7 @@ from palestra.cli.main import main
 from palestra.cli.top_view import view_of
 from palestra.dashboard.runs import runs_of
 from palestra.models.adapter_files import read_adapter
-from palestra.runtime.run_dir import newest_of_policy
+from palestra.runtime.run_dir import weights_of_policy
 from palestra.tinker.limits import Limits
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, data_of, running
@@ -191,8 +191,8 @@ def test_a_run_folder_is_like_that_of_any_job(server, ada, tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1.0, 2.0, 3.0]
     assert all(row["train/rows"] == 2 and row["train/trained_tokens"] == 11 and row["train/loss"] > 0 for row in rows)
-    path, state = newest_of_policy(folder, None)
-    assert (path.name, state["step"]) == ("step-000003", 3)
+    path, step = weights_of_policy(folder, None)
+    assert (path.name, step) == ("step-000003", 3)
     (run,) = runs_of([folder])
     assert run.config.policies["policy"].adapter.rank == 4
     console = Console(width=100, record=True, file=io.StringIO())

@@ -22,6 +22,7 @@ from palestra.errors import CheckpointError
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
+from palestra.trainer import checkpoint
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.torch_policy import MICRO_BATCH_TOKENS, TorchPolicy
 from palestra.trainer.torch_trainer import TorchTrainer
@@ -472,6 +473,20 @@ async def test_optimizer_state_is_put_where_its_parameter_is(tmp_path):
                 assert state[key].dtype == parameter.dtype
                 if parameter.device.type == "cpu":
                     assert torch.equal(state[key].float(), wanted[f"{key} {name}"])
+
+
+async def test_a_checkpoint_without_its_optimizer_is_whole_and_moments_begin_anew(tmp_path):
+    async with training() as trainer:
+        await step(trainer, 0)
+        path = await trainer.save("policy", tmp_path, {"step": 1}, "save")
+        wanted = weights(trainer)
+    checkpoint.without_optimizer(path)
+    assert not list(path.glob("*optimizer*"))
+    async with training() as trainer:
+        assert (await trainer.load("policy", tmp_path))["step"] == 1
+        assert all(torch.equal(wanted[name], value) for name, value in weights(trainer).items())
+        assert not trainer._policies["policy"].optimizer.adamw.state
+        await step(trainer, 1)
 
 
 async def test_incarnations_are_part_of_a_checkpoint(tmp_path):
