@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from palestra.processes import MALLOC_VARIABLE, NO_CACHES, malloc_without_caches
+from palestra.process.child import MALLOC_VARIABLE, NO_CACHES, malloc_without_caches
 from palestra.terminal import say
 
 _STARTED = "PALESTRA_STARTED_AGAIN"  # the number of the process, which stays the same

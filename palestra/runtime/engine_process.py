@@ -30,7 +30,7 @@ from palestra.errors import EngineFailure, PalestraError, ServerFailed
 from palestra.models.gpus import VISIBLE
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
-from palestra.processes import ProcessStarter, die_with_parent, open_stream, start_process
+from palestra.process.child import ProcessStarter, die_with_parent, open_stream, start_process
 from palestra.runtime.numerics import numerics_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race

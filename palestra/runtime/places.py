@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.processes import ProcessStarter
+from palestra.process.child import ProcessStarter
 from palestra.runtime.runner_fleet import RunnerStarter
 from palestra.runtime.runner_process import start_process as start_runner
 

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from palestra.algorithms.loss import Max, Mean, Reduction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentSums:
+    """The sums of a process for another one: scalar arrays by the names of metrics; see `MetricSums`."""
+
+    sums: dict[str, NDArray[Any]]
+    counts: dict[str, NDArray[Any]]
+    largest: dict[str, NDArray[Any]]
+    means: frozenset[str]
 
 
 class MetricSums:
@@ -49,22 +63,23 @@ class MetricSums:
                 if isinstance(part, Mean):
                     self._means.add(name)
 
-    def merge(self, other: MetricSums) -> None:
+    def merge(self, other: SentSums) -> None:
         """Add what another process has added up, of other rows of the same batch."""
-        for mine, theirs in ((self._sums, other._sums), (self._counts, other._counts)):
+        for mine, theirs in ((self._sums, other.sums), (self._counts, other.counts)):
             for name, value in theirs.items():
-                _add(mine, name, value)
-        for name, largest in other._largest.items():
+                _add(mine, name, torch.from_numpy(value))
+        for name, value in other.largest.items():
+            largest = torch.from_numpy(value)
             self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
-        self._means |= other._means
+        self._means |= other.means
 
-    def on_cpu(self) -> MetricSums:
-        """Return the same sums on the CPU, for another process."""
-        found = MetricSums(self._declared)
-        for mine, theirs in ((found._sums, self._sums), (found._counts, self._counts), (found._largest, self._largest)):
-            mine.update({name: value.cpu() for name, value in theirs.items()})
-        found._means = set(self._means)
-        return found
+    def sent(self) -> SentSums:
+        """Return the sums for another process."""
+        sums, counts, largest = (
+            {name: np.asarray(value.cpu()) for name, value in own.items()}
+            for own in (self._sums, self._counts, self._largest)
+        )
+        return SentSums(sums=sums, counts=counts, largest=largest, means=frozenset(self._means))
 
     def result(self, trained: int) -> dict[str, float]:
         """Return one number for each metric: NaN for a mean over no tokens.

@@ -14,7 +14,7 @@ import pytest
 from service import GAMES, LONG, Service, until
 
 from palestra.models.catalog import model_folder
-from palestra.processes import MALLOC_VARIABLE, malloc_without_caches
+from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches
 from palestra.runtime.ray.job_environment import NAMES, PREFIXES
 
 pytestmark = pytest.mark.service

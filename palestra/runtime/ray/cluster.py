@@ -21,7 +21,7 @@ from typing import Any
 
 from palestra.disk import read_own, write_whole
 from palestra.errors import ConfigError
-from palestra.processes import MALLOC_VARIABLE, malloc_without_caches
+from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches
 from palestra.runtime.ray.job_environment import job_environment
 
 log = logging.getLogger("palestra.runtime")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, MutableMapping
 
-from palestra.processes import MALLOC_VARIABLE
+from palestra.process.child import MALLOC_VARIABLE
 
 NAMES = frozenset(
     (

@@ -1,7 +1,7 @@
 """Programs of a job in the bundles of its placement group: each is kept by an actor, and connected with the job by TCP.
 
 The actor holds the bundle's cores, GPUs and memory, and starts the program that would run on the job's machine without
-it (`palestra.processes`), with the variables that Ray has set for the actor: the GPUs of the bundle, above all. So an
+it (`palestra.process`), with the variables that Ray has set for the actor: the GPUs of the bundle, above all. So an
 inference worker or a rank knows nothing of Ray. The actor connects to a port that the job has opened for it alone, and
 shows a secret before anything else is read. Actor and program end with the job: Ray ends the actors of a placement
 group that is removed, and the kernel ends the program with its actor.
@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from palestra.control.jobs.launcher import LOG_FILE, BundleOrder, Ended, Ending, ended_text, read_ended
 from palestra.errors import PalestraError, ServerFailed
 from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE
-from palestra.processes import HOSTED, ending, popen
+from palestra.process.child import HOSTED, ending, popen
 from palestra.runtime.ray import memory_watch
 from palestra.runtime.ray.job_environment import limit_environment
 from palestra.threads import in_thread

@@ -10,19 +10,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from palestra.process.channel import TakenBack
+
 T = TypeVar("T")
-
-
-class TakenBack(Exception):
-    """A rank has failed at a request that all ranks have taken back.
-
-    Attributes:
-        problem: of this rank; None: another rank has failed.
-    """
-
-    def __init__(self, problem: Exception | None) -> None:
-        super().__init__(problem)
-        self.problem = problem
 
 
 class RankGroup:

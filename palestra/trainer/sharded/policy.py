@@ -20,12 +20,13 @@ from palestra.models.causal_lm import CausalLM
 from palestra.models.device import return_freed_memory
 from palestra.models.tensor_file import write_weights
 from palestra.models.weights import LocalWeights
+from palestra.process.channel import TakenBack
 from palestra.trainer.base import StepReport
 from palestra.trainer.gradient import Gradient, rows_of
-from palestra.trainer.metrics import MetricSums
+from palestra.trainer.metrics import SentSums
 from palestra.trainer.optimizer import Named
 from palestra.trainer.packing import MicroBatch, pack
-from palestra.trainer.sharded.group import Problem, RankGroup, TakenBack
+from palestra.trainer.sharded.group import Problem, RankGroup
 from palestra.trainer.sharded.network import ShardedNetwork
 from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights
 from palestra.trainer.sharded.parts import whole_of
@@ -81,9 +82,7 @@ class RankPolicy(TorchPolicy):
         self._group.check(problem.error)
         return found
 
-    def add_gradient(
-        self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool
-    ) -> tuple[StepReport, MetricSums]:
+    def add_gradient(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool) -> tuple[StepReport, SentSums]:
         """Add the gradient of all ranks' rows to that of the policy.
 
         Args:
@@ -115,7 +114,7 @@ class RankPolicy(TorchPolicy):
             self.optimizer.put_gradient(before)
             raise
         assert gradient is not None
-        return gradient.report(), gradient.sums.on_cpu()
+        return gradient.report(), gradient.sums.sent()
 
     def _loss(self, gradient: Gradient | None, micro: MicroBatch | None, problem: Problem) -> Tensor:
         """Return the loss of a pass, a scalar: of a micro-batch, or 0 where this rank has none left, or has failed."""

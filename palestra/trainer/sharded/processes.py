@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Raw
 
 from palestra.config import TrainerConfig
 from palestra.errors import ServerFailed, TrainerLost
 from palestra.models.device import available_cores
 from palestra.models.numerics import numerics
 from palestra.models.owned_folder import OwnedFolder
-from palestra.processes import ChildProcess, ProcessStarter, open_stream, start_process
+from palestra.process.channel import CallBroken, Channel, Remote, TakenBack
+from palestra.process.child import ChildProcess, ProcessStarter, start_process
+from palestra.process.codec import decode
+from palestra.process.stub import method_of
 from palestra.threads import in_thread
 from palestra.trainer.sharded.rank_process import FOLDER, PROGRAM
-from palestra.trainer.sharded.wire import HEADER_BYTES, Answer, Beat, Request, length_of, packed, unpacked
 from palestra.waiting import cancelled, together
 
 log = logging.getLogger("palestra.trainer")
@@ -87,7 +91,7 @@ class RankProcesses:
 
         async def begin(number: int) -> None:
             process = await self._places.start(PROGRAM, variables)
-            found[number] = _RankProcess(process, *await open_stream(process.connection))
+            found[number] = _RankProcess(process, await Channel.over(process.connection), self._cause)
 
         try:
             await together(*(begin(number) for number in range(count)))
@@ -143,17 +147,21 @@ class RankProcesses:
         """
         if self.lost is not None:
             raise self._error()
+        from palestra.trainer.sharded.rank import Rank
+
+        method = method_of(Rank, name)
         tasks = [
-            asyncio.ensure_future(rank.call(Request(name, own)))
+            asyncio.ensure_future(rank.ask(name, method.ordered(*own)))
             for rank, own in zip(self._ranks, arguments, strict=False)
         ]
         gone = asyncio.ensure_future(self._gone.wait())
         try:
-            return await self._answers(tasks, gone)
+            answers = await self._answers(tasks, gone)
         finally:
             await cancelled(gone, *tasks)
+        return [decode(method.returns, answer) for answer in answers]
 
-    async def _answers(self, tasks: Sequence[asyncio.Task[Answer]], gone: asyncio.Task[Any]) -> list[Any]:
+    async def _answers(self, tasks: Sequence[asyncio.Task[Raw | Exception]], gone: asyncio.Task[Any]) -> list[Raw]:
         waiting, limit = set(tasks), None
         while waiting and not gone.done():
             done, _ = await asyncio.wait({gone, *waiting}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -162,49 +170,53 @@ class RankProcesses:
             for task in waiting & done:
                 answer = task.result()
                 waiting.discard(task)
-                if answer.broken:
+                if isinstance(answer, CallBroken):
                     await self._blame(tasks.index(task), answer)
-                elif answer.failed:
+                elif isinstance(answer, Exception):
                     limit = GRACE_SECONDS
         if self.lost is not None or waiting:
             raise self._error()
         answers = [task.result() for task in tasks]
-        for answer in answers:
-            if answer.error is not None:
-                raise answer.error
-        return [answer.result for answer in answers]
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        for error in sorted(errors, key=lambda one: isinstance(one, TakenBack)):
+            raise error  # of a rank that has failed itself
+        return [answer for answer in answers if isinstance(answer, Raw)]
 
-    async def _blame(self, number: int, answer: Answer) -> None:
+    async def _cause(self) -> Exception:
+        """Return the error of calls to a rank that has closed its end, when the watch has seen it."""
+        await self._gone.wait()
+        return self._error()
+
+    async def _blame(self, number: int, broken: CallBroken) -> None:
         """End all ranks because one has failed; the reason is another one that has died, if there is one."""
         with contextlib.suppress(TimeoutError):  # a rank fails as soon as it has lost the connection to another
             async with asyncio.timeout(BLAME_SECONDS):
                 await self._gone.wait()
-        if self.lost is None and any(rank.ended.done() for rank in self._ranks):
+        if self.lost is None and any(rank.remote.closed.done() for rank in self._ranks):
             with contextlib.suppress(TimeoutError):  # the watch asks how that one has ended, perhaps on another machine
                 async with asyncio.timeout(GRACE_SECONDS):
                     await self._gone.wait()
         if self.lost is None:
-            log.error("rank %d of the trainer failed:\n%s", number, answer.trace)
-            first = (str(answer.error).splitlines() or [""])[0]
-            self._lose(f"rank {number} failed: {type(answer.error).__name__}: {first}")
+            log.error("rank %d of the trainer failed:\n%s", number, broken.trace)
+            first = (str(broken.error).splitlines() or [""])[0]
+            self._lose(f"rank {number} failed: {type(broken.error).__name__}: {first}")
 
     async def _keep_watch(self) -> None:
         """End all ranks when one has died, or has been silent for too long."""
         limit, before = self._config.rank_timeout_seconds, time.monotonic()
         while self.lost is None:
             await asyncio.wait(
-                [rank.ended for rank in self._ranks], timeout=CHECK_SECONDS, return_when="FIRST_COMPLETED"
+                [rank.remote.closed for rank in self._ranks], timeout=CHECK_SECONDS, return_when="FIRST_COMPLETED"
             )
             now = time.monotonic()
             for number, rank in enumerate(self._ranks):
                 if now - before > limit / 2:  # this process was stopped, and has not read what was sent meanwhile
-                    rank.heard = now
-                if rank.ended.done():
+                    rank.remote.heard = now
+                if rank.remote.closed.done():
                     self._lose(f"rank {number} {await rank.how_ended()}")
-                elif now - rank.heard > limit:
-                    self._lose(
-                        f"rank {number} has been silent for {now - rank.heard:.0f} s (trainer.rank_timeout_seconds)"
-                    )
+                elif now - rank.remote.heard > limit:
+                    silent = now - rank.remote.heard
+                    self._lose(f"rank {number} has been silent for {silent:.0f} s (trainer.rank_timeout_seconds)")
             before = now
 
     def _lose(self, reason: str) -> None:
@@ -231,39 +243,18 @@ class RankProcesses:
 
 
 class _RankProcess:
-    """One process, and the job's end of the socket to it.
+    """One process, and the calls of the job to it."""
 
-    Attributes:
-        pid: of the process.
-        address: of its machine.
-        heard: monotonic time of its last sign of life.
-        ended: is done when the process has closed its end.
-    """
+    def __init__(self, process: ChildProcess, channel: Channel, cause: Callable[[], Awaitable[Exception]]) -> None:
+        self._process = process
+        self.pid, self.address, self.remote = process.pid, process.address, Remote(channel, cause)
 
-    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
-        self.pid, self.address, self.heard = process.pid, process.address, time.monotonic()
-        self._answer: asyncio.Future[Answer] | None = None
-        self.ended = asyncio.create_task(self._read())
-
-    async def call(self, request: Request) -> Answer:
-        """Send a request, and return the answer; never, if the process has ended."""
-        content = await in_thread(lambda: packed(request))
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answer = answer
-        with contextlib.suppress(ConnectionError):  # `ended` says so
-            self._writer.write(content)
-            await self._writer.drain()
-        return await answer
-
-    async def _read(self) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                length = length_of(await self._reader.readexactly(HEADER_BYTES))
-                message = unpacked(await self._reader.readexactly(length))
-                self.heard = time.monotonic()
-                if not isinstance(message, Beat) and self._answer is not None and not self._answer.done():
-                    self._answer.set_result(message)
+    async def ask(self, name: str, arguments: tuple[Any, ...]) -> Raw | Exception:
+        """Return the answer to a call, or the error in its place."""
+        try:
+            return await self.remote.call(name, *arguments)
+        except Exception as error:  # noqa: BLE001 - it counts together with the answers of the other ranks
+            return error
 
     async def how_ended(self) -> str:
         """Wait for the process to end, and return how it did, in words."""
@@ -279,5 +270,4 @@ class _RankProcess:
     async def close(self) -> None:
         """Wait for the process, which has been killed, and close the socket."""
         await self._process.how_ended()
-        self._writer.close()
-        await cancelled(self.ended)
+        await self.remote.close()

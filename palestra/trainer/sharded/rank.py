@@ -27,7 +27,7 @@ from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.loading import NetworkLoading
-from palestra.trainer.metrics import MetricSums
+from palestra.trainer.metrics import SentSums
 from palestra.trainer.sharded.exchange import Exchange
 from palestra.trainer.sharded.group import Problem, RankGroup
 from palestra.trainer.sharded.network import ShardedNetwork
@@ -75,10 +75,10 @@ def check_offload(config: TrainerConfig, device: torch.device) -> None:
 
 
 class Rank:
-    """What a rank's process does; one thread calls the methods."""
+    """What a rank's process does; one thread calls the methods, `begin` and `join` before all else."""
 
-    def __init__(self, order: RankOrder) -> None:
-        """Choose the device; `join` has to come before all else.
+    def begin(self, order: RankOrder) -> None:
+        """Choose the device.
 
         Raises:
             ConfigError: there is no device for this rank, or a deterministic job's numbers would be computed otherwise.
@@ -228,7 +228,7 @@ class Rank:
 
     def gradient(
         self, policy: str, version: PolicyVersion, batch: Sequence[TrainSample], loss: LossSpec, logprobs: bool
-    ) -> tuple[StepReport, MetricSums]:
+    ) -> tuple[StepReport, SentSums]:
         """Add the gradient of all ranks' rows; see `RankPolicy.add_gradient`.
 
         Args:

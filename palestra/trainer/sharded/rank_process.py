@@ -1,14 +1,13 @@
 """The program of a rank: python -m palestra.trainer.sharded.rank_process SOCKET, the number of an open socket.
 
-The process answers requests one after another, sends a sign of life every second, and ends when the job closes the
-other end of the socket, and so with the job, however that ends.
+The process answers calls one after another, sends a sign of life every second, and ends when the job closes the other
+end of the socket, and so with the job, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import shutil
 import signal
@@ -20,8 +19,9 @@ import traceback
 from pathlib import Path
 
 from palestra.errors import PalestraError
-from palestra.processes import HOSTED, die_with_parent
-from palestra.trainer.sharded.wire import Answer, Beat, Request, packed, receive, unpacked
+from palestra.process.channel import Beat, BlockingChannel, Call, Failed, Message, Result, TakenBack, raw
+from palestra.process.child import HOSTED, die_with_parent
+from palestra.process.codec import SentError
 
 BEAT_SECONDS = 1.0
 PROGRAM = "palestra.trainer.sharded.rank_process"
@@ -29,37 +29,25 @@ FOLDER = "PALESTRA_RANK_FOLDER"  # of the trainer, in shared memory: removed by 
 _PROCESS = "process-"  # in the folder: begins the name of an empty file of each rank, which its process id ends
 
 
-class _Talk:
-    """The rank's end of the socket, read by one thread and written by two."""
+def _read(channel: BlockingChannel, calls: queue.SimpleQueue[Call], folder: Path) -> None:
+    """Put calls into the queue, and end the process when the job is gone."""
+    for message in channel.messages():
+        if isinstance(message, Call):
+            calls.put(message)
+    others = [] if HOSTED in os.environ else _ranks_here(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    for process in others:  # one that is stopped does not see that the job is gone
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    os._exit(1)  # the other threads may be computing, or waiting for ranks that have ended
 
-    def __init__(self, end: socket.socket, folder: Path) -> None:
-        self._end, self._folder = end, folder
-        self._writing = threading.Lock()
-        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
-    def send(self, message: object) -> None:
-        content = packed(message)
-        with self._writing:
-            self._end.sendall(content)
-
-    def read(self) -> None:
-        """Put requests into the queue, and end the process when the job is gone."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self.requests.put(receive(self._end))
-        others = [] if HOSTED in os.environ else _ranks_here(self._folder)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        for process in others:  # one that is stopped does not see that the job is gone
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        os._exit(1)  # the other threads may be computing, or waiting for ranks that have ended
-
-    def beat(self) -> None:
-        """Say that the process lives; not after it was stopped, or while the system swaps."""
-        with contextlib.suppress(OSError):
-            while True:
-                self.send(Beat())
-                time.sleep(BEAT_SECONDS)
+def _beat(channel: BlockingChannel) -> None:
+    """Say that the process lives; not after it was stopped, or while the system swaps."""
+    with contextlib.suppress(OSError):
+        while True:
+            channel.send(Beat())
+            time.sleep(BEAT_SECONDS)
 
 
 def _ranks_here(folder: Path) -> list[int]:
@@ -78,7 +66,7 @@ def _ranks_here(folder: Path) -> list[int]:
 
 
 def main() -> None:
-    """Answer requests until the job is gone."""
+    """Answer calls until the job is gone."""
     if HOSTED in os.environ:  # else a rank outlives a job that was killed, to remove its folder
         die_with_parent()
     # Ctrl-C reaches all processes of a terminal, and SIGTERM those of a group; the job saves before it ends.
@@ -87,39 +75,28 @@ def main() -> None:
     folder = Path(os.environ[FOLDER])
     with contextlib.suppress(FileNotFoundError):  # the job is gone already, which the socket says, too
         (folder / f"{_PROCESS}{os.getpid()}").touch()
-    talk = _Talk(socket.socket(fileno=int(sys.argv[1])), folder)
-    for work in (talk.beat, talk.read):  # the first request loads torch in the thread that reads it
-        threading.Thread(target=work, name=f"palestra-rank-{work.__name__}", daemon=True).start()
+    channel, calls = BlockingChannel(socket.socket(fileno=int(sys.argv[1]))), queue.SimpleQueue[Call]()
+    threading.Thread(target=_beat, args=(channel,), name="palestra-rank-beat", daemon=True).start()
+    threading.Thread(target=_read, args=(channel, calls, folder), name="palestra-rank-read", daemon=True).start()
     from palestra.models.device import tune_malloc  # torch comes after the first sign of life
 
     tune_malloc()
-    from palestra.trainer.sharded.group import TakenBack
+    from palestra.process.stub import method_of
     from palestra.trainer.sharded.rank import Rank
 
-    rank: Rank | None = None
+    rank = Rank()
     while True:
-        request = talk.requests.get()
+        call = calls.get()
+        answer: Message
         try:
-            if rank is None:
-                rank, result = Rank(request.arguments[0]), None
-            else:
-                result = getattr(rank, request.name)(*request.arguments)
-            answer = Answer(result)
+            result = getattr(rank, call.method)(*method_of(Rank, call.method).decoded(call.arguments))
+            answer = Result(call.id, raw(result))
         except (TakenBack, PalestraError) as error:
             problem = error.problem if isinstance(error, TakenBack) else error
-            answer = Answer(error=problem and _sendable(problem), failed=True)
+            answer = Failed(call.id, None if problem is None else SentError.of(problem))
         except Exception as error:  # noqa: BLE001 - the job ends all ranks
-            answer = Answer(error=_sendable(error), failed=True, broken=True, trace=traceback.format_exc())
-        talk.send(answer)
-
-
-def _sendable(error: Exception) -> Exception:
-    """Return an error that the job can read: itself, or its name and text."""
-    try:
-        unpacked(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - a class may do anything when its errors are made again
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+            answer = Failed(call.id, SentError.of(error), traceback.format_exc())
+        channel.send(answer)
 
 
 if __name__ == "__main__":

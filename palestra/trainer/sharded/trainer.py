@@ -19,7 +19,7 @@ from palestra.models.weights import WeightSource
 from palestra.threads import in_thread
 from palestra.trainer import checkpoint
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
-from palestra.trainer.metrics import MetricSums
+from palestra.trainer.metrics import MetricSums, SentSums
 from palestra.trainer.serial import Serial
 from palestra.trainer.sharded.processes import RankPlaces, RankProcesses
 from palestra.trainer.sharded.shares import share_out
@@ -345,11 +345,11 @@ class ShardedTrainer:
         return found
 
 
-def _merged(parts: Sequence[tuple[StepReport, MetricSums]], logprobs: bool) -> StepReport:
+def _merged(parts: Sequence[tuple[StepReport, SentSums]], logprobs: bool) -> StepReport:
     """Return the report of a whole batch."""
     reports = [report for report, _ in parts]
-    sums = parts[0][1]
-    for _, other in parts[1:]:
+    sums = MetricSums(())
+    for _, other in parts:
         sums.merge(other)
     trained = sum(report.trained_tokens for report in reports)
     return replace(

@@ -10,7 +10,7 @@ from palestra.config import parse_config
 from palestra.engine.cards import Card, CardTurns, deal_cards
 from palestra.engine.driver import EngineJob
 from palestra.errors import EngineFailure, ServerFailed
-from palestra.processes import start_process
+from palestra.process.child import start_process
 from palestra.runtime.engine_process import EngineProcesses
 
 FAKE = EngineJob(config=parse_config({"engine": {"kind": "fake"}}))

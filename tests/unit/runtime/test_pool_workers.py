@@ -22,7 +22,7 @@ from palestra.errors import ConfigError, EngineFailure, ServerFailed
 from palestra.models import device
 from palestra.models.loading import LoadedModels
 from palestra.models.weights import LocalWeights
-from palestra.processes import start_process
+from palestra.process.child import start_process
 from palestra.runtime import engine_process
 from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.parts import pooled_parts, workers_of

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: F4
 
 import palestra.models.parted_loading  # noqa: F401
 import palestra.trainer.sharded.rank  # noqa: F401
-from palestra.processes import LocalProcess
+from palestra.process.child import LocalProcess
 from palestra.trainer.sharded.rank_process import main
 
 PROGRAM = "palestra.trainer.sharded.rank_process"

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from palestra.errors import TrainerLost
-from palestra.processes import LocalProcess
+from palestra.process.child import LocalProcess
 from palestra.trainer import checkpoint
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.sharded.processes import RankPlaces

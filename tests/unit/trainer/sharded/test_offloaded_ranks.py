@@ -16,7 +16,7 @@ import torch
 
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
-from palestra.processes import LocalProcess, start_process
+from palestra.process.child import LocalProcess, start_process
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.sharded.processes import RankPlaces
 from palestra.trainer.sharded.rank import check_offload

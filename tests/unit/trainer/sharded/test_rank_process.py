@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from palestra.errors import ContextOverflow, InvalidAlgorithm
-from palestra.trainer.sharded.rank_process import FOLDER, _sendable
-from palestra.trainer.sharded.wire import Beat, receive
+from palestra.process.channel import Beat, BlockingChannel
+from palestra.trainer.sharded.rank_process import FOLDER
 
 
 @pytest.mark.slow
@@ -30,9 +29,9 @@ def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes
     try:
         theirs.close()
         own.settimeout(60)
-        assert receive(own) == Beat()
+        assert next(BlockingChannel(own).messages()) == Beat()
         process.send_signal(signal.SIGTERM)  # as a service sends it to all processes of a job, which then saves
-        assert receive(own) == Beat()
+        assert next(BlockingChannel(own).messages()) == Beat()
         own.close()  # as the kernel does when the job's process is killed
         assert process.wait(timeout=60) == 1
         assert not folder.exists()
@@ -53,7 +52,7 @@ def test_a_rank_that_is_stopped_is_ended_by_another_one_when_the_job_is_gone(tmp
             ranks.append(subprocess.Popen(words, pass_fds=(theirs.fileno(),), env={**os.environ, FOLDER: str(folder)}))
             theirs.close()
             own.settimeout(60)
-            assert receive(own) == Beat()
+            assert next(BlockingChannel(own).messages()) == Beat()
             ends.append(own)
         ranks[1].send_signal(signal.SIGSTOP)
         for own in ends:
@@ -89,14 +88,3 @@ def test_a_rank_ends_when_the_job_is_killed(tmp_path):
     while Path(f"/proc/{rank}").exists() and time.monotonic() < until:
         time.sleep(0.02)
     assert not Path(f"/proc/{rank}").exists()
-
-
-@pytest.mark.parametrize("error", [InvalidAlgorithm("a loss is not a number"), ValueError("odd")])
-def test_errors_are_sent_as_they_are(error):
-    assert _sendable(error) is error
-
-
-def test_an_error_that_can_not_be_made_again_is_sent_as_text():
-    found = _sendable(ContextOverflow(5, 3))
-    assert isinstance(found, RuntimeError)
-    assert "ContextOverflow: the prompt has 5 tokens" in str(found)

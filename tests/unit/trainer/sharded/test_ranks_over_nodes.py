@@ -13,7 +13,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import TrainerConfig
 from palestra.errors import TrainerLost
-from palestra.processes import LocalProcess, popen
+from palestra.process.child import LocalProcess, popen
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.sharded.processes import RankPlaces
 from palestra.trainer.sharded.rank import Rank, RankOrder
@@ -81,7 +81,9 @@ async def test_a_first_rank_that_lacks_its_address_is_named(tmp_path):
 
 def rank(number: int) -> Rank:
     config = TrainerConfig(devices=2, device="cpu", rank_timeout_seconds=12.0)
-    return Rank(RankOrder(number=number, meeting=None, config=config, threads=None, deterministic=False))
+    found = Rank()
+    found.begin(RankOrder(number=number, meeting=None, config=config, threads=None, deterministic=False))
+    return found
 
 
 def test_a_rank_that_cannot_reach_the_first_one_says_so():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.processes import MALLOC_VARIABLE, malloc_without_caches, popen
+from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches, popen
 
 PROGRAM = """
 import os, socket, sys

@@ -1,0 +1,316 @@
+"""Messages between two processes over a socket that only they have: calls by id, their answers, events, signs of life.
+
+A frame is its length (four bytes, little-endian) and a list of messages in msgpack. `Channel` is an end on an event
+loop, `BlockingChannel` one of a program that has none. `Remote` makes calls; what it calls is described by `stub`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import struct
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from palestra.errors import InvalidRequest
+from palestra.process.codec import SentError, decode, encode
+from palestra.waiting import cancelled
+
+MOST_BYTES = 2**32 - 1  # of a frame
+_LENGTH = struct.Struct("<I")
+
+
+class Call(msgspec.Struct, array_like=True, tag=0):
+    """A call of a method; `arguments` are in order."""
+
+    id: int
+    method: str
+    arguments: msgspec.Raw
+
+
+class Cancel(msgspec.Struct, array_like=True, tag=1):
+    """The caller does not wait for a call any more."""
+
+    id: int
+
+
+class Result(msgspec.Struct, array_like=True, tag=2):
+    """What a method has returned; of one that streams, None at the end."""
+
+    id: int
+    value: msgspec.Raw
+
+
+class Piece(msgspec.Struct, array_like=True, tag=3):
+    """What a method that streams has yielded."""
+
+    id: int
+    value: msgspec.Raw
+
+
+class Failed(msgspec.Struct, array_like=True, tag=4):
+    """A method has raised.
+
+    Attributes:
+        error: None: another process that had the same call has an error, and this one has taken the call back.
+        trace: lines for a log; empty: the error is one that the caller may expect.
+    """
+
+    id: int
+    error: SentError | None
+    trace: str = ""
+
+
+class Event(msgspec.Struct, array_like=True, tag=5):
+    """Something that the other side has to know, and that is no answer."""
+
+    name: str
+    value: msgspec.Raw
+
+
+class Beat(msgspec.Struct, array_like=True, tag=6):
+    """A sign of life, which is also sent during a call."""
+
+
+Message = Call | Cancel | Result | Piece | Failed | Event | Beat
+
+
+class CallBroken(Exception):
+    """A call has failed at the other end in a way that nobody expects there.
+
+    Attributes:
+        error: what was raised.
+        trace: lines for a log.
+    """
+
+    def __init__(self, error: Exception, trace: str) -> None:
+        super().__init__(str(error))
+        self.error, self.trace = error, trace
+
+
+class TakenBack(Exception):
+    """A call has failed that several processes had, all of which have taken it back.
+
+    Attributes:
+        problem: of this process; None: another one has failed.
+    """
+
+    def __init__(self, problem: Exception | None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+def packed(messages: list[Message]) -> bytes:
+    """Return a frame."""
+    content = encode(messages)
+    if len(content) > MOST_BYTES:
+        raise InvalidRequest(f"a message to another process has {len(content):,} bytes, and may have {MOST_BYTES:,}")
+    return _LENGTH.pack(len(content)) + content
+
+
+def raw(value: Any) -> msgspec.Raw:
+    """Return a value as a part of a message; see `encode`."""
+    return msgspec.Raw(encode(value))
+
+
+class Channel:
+    """One end on an event loop.
+
+    All messages of one turn of the loop travel in one frame: a forward pass gives every running reply a token, and a
+    frame for each of them would cost more than the token's share of the pass.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._due: list[Message] = []
+
+    @classmethod
+    async def over(cls, connection: socket.socket) -> Channel:
+        """Return the channel over a connected socket, of the Unix family or of TCP."""
+        if connection.family == socket.AF_UNIX:
+            return cls(*await asyncio.open_unix_connection(sock=connection))
+        return cls(*await asyncio.open_connection(sock=connection))
+
+    def send(self, message: Message) -> None:
+        """Send a message with the other messages of this turn of the event loop."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._due.append(message)
+
+    def _flush(self) -> None:
+        due, self._due = self._due, []
+        if due and not self._writer.is_closing():
+            self._writer.write(packed(due))
+
+    async def frames(self) -> AsyncIterator[list[Message]]:
+        """Yield what arrives, a frame of messages at a time, until the other side has gone.
+
+        Raises:
+            InvalidRequest: the bytes are no message.
+        """
+        while True:
+            try:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                data = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, OSError):
+                return
+            yield decode(list[Message], data)
+
+    async def drain(self) -> None:
+        """Return when what was sent has left this process, or can't."""
+        self._flush()
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
+
+    def close(self) -> None:
+        """End the connection; the other side learns of it."""
+        self._writer.close()
+
+
+class BlockingChannel:
+    """One end of a program without an event loop; one thread reads, and any may write."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._writing = end, threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        content = packed([message])
+        with self._writing:
+            self._end.sendall(content)
+
+    def messages(self) -> Iterator[Message]:
+        """Yield what arrives, until the other side has gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+                yield from decode(list[Message], self._exactly(length))
+
+    def _exactly(self, count: int) -> bytes:
+        found = bytearray()
+        while len(found) < count:
+            if not (part := self._end.recv(min(count - len(found), 2**20))):
+                raise EOFError
+            found += part
+        return bytes(found)
+
+
+class Remote:
+    """Makes calls at the other end of a channel, and hands out what arrives.
+
+    Attributes:
+        heard: monotonic time of the newest message.
+        closed: is done when the other side has closed its end.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        cause: Callable[[], Awaitable[Exception]],
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        """Begin to receive.
+
+        Args:
+            channel: closed with this object.
+            cause: is asked for the error of all calls when the other side has closed its end.
+            on_event: gets the events of the other side.
+        """
+        self._channel, self._cause, self._on_event = channel, cause, on_event
+        self._ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._streams: dict[int, asyncio.Queue[Piece | Result | Exception]] = {}
+        self._lost: Exception | None = None
+        self.heard, self.closed = time.monotonic(), asyncio.get_running_loop().create_future()
+        self._receiving = asyncio.create_task(self._receive())
+
+    async def call(self, method: str, *arguments: Any) -> msgspec.Raw:
+        """Call a method, and return its result, which `decode` reads.
+
+        Raises:
+            CallBroken, TakenBack: see there.
+            Exception: what the method has raised, or why the other side has gone.
+        """
+        number = self._send(method, arguments)
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            return await answer
+        finally:
+            del self._calls[number]
+
+    async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[msgspec.Raw, None]:
+        """Call a method, and yield what it yields. Closing the iterator cancels the call. See `call`."""
+        number, pieces, ended = self._send(method, arguments), asyncio.Queue[Piece | Result | Exception](), False
+        self._streams[number] = pieces
+        try:
+            while isinstance(piece := await pieces.get(), Piece):
+                yield piece.value
+            ended = True
+            if isinstance(piece, Exception):
+                raise piece
+        finally:
+            del self._streams[number]
+            if not ended and self._lost is None:
+                self._channel.send(Cancel(number))
+
+    def _send(self, method: str, arguments: tuple[Any, ...]) -> int:
+        if self._lost is not None:
+            raise self._lost
+        number = next(self._ids)
+        self._channel.send(Call(number, method, raw(arguments)))
+        return number
+
+    async def _receive(self) -> None:
+        try:
+            async for messages in self._channel.frames():
+                self.heard = time.monotonic()
+                for message in messages:
+                    self._take(message)
+        except InvalidRequest as error:
+            self.lose(error)
+        self.closed.set_result(None)
+        self.lose(await self._cause())
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Piece | Result | Failed):
+            found = _error(message) if isinstance(message, Failed) else message
+            if (pieces := self._streams.get(message.id)) is not None:
+                pieces.put_nowait(found)
+            elif (call := self._calls.get(message.id)) is not None and not call.done():
+                if isinstance(found, Exception):
+                    call.set_exception(found)
+                else:
+                    call.set_result(found.value)
+        elif isinstance(message, Event):
+            self._on_event(message)
+
+    def lose(self, error: Exception) -> None:
+        """Give the other side up, and fail all calls; the first reason counts."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        for pieces in self._streams.values():
+            pieces.put_nowait(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        self._channel.close()
+
+    async def close(self) -> None:
+        """Close the channel. Calls in flight fail only if `lose` was called before."""
+        self._channel.close()
+        await cancelled(self._receiving)
+
+
+def _error(message: Failed) -> Exception:
+    if message.error is None:
+        return TakenBack(None)
+    error = message.error.error()
+    return CallBroken(error, message.trace) if message.trace else error

@@ -1,0 +1,163 @@
+"""Values between two processes: msgpack of records, numbers, texts, paths, numpy arrays and pydantic models.
+
+A value is decoded as the type that an annotation names; any other one is refused, with its place. An error that
+Palestra or Python raises arrives as one of the same class.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from palestra import errors
+from palestra.errors import InvalidRequest, PalestraError
+
+_DTYPES = {np.dtype(name).str: np.dtype(name) for name in ("bool", "u1", "<i4", "<i8", "<f4", "<f8")}
+_MOST_DIMENSIONS = 8
+_KNOWN: dict[str, type[Exception]] = {
+    name: kind
+    for module in (builtins, errors)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+_protocols: dict[Any, Callable[[Any], Any]] = {}
+
+
+def encode(value: Any) -> bytes:
+    """Return the bytes of a value.
+
+    Raises:
+        TypeError: it can't be sent.
+        OverflowError: an integer has more than 64 bits.
+    """
+    return _encoder.encode(value)
+
+
+def decode(kind: Any, data: bytes | msgspec.Raw) -> Any:
+    """Return a value that `encode` has made bytes of.
+
+    Args:
+        kind: the annotation of its type.
+
+    Raises:
+        InvalidRequest: the bytes are no such value; the message names the place.
+    """
+    try:
+        return _decoder(kind).decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"no such message: {error}") from error
+
+
+def decodes(kind: Any, make: Callable[[Any], Any]) -> None:
+    """Have values that are annotated with a protocol, or another class, be made of what they were sent as.
+
+    Args:
+        make: raises ValueError where it can't.
+    """
+    _protocols[kind] = make
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_made)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a type that msgspec does not know as one that it knows."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.str not in _DTYPES:
+            raise TypeError(f"an array of {value.dtype} can't be sent")
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} can't be sent")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """Return a value of a type that msgspec does not know; a ValueError becomes one with the value's place."""
+    if (get_origin(kind) or kind) is np.ndarray:
+        return _array(kind, value)
+    if kind in _protocols:
+        return _protocols[kind](value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind.model_validate(value)
+    raise ValueError(f"a {type(value).__name__} is no {getattr(kind, '__name__', kind)}")
+
+
+def _array(kind: Any, value: Any) -> NDArray[Any]:
+    """Return an array, which owns its numbers."""
+    try:
+        name, shape, data = value
+        dtype = _DTYPES[name]
+        whole = all(type(size) is int and size >= 0 for size in shape) and len(shape) <= _MOST_DIMENSIONS
+    except (TypeError, ValueError, KeyError):
+        raise ValueError("no array") from None
+    if not whole or not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError("an array whose numbers do not fill its shape")
+    wanted = _wanted(kind)
+    if wanted is not None and dtype != wanted:
+        raise ValueError(f"an array of {dtype}, and not of {wanted}")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+@cache
+def _wanted(kind: Any) -> np.dtype[Any] | None:
+    """Return the dtype that an annotation names; None: any."""
+    numbers = get_args(get_args(kind)[1])[0] if get_args(kind) else Any
+    return None if numbers is Any else np.dtype(numbers)
+
+
+class SentError(msgspec.Struct, array_like=True):
+    """An error on its way to another process.
+
+    Attributes:
+        kind: name of its class.
+        message: what it says.
+        fields: its attributes that can be sent.
+    """
+
+    kind: str
+    message: str
+    fields: dict[str, str | int | float | bool | None] = {}
+
+    @classmethod
+    def of(cls, error: Exception) -> SentError:
+        """Describe an error."""
+        fields = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | None)}
+        if isinstance(error, OSError):
+            fields["errno"] = error.errno
+        return cls(type(error).__name__, str(error), fields)
+
+    def error(self) -> Exception:
+        """Return the error again; a RuntimeError, if its class is not one of Palestra's or Python's own."""
+        kind = _KNOWN.get(self.kind)
+        if kind is None:
+            return RuntimeError(f"{self.kind}: {self.message}")
+        # The constructors of some classes make the message of other arguments, which a message does not have.
+        error = kind.__new__(kind)
+        error.args = (self.message,)
+        if isinstance(error, OSError):
+            error.errno = self.fields.get("errno")  # type: ignore[assignment]
+        elif isinstance(error, PalestraError):
+            vars(error).update(self.fields)
+        return error
