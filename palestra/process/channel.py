@@ -79,6 +79,9 @@ class Beat(msgspec.Struct, array_like=True, tag=6):
 
 
 Message = Call | Cancel | Result | Piece | Failed | Event | Beat
+Cause = Callable[[InvalidRequest | None], Awaitable[Exception]]
+"""Is asked for the error of all calls when the other side has closed its end, or, by its argument, has sent what is no
+message."""
 
 
 class CallBroken(Exception):
@@ -212,14 +215,13 @@ class Remote:
     def __init__(
         self,
         channel: Channel,
-        cause: Callable[[], Awaitable[Exception]],
+        cause: Cause,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """Begin to receive.
 
         Args:
             channel: closed with this object.
-            cause: is asked for the error of all calls when the other side has closed its end.
             on_event: gets the events of the other side.
         """
         self._channel, self._cause, self._on_event = channel, cause, on_event
@@ -268,15 +270,16 @@ class Remote:
         return number
 
     async def _receive(self) -> None:
+        problem = None
         try:
             async for messages in self._channel.frames():
                 self.heard = time.monotonic()
                 for message in messages:
                     self._take(message)
         except InvalidRequest as error:
-            self.lose(error)
+            problem = error
         self.closed.set_result(None)
-        self.lose(await self._cause())
+        self.lose(await self._cause(problem))
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Piece | Result | Failed):

@@ -137,13 +137,6 @@ def ending(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-async def open_stream(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return both directions of a connected socket, of the Unix family or of TCP."""
-    if connection.family == socket.AF_UNIX:
-        return await asyncio.open_unix_connection(sock=connection)
-    return await asyncio.open_connection(sock=connection)
-
-
 def die_with_parent() -> None:
     """Have the kernel end this process with its parent: a stopped process would not see that its socket is closed."""
     if sys.platform == "linux":

@@ -1,21 +1,24 @@
 """The methods of a class or protocol over a channel, as its annotations describe them: nothing of it is written again.
 
-`Methods` decodes arguments and results; `proxy` stands for an object at the other end.
+`proxy` stands for an object at the other end, and `Server` executes the calls there.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from palestra.errors import InvalidRequest
-from palestra.process.channel import Remote
-from palestra.process.codec import decode
+from palestra.process.channel import Call, Cancel, Channel, Failed, Piece, Remote, Result, raw
+from palestra.process.codec import SentError, decode
+from palestra.waiting import cancelled
 
 T = TypeVar("T")
 
@@ -78,23 +81,18 @@ def method_of(kind: Any, name: str) -> Method:
     return Method.of(function)
 
 
-def public_methods(kind: Any) -> Iterator[str]:
-    """Yield the names of a protocol's methods."""
-    return (name for name, found in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_"))
-
-
 def proxy(protocol: type[T], remote: Remote, local: object) -> T:
     """Return an object that has the methods of a protocol.
 
     Args:
         local: implements the methods that are answered on this side; all others are called at the other end.
     """
-    names = {name: None for name in public_methods(protocol)}
-    methods = {name: getattr(local, name, None) or _called(protocol, name, remote) for name in names}
+    names = [name for name, _ in inspect.getmembers(protocol, inspect.isfunction) if not name.startswith("_")]
+    methods = {name: getattr(local, name, None) or remote_method(protocol, name, remote) for name in names}
     return cast(T, type(protocol.__name__, (), {name: staticmethod(method) for name, method in methods.items()})())
 
 
-def _called(protocol: Any, name: str, remote: Remote) -> Callable[..., Any]:
+def remote_method(protocol: Any, name: str, remote: Remote) -> Callable[..., Any]:
     """Return a function that calls a method at the other end."""
     method = method_of(protocol, name)
 
@@ -110,3 +108,57 @@ def _called(protocol: Any, name: str, remote: Remote) -> Callable[..., Any]:
             await pieces.aclose()
 
     return stream if method.streams else call
+
+
+class Server:
+    """Executes the calls that arrive on an object, all at the same time."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        protocol: Any,
+        target: object,
+        sent: Callable[[Exception], Awaitable[Exception | None]],
+    ) -> None:
+        """Prepare to serve.
+
+        Args:
+            protocol: whose methods may be called.
+            target: implements them.
+            sent: returns the error that the caller gets for one that was raised; None: the caller gets no answer.
+        """
+        self._channel, self._protocol, self._target, self._sent = channel, protocol, target, sent
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Serve until the other side has closed the channel, and end the calls that are left."""
+        try:
+            async for messages in self._channel.frames():
+                for message in messages:
+                    if isinstance(message, Call):
+                        task = self._calls[message.id] = asyncio.create_task(self._answer(message))
+                        task.add_done_callback(partial(self._forget, message.id))
+                    elif isinstance(message, Cancel) and (found := self._calls.get(message.id)) is not None:
+                        found.cancel()
+        finally:
+            await cancelled(*self._calls.values())
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        self._calls.pop(number, None)
+
+    async def _answer(self, call: Call) -> None:
+        """Execute one call, and send its answer."""
+        try:
+            method = method_of(self._protocol, call.method)
+            found = getattr(self._target, call.method)(*method.decoded(call.arguments))
+            result = None
+            if method.streams:
+                async with contextlib.aclosing(found) as pieces:
+                    async for piece in pieces:
+                        self._channel.send(Piece(call.id, raw(piece)))
+            else:
+                result = await found
+            self._channel.send(Result(call.id, raw(result)))
+        except Exception as error:  # noqa: BLE001 - the caller has it
+            if (answer := await self._sent(error)) is not None:
+                self._channel.send(Failed(call.id, SentError.of(answer)))

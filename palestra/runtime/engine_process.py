@@ -13,16 +13,12 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import uvloop
 
-from palestra.backend.channel import Channel
-from palestra.backend.engine_worker import EngineWorker
-from palestra.backend.errors import error_fields, error_of
+from palestra.backend.engine_worker import EngineOrder, EngineWorker
 from palestra.backend.worker_engine import WorkerEngine
-from palestra.config import JobConfig
 from palestra.engine.cards import CardTurns
 from palestra.engine.driver import EngineJob, LoadedEngine, SampledModel, driver_of
 from palestra.engine.pool.worker import StartedWorker
@@ -30,10 +26,10 @@ from palestra.errors import EngineFailure, PalestraError, ServerFailed
 from palestra.models.gpus import VISIBLE
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.stored import StoredPictures
-from palestra.process.child import ProcessStarter, die_with_parent, open_stream, start_process
+from palestra.process.channel import Channel
+from palestra.process.child import ProcessStarter, die_with_parent, start_process
 from palestra.runtime.numerics import numerics_of
 from palestra.threads import in_thread
-from palestra.waiting import cancelled, race
 
 REAP_SECONDS = 2.0  # between the end of a worker's socket and that of its process
 PROGRAM = "palestra.runtime.engine_process"
@@ -50,13 +46,14 @@ class EngineProcesses:
             cards: on which the workers compute; None: on no card, or on those that each finds itself.
         """
         self._start, self._cards = start, cards or CardTurns(())
-        self._config = job.config
         self._numerics: dict[str, str] = {}
-        self._order = {
-            "config": job.config.model_dump(mode="json"),
-            "weights": dict(job.weights),
-            "pictures": None if job.pictures is None else str(job.pictures.folder.absolute()),
-        }
+        self._order = EngineOrder(
+            config=job.config,
+            weights=job.weights,
+            pictures=None if job.pictures is None else job.pictures.folder.absolute(),
+            number=0,
+            numerics={},
+        )
         self.models: dict[str, SampledModel] = {}  # by policy; those of the newest worker, of which all have the same
         self._has_started = False
 
@@ -79,8 +76,9 @@ class EngineProcesses:
 
     async def _expected(self) -> dict[str, str]:
         """Return what has to compute in each worker of a deterministic job; {}: anything may."""
-        if self._config.deterministic and not self._numerics:
-            self._numerics = await in_thread(lambda: numerics_of(self._config))
+        config = self._order.config
+        if config.deterministic and not self._numerics:
+            self._numerics = await in_thread(lambda: numerics_of(config))
         return self._numerics
 
     async def _started(self, number: int, visible: str | None) -> StartedWorker:
@@ -89,8 +87,6 @@ class EngineProcesses:
             process = await self._start(PROGRAM, {} if visible is None else {VISIBLE: visible})
         except ServerFailed as error:  # another start may succeed
             raise EngineFailure(str(error)) from error
-        reader, writer = await open_stream(process.connection)
-        channel = Channel(reader, writer)
 
         async def cause() -> str:
             with contextlib.suppress(TimeoutError):
@@ -98,31 +94,24 @@ class EngineProcesses:
                     return await process.how_ended()
             return "has closed its connection"
 
+        worker = WorkerEngine(await Channel.over(process.connection), cause)
         try:
-            channel.send({"order": self._order | {"place": number, "numerics": await self._expected()}})
-            answer = await _first(channel)
-            if answer is None:
-                raise EngineFailure(f"the process {await cause()}")
-            if "error" in answer:
-                refused = error_of(answer["error"])
-                if self._has_started and not isinstance(refused, EngineFailure):
-                    # What was there for another worker may be there again in a moment: memory, say.
-                    raise EngineFailure(str(refused)) from refused
-                raise refused
-        except BaseException:
+            self.models = await worker.begin(replace(self._order, number=number, numerics=await self._expected()))
+        except BaseException as error:
             process.kill()
-            channel.close()
+            worker.lose("was ended by the job")
+            if self._has_started and isinstance(error, PalestraError) and not isinstance(error, EngineFailure):
+                # What was there for another worker may be there again in a moment: memory, say.
+                raise EngineFailure(str(error)) from error
             raise
         self._has_started = True
-        self.models = {name: SampledModel(*found) for name, found in answer["models"].items()}
-        engine = WorkerEngine(channel, cause)
 
         def kill() -> None:
             process.kill()
-            engine.lose("was ended by the job")
+            worker.lose("was ended by the job")
             self._cards.give_back(visible)
 
-        return StartedWorker(engine, kill, process.pid)
+        return StartedWorker(worker.engine, kill, process.pid)
 
 
 class ProcessHost:
@@ -141,64 +130,30 @@ class ProcessHost:
         return EngineProcesses(job, self._start, cards)
 
 
-async def _first(channel: Channel) -> dict[str, Any] | None:
-    """Return the first message of the other side; None: the channel was closed."""
-    async with contextlib.aclosing(channel.frames()) as frames:  # type: ignore[type-var]
-        async for frame in frames:
-            first: dict[str, Any] = frame.header["messages"][0]
-            return first
-    return None
-
-
 # The process
 
 
-async def _serve(number: int) -> None:
-    """Load what the job orders, and serve it until the job has gone."""
-    reader, writer = await open_stream(socket.socket(fileno=number))
-    channel = Channel(reader, writer, sends_json=True)
-    message = await _first(channel)
-    if message is None:
-        return
-    loading = asyncio.create_task(in_thread(lambda: _load(message["order"]), "palestra-load"))
-    gone = asyncio.create_task(_first(channel))  # the job sends nothing before it has an answer
-    try:
-        if (await race(asyncio.shield(loading), asyncio.shield(gone))).index == 1:
-            return
-        loaded = loading.result()
-        if loaded.check is not None:
-            await loaded.check()
-    except PalestraError as error:
-        channel.send({"error": error_fields(error)})
-        await channel.drain()
-        return
-    finally:
-        await cancelled(gone)
-    models = {name: (policy.vocab_size, policy.max_context) for name, policy in loaded.policies.items()}
-    channel.send({"models": models})
-    await channel.drain()
-    await EngineWorker(loaded.engine, channel).run()
-
-
-def _load(order: dict[str, Any]) -> LoadedEngine:
+def _load(order: EngineOrder) -> LoadedEngine:
     """Return the engine that a job orders."""
-    config = JobConfig.model_validate(order["config"])
+    config = order.config
     if config.engine.has_model:
         from palestra.models.device import tune_malloc
 
         tune_malloc()  # before torch is loaded
-    pictures = None if order["pictures"] is None else StoredPictures(Blobs(Path(order["pictures"])))
+    pictures = None if order.pictures is None else StoredPictures(Blobs(order.pictures))
     # All that this process has is this worker's: the trainer has a bundle of its own, or the job's.
-    job = EngineJob(
-        config=config, weights=order["weights"], pictures=pictures, trainer_is_here=False, worker=order["place"]
-    )
+    job = EngineJob(config=config, weights=order.weights, pictures=pictures, trainer_is_here=False, worker=order.number)
     (table,) = config.engine.tables
     loaded = driver_of(table).load(job, table)
-    if before := order["numerics"]:
+    if before := order.numerics:
         from palestra.models.numerics import KERNELS, check_numerics, numerics
 
         check_numerics(before, numerics(KERNELS in before), "the job's other processes compute")
     return loaded
+
+
+async def _serve(connection: socket.socket) -> None:
+    await EngineWorker(await Channel.over(connection), _load).run()
 
 
 def main() -> None:
@@ -208,7 +163,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"%(name)s[{os.getpid()}]: %(message)s")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(int(sys.argv[1])))
+        runner.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
         sys.stderr.flush()
         os._exit(0)  # models and threads are not taken down one by one
 

@@ -78,7 +78,7 @@ class SamplingParams:
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "max_tokens": (1, 2**31 - 1),
-    "seed": (-(2**64), 2**64),
+    "seed": (-(2**63), 2**64 - 1),
     "min_tokens": (0, 2**31 - 1),
     "top_p": (0, 1),
     "top_k": (0, 2**31 - 1),

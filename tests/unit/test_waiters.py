@@ -126,7 +126,7 @@ def failures_of_a_base_server() -> Case:
 @case
 def calls_of_an_engine_worker() -> Case:
     made = WorkerEngine(SimpleNamespace(send=lambda _: None, frames=_no_frames, close=lambda: None), never)  # type: ignore[arg-type]
-    return made.pause, lambda: len(made._calls) + callbacks(made._lost)
+    return made.engine.pause, lambda: len(made._remote._calls) + callbacks(made._lost)
 
 
 @case

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 from msgspec import Raw
 
 from palestra.config import TrainerConfig
-from palestra.errors import ServerFailed, TrainerLost
+from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
 from palestra.models.device import available_cores
 from palestra.models.numerics import numerics
 from palestra.models.owned_folder import OwnedFolder
-from palestra.process.channel import CallBroken, Channel, Remote, TakenBack
+from palestra.process.channel import CallBroken, Cause, Channel, Remote, TakenBack
 from palestra.process.child import ChildProcess, ProcessStarter, start_process
 from palestra.process.codec import decode
 from palestra.process.stub import method_of
@@ -182,8 +182,10 @@ class RankProcesses:
             raise error  # of a rank that has failed itself
         return [answer for answer in answers if isinstance(answer, Raw)]
 
-    async def _cause(self) -> Exception:
+    async def _cause(self, problem: InvalidRequest | None) -> Exception:
         """Return the error of calls to a rank that has closed its end, when the watch has seen it."""
+        if problem is not None:
+            self._lose(f"a rank has sent what is no message: {problem}")
         await self._gone.wait()
         return self._error()
 
@@ -245,7 +247,7 @@ class RankProcesses:
 class _RankProcess:
     """One process, and the calls of the job to it."""
 
-    def __init__(self, process: ChildProcess, channel: Channel, cause: Callable[[], Awaitable[Exception]]) -> None:
+    def __init__(self, process: ChildProcess, channel: Channel, cause: Cause) -> None:
         self._process = process
         self.pid, self.address, self.remote = process.pid, process.address, Remote(channel, cause)
 

@@ -48,8 +48,8 @@ async def ends():
     ours, theirs = socket.socketpair()
     events: list[Event] = []
 
-    async def cause() -> Exception:
-        return EngineFailure("gone")
+    async def cause(problem: InvalidRequest | None) -> Exception:
+        return problem or EngineFailure("gone")
 
     remote = Remote(await Channel.over(ours), cause, events.append)
     with theirs:

@@ -66,6 +66,20 @@ def test_numbers_keep_all_their_bits(single, double):
     assert np.asarray(decode(list[float], encode(double))).tobytes() == np.asarray(double).tobytes()
 
 
+class Version(str):
+    """As torch has one."""
+
+
+class Count(int):
+    """As a library may have one."""
+
+
+def test_numbers_and_texts_of_other_classes_arrive_plain():
+    for value, plain in ((Version("2.13"), "2.13"), (Count(3), 3), (np.float32(0.5), 0.5), (np.float64(0.1), 0.1)):
+        found = decode(Any, encode(value))
+        assert (found, type(found)) == (plain, type(plain))
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3), (2, 0, 4)])
 def test_an_array_keeps_its_shape(shape):
     assert decode(NDArray[Any], encode(np.ones(shape, np.int64))).shape == shape

@@ -335,12 +335,14 @@ def test_a_server_in_a_bundle_has_all_of_its_cards_and_none_is_left_to_a_trainer
 
 async def test_what_another_worker_has_loaded_is_tried_again(tmp_path, monkeypatch):
     """Memory that is missing for a moment must not end a job whose workers have served."""
-    answers = [{"models": {}}, {"error": {"code": "config_error", "message": "2 GiB are missing", "param": None}}]
+    answers = [{}, ConfigError("2 GiB are missing")]
 
-    async def first(channel):
-        return answers.pop(0)
+    async def begin(worker, order):
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
 
-    monkeypatch.setattr(engine_process, "_first", first)
+    monkeypatch.setattr(engine_process.WorkerEngine, "begin", begin)
     processes = engine_process.EngineProcesses(EngineJob(config=job_of(tmp_path, {"kind": "fake"})))
     worker = await processes.start(0)
     with pytest.raises(EngineFailure, match="2 GiB are missing"):
@@ -353,5 +355,5 @@ def test_a_bundle_has_one_worker_with_all_of_its_cores(tmp_path):
     config = job_of(tmp_path, {"kind": "vllm", "python": "/venv/bin/python", "replicas": 3, "threads": 2})
     assert isinstance(config.engine, VllmEngineConfig)
     found = started_by(config, start_process)
-    order = found.start.__self__._order["config"]["engine"]
-    assert (found.count, order["replicas"], order["threads"]) == (3, 1, 2)
+    engine = found.start.__self__._order.config.engine
+    assert (found.count, engine.replicas, engine.threads) == (3, 1, 2)
