@@ -1,20 +1,22 @@
-"""Programs that a job starts beside itself, each at the other end of a socket: inference workers, ranks of a trainer.
+"""Programs that Palestra starts, each at the other end of a socket, and how they end.
 
-A program is a module, run as `python -m MODULE FD`, where FD is the number of the open socket. The program ends when
-the job closes its end, and so with the job. `start_process` starts one on this machine; a cluster has a
-`ProcessStarter` of its own.
+A program is a module, run as `python -m MODULE FD …`, where FD is the number of the open socket. It ends when its owner
+closes the other end, and so with its owner, however that ends. `start_process` starts one on this machine; a cluster
+has a `ProcessStarter` of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +25,7 @@ from palestra.threads import in_thread
 HOSTED = (
     "PALESTRA_HOSTED"  # set for a program on another machine, which has to end with the process that keeps it there
 )
+LAST_BYTES = 16_384  # of a log, in which its last line is looked for
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc alone, when a process starts
 NO_CACHES = "glibc.malloc.tcache_count=0"
@@ -83,58 +86,142 @@ class LocalProcess:
     Attributes:
         pid: of the process.
         address: of this machine for itself.
-        connection: the job's end of the socket.
+        connection: the owner's end of the socket.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, log: Path | None = None) -> None:
         """Stand for a process that runs.
 
         Args:
-            connection: the job's end of the socket to it.
+            connection: the owner's end of the socket to it.
+            log: of the process, which then leads a group of its own; None: it is in the owner's group.
         """
-        self._process, self.connection = process, connection
+        self._process, self.connection, self.log = process, connection, log
         self.pid, self.address = process.pid, "127.0.0.1"
         self._ended = asyncio.create_task(in_thread(process.wait, "palestra-child"))
 
     def kill(self) -> None:
-        """End the process without waiting, also one that is stopped."""
-        self._process.kill()
+        """End the process without waiting, also one that is stopped; with its group, if that is its own."""
+        if self.log is None:
+            self._process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def code(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
+        return await asyncio.shield(self._ended)
 
     async def how_ended(self) -> str:
-        """Wait for the end of the process, and return how it ended, in words."""
-        return ending(await asyncio.shield(self._ended))
+        """Wait for the end of the process, and return how it ended, in words, with the last line of its log."""
+        words = ending(await self.code())
+        return words if self.log is None else f"{words}: {last_line(self.log)}"
+
+    async def end(self, seconds: float, said: bytes = b"") -> None:
+        """Close the socket, with which the process ends, and kill what is left of it after some seconds.
+
+        Args:
+            said: what the process gets before; see `last_words`.
+        """
+        with contextlib.suppress(OSError, TimeoutError):
+            self.connection.sendall(said)
+        self.connection.close()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.code()
+        except TimeoutError:
+            pass
+        finally:
+            self.kill()
+        await self.code()
 
 
-async def start_process(module: str, variables: Mapping[str, str]) -> LocalProcess:
+async def start_process(
+    module: str, variables: Mapping[str, str], *words: str, log: Path | None = None, prints: bool = False
+) -> LocalProcess:
     """Start a program on this machine; see `ProcessStarter`.
 
     Not in a thread of its own, because the kernel ends a program that asks for it with the thread that has started it.
+
+    Args:
+        words: of its command line, after the number of its socket.
+        log: gets all that it writes; the program then leads a group of its own, which Ctrl-C does not reach.
+        prints: whether its standard output, where there is no log, is that of this process; gloo and vLLM write there.
+
+    Raises:
+        OSError: it can't be started.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        return LocalProcess(popen(module, theirs, {**os.environ, **variables}), ours)
+        try:
+            return LocalProcess(popen(module, theirs, {**os.environ, **variables}, words, log, prints), ours, log)
+        except OSError:
+            ours.close()
+            raise
 
 
-def popen(module: str, connection: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a program.
+def popen(
+    module: str,
+    connection: socket.socket,
+    environment: Mapping[str, str],
+    words: Sequence[str] = (),
+    log: Path | None = None,
+    prints: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a program; see `start_process`.
 
     Args:
         connection: its end of the socket, which the caller closes.
         environment: all of its variables, to which settings of malloc are added.
     """
     settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, ""))
-    return subprocess.Popen(
-        [sys.executable, "-m", module, str(connection.fileno())],
-        pass_fds=(connection.fileno(),),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # gloo writes to it
-        env={**environment, MALLOC_VARIABLE: settings} if settings else dict(environment),
-    )
+    with contextlib.ExitStack() as stack:
+        out = None if log is None else stack.enter_context(log.open("wb"))
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(connection.fileno()), *words],
+            pass_fds=(connection.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=out or (None if prints else subprocess.DEVNULL),
+            stderr=out,
+            start_new_session=log is not None,
+            env={**environment, MALLOC_VARIABLE: settings} if settings else dict(environment),
+        )
 
 
 def ending(code: int) -> str:
     """Return how a process ended, in words, by its exit code."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log, for people."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(log.stat().st_size - LAST_BYTES, 0))
+        lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
+        return lines[-1][:500] if lines else "it said nothing"
+    return "what it said can't be read"
+
+
+# In the program
+
+
+def with_owner(then: Callable[[bytes], None]) -> socket.socket:
+    """Call `then` in a thread when the owner has closed its end of the socket, or has died; return this end.
+
+    Args:
+        then: gets what the owner has said before, in bytes; it ends this process.
+    """
+    connection = socket.socket(fileno=int(sys.argv[1]))
+
+    def wait() -> None:
+        said = b""
+        with contextlib.suppress(OSError):
+            while found := connection.recv(4096):
+                said += found
+        then(said)
+
+    threading.Thread(target=wait, name="palestra-owner", daemon=True).start()
+    return connection
 
 
 def die_with_parent() -> None:

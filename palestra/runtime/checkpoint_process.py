@@ -1,45 +1,43 @@
-"""`python -m palestra.runtime.checkpoint_process RUN CHECKPOINT FOLDER`: serves a checkpoint for `palestra dashboard`.
+"""`python -m palestra.runtime.checkpoint_process SOCKET RUN CHECKPOINT FOLDER`: serves a checkpoint for the dashboard.
 
-Standard output has JSON, a line each: `{"phase": …}` while the model is loaded, `{"url": …, "key": …, "policies": …}`
-when it answers, or `{"failed": …}`. The dashboard holds the other end of standard input, so that this process ends with
-the dashboard, also where the dashboard is killed.
+The events that it sends: `{"phase": …}` while the model is loaded, `{"url": …, "key": …, "policies": …}` when it
+answers, or `{"failed": …}`. It ends with the dashboard, also where that is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.dashboard.progress import model_key, serving_settings
 from palestra.errors import NotFound, PalestraError
 from palestra.extras import missing_extra
+from palestra.process.channel import BlockingChannel, Event, raw
+from palestra.process.child import with_owner
 from palestra.runtime.checkpoints import all_checkpoints
 from palestra.trainer.checkpoint import good
 
 END_SECONDS = 10.0  # what the serving may take to end
 
 
-def main(run: Path, name: str, folder: Path, out: IO[str]) -> int:
-    """Serve a checkpoint until standard input ends, and return the exit code.
+def main(run: Path, name: str, folder: Path) -> int:
+    """Serve a checkpoint until the dashboard ends, and return the exit code.
 
     Args:
         name: of the checkpoint, such as `policy@step-20`.
         folder: in which nothing is yet; nothing that is served is recorded, but a server needs one for its keys.
     """
+    channel = BlockingChannel(with_owner(_end))
 
     def tell(**what: Any) -> None:
-        out.write(f"{json.dumps(what)}\n")
-        out.flush()
+        channel.send(Event("told", raw(what)))
 
-    threading.Thread(target=_end_with_input, daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(10)  # a job that trains on this machine comes first,
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # also where memory is short
@@ -95,16 +93,11 @@ def config_for(run: Path, name: str, folder: Path) -> JobConfig:
     return load_config(run / SAVED_CONFIG, settings)
 
 
-def _end_with_input() -> None:
-    """Wait for the end of standard input, and end this process."""
-    with contextlib.suppress(OSError, ValueError):
-        os.read(0, 1)  # not by `sys.stdin`, whose lock a thread that waits would hold at the end of the process
+def _end(_: bytes) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print would disturb what is told
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), lines))
+    sys.exit(main(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])))

@@ -7,29 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import shutil
-import signal
-import sys
 import tempfile
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from palestra.errors import Conflict
+from palestra.process.channel import Channel, Event
+from palestra.process.child import LocalProcess, start_process
+from palestra.process.codec import decode
 from palestra.waiting import race
 
+PROGRAM = "palestra.runtime.checkpoint_process"
 LOAD_SECONDS = 600.0  # a large model takes long
 IDLE_SECONDS = 600.0  # after the last reply
 END_SECONDS = 5.0  # what the process may take to end
 LOOK_SECONDS = 1.0  # between two looks at its memory
 MEMORY_SHARE = 0.8  # of what is free at its start: the most that it may take
-LAST_BYTES = 16_384  # of its log, in which the last line is looked for
 IDLE = "it had nothing to do, and was ended"
 
 
@@ -134,60 +133,52 @@ class CheckpointServer:
 async def _live(served: Served, run: Path) -> None:
     """Start the process of a checkpoint, and watch it until it ends, or is ended."""
     folder = Path(tempfile.mkdtemp(prefix="palestra-talk-"))
-    log, process = folder / "log.txt", None
+    words, process = (str(run), served.checkpoint, str(folder / "run")), None
     try:
-        with log.open("wb") as said:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "palestra.runtime.checkpoint_process",
-                str(run),
-                served.checkpoint,
-                str(folder / "run"),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=said,
-                start_new_session=True,  # Ctrl-C is for the dashboard, which then ends it
-            )
-        most = _memory_limit()
-        ended = await race(_until_idle(served, process), _until_too_large(process, most), served.end.wait())
+        process = await start_process(PROGRAM, {}, *words, log=folder / "log.txt")
+        most, channel = _memory_limit(), await Channel.over(process.connection)
+        ended = await race(
+            _until_idle(served, process, channel), _until_too_large(process.pid, most), served.end.wait()
+        )
+        channel.close()
         if ended.index < 2:
-            served.reason = str(ended.result) or served.reason or _why(process, log)
+            served.reason = str(ended.result) or served.reason or f"its process {await process.how_ended()}"
     except OSError as error:
         served.reason = f"its process can't be started: {error}"
     finally:
         if process is not None:
-            await _stop(process)
+            await process.end(END_SECONDS)
         served.state = "ended"
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _until_idle(served: Served, process: Process) -> str:
+async def _until_idle(served: Served, process: LocalProcess, channel: Channel) -> str:
     """Return why a process is to be ended, in words; empty: it has ended by itself."""
-    assert process.stdout is not None
+    frames = channel.frames()
     try:
         async with asyncio.timeout(LOAD_SECONDS):
             while served.state == "loading":
-                if not (line := await process.stdout.readline()):
-                    await process.wait()
+                if (messages := await anext(frames, None)) is None:
+                    await process.code()
                     return ""
-                served.take(json.loads(line))
+                for message in messages:
+                    if isinstance(message, Event):
+                        served.take(decode(dict[str, Any], message.value))
     except TimeoutError:
         return f"it was not loaded within {LOAD_SECONDS:g} s"
-    while process.returncode is None:
+    ended = asyncio.ensure_future(process.code())
+    while not ended.done():
         left = IDLE_SECONDS if served.calls else served.used + IDLE_SECONDS - time.monotonic()
         if left <= 0.0:
             return IDLE
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await process.wait()
+        await asyncio.wait((ended,), timeout=left)
     return ""
 
 
-async def _until_too_large(process: Process, most: float) -> str:
+async def _until_too_large(pid: int, most: float) -> str:
     """Return when a process takes more memory than `most` bytes, and say so in words."""
     while True:
-        if (used := _resident_bytes(process.pid)) > most:
+        if (used := _resident_bytes(pid)) > most:
             return (
                 f"out of memory: it took {used / 2**30:.2g} GiB, and may take {most / 2**30:.2g}, "
                 f"{MEMORY_SHARE:.0%} of what was free at its start"
@@ -209,26 +200,3 @@ def _memory_limit() -> float:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 * MEMORY_SHARE
     return math.inf
-
-
-async def _stop(process: Process) -> None:
-    """End a process and all that it has started."""
-    if process.stdin is not None:
-        process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(END_SECONDS):
-            await process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
-    await process.wait()
-
-
-def _why(process: Process, log: Path) -> str:
-    """Return why a process has ended, from its exit code and the last line that it has written."""
-    if process.returncode is not None and process.returncode < 0:
-        return f"its process was ended by {signal.Signals(-process.returncode).name}"
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(log.stat().st_size - LAST_BYTES, 0))
-        if lines := file.read(LAST_BYTES).decode(errors="replace").strip().splitlines():
-            return f"its process ended: {lines[-1][:500]}"
-    return "its process ended, and said nothing"

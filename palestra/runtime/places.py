@@ -7,7 +7,7 @@ from pathlib import Path
 
 from palestra.process.child import ProcessStarter
 from palestra.runtime.runner_fleet import RunnerStarter
-from palestra.runtime.runner_process import start_process as start_runner
+from palestra.runtime.runner_process import start_runner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,10 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from palestra.process.child import start_process
 from palestra.tracking.follow import FOLDER, RESERVE
 from palestra.tracking.process import LINGER_SECONDS, OVER
 from palestra.waiting import race
@@ -20,7 +18,6 @@ from palestra.waiting import race
 log = logging.getLogger("palestra")
 LOOK_SECONDS = 0.5  # between two looks at the disk
 MOST_SAID = 16 * 2**20  # bytes that a tracker may write to its log
-LAST_BYTES = 16_384  # of a log, in which its last line is looked for
 
 
 @contextlib.asynccontextmanager
@@ -43,51 +40,22 @@ async def tracking(folder: Path, names: Sequence[str]) -> AsyncIterator[None]:
 
 async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
     """Start the process of a tracker, and end it after the job; log why it ended before, or with an error."""
+    said = folder / FOLDER / f"{name}.log"
     try:
-        said = folder / FOLDER / f"{name}.log"
         said.parent.mkdir(mode=0o700, exist_ok=True)
-        with said.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "palestra.tracking.process",
-                str(folder),
-                name,
-                stdin=PIPE,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,  # Ctrl-C is for the job, which then ends the process
-            )
+        process = await start_process("palestra.tracking.process", {}, str(folder), name, log=said)
     except OSError as error:
         log.error("the tracker %s could not be started: %s", name, error)
         return
+    reason = None
     try:
-        first = await race(process.wait(), over.wait(), _too_much(folder, said))
-        if first.index == 1:
-            await _end(process)
+        reason = (await race(process.code(), over.wait(), _too_much(folder, said))).result
     finally:
-        _kill(process)
-    await process.wait()
-    if isinstance(first.result, str):
-        log.error("the tracker %s was ended: %s", name, first.result)
-    elif process.returncode:
-        log.error("the tracker %s ended with code %d: %s", name, process.returncode, _last_line(said))
-
-
-async def _end(process: Process) -> None:
-    """Tell a process that the job is over, and wait for it, for a limited time."""
-    assert process.stdin is not None
-    process.stdin.write(OVER)
-    process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            await process.wait()
-
-
-def _kill(process: Process) -> None:
-    """End a process and all that it has started, also where the process itself has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+        await process.end(LINGER_SECONDS if over.is_set() else 0.0, OVER if over.is_set() else b"")
+    if isinstance(reason, str):
+        log.error("the tracker %s was ended: %s", name, reason)
+    elif await process.code():
+        log.error("the tracker %s %s", name, await process.how_ended())
 
 
 async def _too_much(folder: Path, said: Path) -> str:
@@ -103,12 +71,3 @@ async def _too_much(folder: Path, said: Path) -> str:
             return f"it wrote more than {MOST_SAID // 2**20} MiB to {said}"
         if free < RESERVE:
             return f"less than {RESERVE // 2**20} MiB are free; what is left is for the run itself"
-
-
-def _last_line(path: Path) -> str:
-    """Return the last line that a process has written, for people."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(path.stat().st_size - LAST_BYTES, 0))
-        lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else "it said nothing"
-    return "what it said can't be read"

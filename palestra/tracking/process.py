@@ -1,7 +1,7 @@
-"""`python -m palestra.tracking.process RUN NAME`: hands a running job's rows to a tracker until standard input ends.
+"""`python -m palestra.tracking.process SOCKET RUN NAME`: hands a running job's rows to a tracker until the job ends.
 
-The job holds the other end of standard input, so that this process hears of its end, also of a kill. A job that ends
-says so there, and then ends all that its trackers have started; after a kill, this process does.
+The job holds the other end of the socket, so that this process hears of its end, also of a kill. A job that ends says
+so there, and then ends all that its trackers have started; after a kill, this process does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from palestra.config import SAVED_CONFIG
 from palestra.disk import open_own
 from palestra.errors import PalestraError, RunInUse
+from palestra.process.child import with_owner
 from palestra.terminal import say
 from palestra.tracking.follow import FOLDER, check_room, follow, tracked_run
 from palestra.tracking.registry import create_tracker
@@ -35,7 +36,7 @@ def main(folder: Path, name: str) -> int:
     """Hand the rows of a running job to a tracker until the job is over, and return the exit code."""
     over, killed = threading.Event(), threading.Event()
     atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
-    threading.Thread(target=_wait_for_end, args=(over, killed), daemon=True).start()
+    with_owner(lambda said: _end_soon(said, over, killed))
     threading.Thread(target=_watch_room, args=(folder, name), daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(10)  # the job's own work comes first
@@ -52,13 +53,8 @@ def main(folder: Path, name: str) -> int:
     return 0
 
 
-def _wait_for_end(over: threading.Event, killed: threading.Event) -> None:
-    """Wait for the end of standard input, and end this process a little later, even if its tracker hangs."""
-    said = b""
-    with contextlib.suppress(OSError):
-        # Not by `sys.stdin`, whose lock this thread would hold when an error ends the interpreter, which then aborts.
-        while found := os.read(sys.stdin.fileno(), 4096):
-            said += found
+def _end_soon(said: bytes, over: threading.Event, killed: threading.Event) -> None:
+    """End this process a little after the job, even if its tracker hangs."""
     if said != OVER:
         killed.set()
     over.set()
@@ -108,4 +104,4 @@ def alone(folder: Path, name: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(Path(sys.argv[2]), sys.argv[3]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from unit.tracking.test_follow import drop, put
 
 from libraries.child import FOLDER, ROOT, missing, run
 from palestra.config import dump_config, parse_config
+from palestra.process.child import popen
 
 pytestmark = [
     pytest.mark.libraries,
@@ -91,11 +93,13 @@ def rewards(found) -> list[tuple[int, float]]:
     return sorted((int(step), round(value, 6)) for step, value in found["rows"]["train/reward_mean"])
 
 
-def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process of a tracker, as a job does."""
-    command = [sys.executable, "-m", "palestra.tracking.process", str(folder), name]
-    with (folder / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **BEHIND})
+def start(name: str, folder: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the process of a tracker, as a job does, and return the job's end of its socket, too."""
+    ours, theirs = socket.socketpair()
+    words = (str(folder), name)
+    with theirs:
+        variables = {**os.environ, **BEHIND}
+        return popen("palestra.tracking.process", theirs, variables, words, folder / f"{name}.log"), ours
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:
@@ -114,20 +118,21 @@ def configured(folder: Path) -> None:
 async def test_a_tracker_has_each_row_once_also_after_a_kill_and_a_resume(tmp_path, name):
     configured(tmp_path)
     await put(tmp_path, [(0, 0.0), (1, 0.1), (2, 0.2)])
-    first = start(name, tmp_path)
+    first, job = start(name, tmp_path)
     wait_for(lambda: any((tmp_path / "tracking" / name).rglob("*")) or first.poll() is not None)
     await put(tmp_path, [(3, 0.3)])
     time.sleep(2.5)
     first.send_signal(signal.SIGKILL)  # with its job, without a word
-    first.communicate()
+    first.wait()
+    job.close()
     await drop(tmp_path, 1)
     await put(tmp_path, [(2, 0.25), (3, 0.35), (4, 0.45)])
-    second = start(name, tmp_path)
+    second, job = start(name, tmp_path)
     time.sleep(3.0)
     await put(tmp_path, [(5, 0.55)])
     with open_store(tmp_path, FakeClock()) as store:
         await store.log.add_event("completed", {"step": 5})
-    second.stdin.close()  # the job is over
+    job.close()  # the job is over
     assert second.wait(30) == 0, (tmp_path / f"{name}.log").read_text()
     found = read_back(name, tmp_path)
     assert found["runs"] == 1

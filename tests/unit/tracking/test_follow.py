@@ -16,6 +16,7 @@ import pytest
 from palestra.cli.main import main
 from palestra.config import parse_config
 from palestra.errors import ConfigError, StoreError
+from palestra.process.child import start_process
 from palestra.tracking import follow as following
 from palestra.tracking.follow import Follower, completed, follow, tracked_run
 from palestra.tracking.launch import tracking
@@ -200,9 +201,12 @@ def test_what_is_tracked_does_not_decide_whether_a_run_can_be_resumed():
     ("code", "said"),
     [
         ("raise OSError(28, 'No space left on device')", "No space left on device"),
-        ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
-        ("import time; time.sleep(600)", "ended with code -9"),
-        ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)", "ended with code -9"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("import time; time.sleep(600)", "was killed by SIGKILL"),
+        (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)",
+            "was killed by SIGKILL",
+        ),
     ],
 )
 async def test_a_process_that_raises_dies_or_hangs_costs_the_job_nothing(tmp_path, monkeypatch, caplog, code, said):
@@ -210,7 +214,7 @@ async def test_a_process_that_raises_dies_or_hangs_costs_the_job_nothing(tmp_pat
     script = tmp_path / "python"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
     script.chmod(0o755)
-    monkeypatch.setattr("palestra.tracking.launch.sys.executable", str(script))
+    monkeypatch.setattr("sys.executable", str(script))
     monkeypatch.setattr("palestra.tracking.launch.LINGER_SECONDS", 0.3)
     caplog.set_level(logging.WARNING, "palestra")
     async with tracking(tmp_path, ["tensorboard"]):
@@ -224,7 +228,7 @@ async def test_a_process_that_writes_without_an_end_is_ended_before_it_fills_the
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nwhile true; do echo yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy; done\n")
     script.chmod(0o755)
-    monkeypatch.setattr("palestra.tracking.launch.sys.executable", str(script))
+    monkeypatch.setattr("sys.executable", str(script))
     monkeypatch.setattr("palestra.tracking.launch.LOOK_SECONDS", 0.02)
     monkeypatch.setattr("palestra.tracking.launch.MOST_SAID", 2**12)
     caplog.set_level(logging.WARNING, "palestra")
@@ -241,7 +245,7 @@ async def test_what_a_tracker_has_started_ends_with_it(tmp_path, monkeypatch):
     script, pid = tmp_path / "python", tmp_path / "pid"
     script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {pid}.new; mv {pid}.new {pid}\n")
     script.chmod(0o755)
-    monkeypatch.setattr("palestra.tracking.launch.sys.executable", str(script))
+    monkeypatch.setattr("sys.executable", str(script))
     async with tracking(tmp_path, ["tensorboard"]):
         async with asyncio.timeout(5.0):
             while not pid.exists():
@@ -269,32 +273,29 @@ class Forks:
 
 @pytest.mark.slow
 async def test_what_a_tracker_has_started_ends_with_a_job_that_is_killed(tmp_path):
-    """A killed job leaves the other end of standard input closed, and says nothing there."""
+    """A killed job leaves the other end of the socket closed, and says nothing there."""
     await record(tmp_path)
     (tmp_path / "path" / "forks-1.dist-info").mkdir(parents=True)
     (tmp_path / "path" / "forks-1.dist-info" / "METADATA").write_text("Name: forks\nVersion: 1\n")
     entry = "[palestra.trackers]\nforks = forks:Forks\n"
     (tmp_path / "path" / "forks-1.dist-info" / "entry_points.txt").write_text(entry)
     (tmp_path / "path" / "forks.py").write_text(FORKS)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "palestra.tracking.process", str(tmp_path), "forks"),
-        stdin=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
-    )
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")])}
+    words = (str(tmp_path), "forks")
+    process = await start_process("palestra.tracking.process", variables, *words, log=tmp_path / "log.txt")
     pid = tmp_path / "tracking" / "forks" / "pid"
     async with asyncio.timeout(30.0):
         while not pid.exists():
             await asyncio.sleep(0.05)
-        process.stdin.close()
-        assert await process.wait() == -signal.SIGKILL
+        process.connection.close()
+        assert await process.code() == -signal.SIGKILL
         state = Path("/proc", pid.read_text(), "status")
         while state.exists() and "zombie" not in state.read_text():
             await asyncio.sleep(0.01)
 
 
 async def test_a_process_that_can_not_be_started_costs_the_job_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("palestra.tracking.launch.sys.executable", str(tmp_path / "no-python"))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "no-python"))
     async with tracking(tmp_path, ["tensorboard", "wandb"]):
         pass
     assert caplog.text.count("could not be started") == 2
