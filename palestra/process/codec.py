@@ -79,9 +79,10 @@ def _plain(value: Any) -> Any:
         return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     if isinstance(value, np.generic):
         return value.item()
-    for plain in (str, int, float):
-        if isinstance(value, plain):  # of a subclass
-            return plain.__new__(plain, value)
+    if isinstance(value, str):  # of a subclass
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, BaseModel):
