@@ -7,11 +7,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from palestra.config import JobConfig
 from palestra.engine.base import Engine, EngineLoad
-from palestra.engine.driver import LoadedEngine, SampledModel
 from palestra.errors import EngineFailure, PalestraError
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weight_file import FileWeights
@@ -21,6 +20,9 @@ from palestra.process.codec import decodes
 from palestra.process.stub import Server
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
+
+if TYPE_CHECKING:
+    from palestra.engine.driver import LoadedEngine
 
 log = logging.getLogger("palestra.engine")
 LOAD_SECONDS = 0.2  # between two reports of what the engine has done
@@ -49,8 +51,8 @@ class EngineOrder:
 class WorkerMethods(Engine, Protocol):
     """What a job calls: `begin`, and then what the engine does."""
 
-    async def begin(self, order: EngineOrder) -> dict[str, SampledModel]:
-        """Load the models, and return them by policy.
+    async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
+        """Load the models, and return the fields of `SampledModel` by policy.
 
         Raises:
             PalestraError: they can't be loaded.
@@ -75,13 +77,13 @@ class EngineWorker:
         """Serve until the job has closed the channel, or the engine has failed, which the job learns."""
         await race(Server(self._channel, WorkerMethods, self, self._sent).run(), self._report())
 
-    async def begin(self, order: EngineOrder) -> dict[str, SampledModel]:
+    async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
         """Load the models; see `WorkerMethods.begin`."""
         loaded = await in_thread(lambda: self._load(order), "palestra-load")
         if loaded.check is not None:
             await loaded.check()
         self._engine.set_result(loaded.engine)
-        return {name: SampledModel(one.vocab_size, one.max_context) for name, one in loaded.policies.items()}
+        return {name: (one.vocab_size, one.max_context) for name, one in loaded.policies.items()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.result(), name)

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from palestra.backend.base import FIRST_VERSION
 from palestra.backend.engine_worker import EngineOrder, WorkerMethods
 from palestra.engine.base import EngineLoad
-from palestra.engine.driver import SampledModel
 from palestra.errors import EngineFailure, InvalidRequest
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
@@ -41,9 +40,9 @@ class WorkerEngine:
         self._remote = Remote(channel, self._ended, self._take)
         self.engine = proxy(WorkerMethods, self._remote, self)
 
-    async def begin(self, order: EngineOrder) -> dict[str, SampledModel]:
+    async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
         """Have the worker load its models; see `WorkerMethods.begin`."""
-        found: dict[str, SampledModel] = await remote_method(WorkerMethods, "begin", self._remote)(order)
+        found: dict[str, tuple[int, int]] = await remote_method(WorkerMethods, "begin", self._remote)(order)
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:

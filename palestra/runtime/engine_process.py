@@ -96,7 +96,7 @@ class EngineProcesses:
 
         worker = WorkerEngine(await Channel.over(process.connection), cause)
         try:
-            self.models = await worker.begin(replace(self._order, number=number, numerics=await self._expected()))
+            found = await worker.begin(replace(self._order, number=number, numerics=await self._expected()))
         except BaseException as error:
             process.kill()
             worker.lose("was ended by the job")
@@ -105,6 +105,7 @@ class EngineProcesses:
                 raise EngineFailure(str(error)) from error
             raise
         self._has_started = True
+        self.models = {name: SampledModel(*sizes) for name, sizes in found.items()}
 
         def kill() -> None:
             process.kill()
