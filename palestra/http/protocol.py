@@ -1,12 +1,15 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on what arrives before a request is authenticated."""
+"""uvicorn's HTTP/1.1, with limits on what arrives before a request is authenticated.
+
+uvicorn has no limit for the time until a request's headers are complete, for their size, for requests that are sent
+before answers are read, or for answers that are not read (docs/architecture.md, "HTTP and dialects").
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Callable
-from functools import partial
+import contextlib
+import math
+import os
 from typing import Any
 
 from uvicorn.config import Config
@@ -14,41 +17,24 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from palestra.http.connections import LOG_SECONDS, Connections
+from palestra.http.connections import Connections
 
 CONNECTION = "palestra.connection"  # key in the ASGI scope of a request, whose value is its `LimitedProtocol`
 
 
-class _Seldom(logging.Filter):
-    """Passes one warning in `LOG_SECONDS`, because clients can cause them without a key. Errors always pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged; see `logging.Filter`."""
-        if record.levelno >= logging.ERROR:
-            return True
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + LOG_SECONDS
-        return True
-
-
-log = logging.getLogger("palestra.http.protocol")
-log.addFilter(_Seldom())
+class RefusedHead(Exception):
+    """Ends the parsing of what a client has sent, after the connection was closed."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Refuses heads of requests that are too large with 431, and those that do not end in time with 408.
+    """Refuses heads that are too large with 431, and those that do not end in time with 408.
 
     A client that sends many requests before it reads their answers is disconnected: each of them is held in memory, and
     uvicorn reads more of them whenever one is answered.
 
     Attributes:
         known: whether a request of this connection had a good key.
+        until: when it is closed while it waits; see `Connections`.
     """
 
     def __init__(
@@ -60,185 +46,159 @@ class LimitedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.logger = log
-        self.known = False
+        self.known, self.until = False, math.inf
         self._all, self._limits = connections, connections.limits
         self._in_head = False
-        self._complete = True  # whether the last request was received to its end
-        self._head_bytes = self._head_fields = 0
-        # Bytes since the parser last reported a head or a piece of a body: it reports a header only at its end, so an
-        # endless one would otherwise not be counted.
+        # Bytes since the parser last reported a whole head or a piece of a body: it reports a header only at its end.
         self._unparsed = 0
-        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count a new connection (called by asyncio)."""
+        """Count a new connection, or refuse it with 503 (called by asyncio)."""
         super().connection_made(transport)
-        self._all.opened(self)
+        self._all.counts["accepted"] += 1
+        if self._all.make_room():
+            self._wait()
+            return
+        with contextlib.suppress(OSError):
+            # If the connection were closed with unread bytes, the kernel would drop the answer.
+            os.read(transport.get_extra_info("socket").fileno(), 65_536)
+        self._refuse(503, "all connections of this server are in use; try again soon")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget a connection that is closed (called by asyncio)."""
-        self._all.closed(self)
+        self._all.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse what has arrived, and refuse a head that is too large (called by asyncio)."""
-        if self._refused:
-            return
-        self._all.began(self)
         self._unparsed += len(data)
         super().data_received(data)
         if self._unparsed > self._limits.header_bytes and not self.transport.is_closing():
             self._refuse_head()
 
     def pause_writing(self) -> None:
-        """Record that the client does not read its answers (called by asyncio)."""
+        """Limit the time in which the client does not read its answers (called by asyncio)."""
         super().pause_writing()
-        self._all.stalled(self)
+        self._all.wait(self, self._limits.stalled_seconds)
 
     def resume_writing(self) -> None:
         """Record that the client reads its answers again (called by asyncio)."""
         super().resume_writing()
-        self._all.resumed(self)
+        self._wait()
 
     def on_message_begin(self) -> None:
-        """Start counting the head of a new request (called by the parser)."""
-        self._all.began(self)  # again: what has come may have ended another request before
+        """Begin to read the head of a request (called by the parser)."""
         super().on_message_begin()
-        self.scope[CONNECTION] = self  # type: ignore[literal-required]  # an extension of ours
-        self._in_head, self._complete = True, False
-        self._head_bytes = self._head_fields = self._unparsed = 0
-
-    def on_url(self, url: bytes) -> None:
-        """Count a part of the request's path (called by the parser)."""
-        self._head_bytes += len(url)
-        if self._head_fits:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header, or a trailer after the body (called by the parser)."""
-        self._head_bytes += len(name) + len(value)
-        self._head_fields += 1
-        if self._head_fits and self._in_head:  # trailers are not used
-            super().on_header(name, value)
+        self._in_head, self._unparsed = True, 0
+        self._wait()
 
     def on_headers_complete(self) -> None:
         """Answer the request, unless its head is too large or too many wait (called by the parser)."""
         self._in_head, self._unparsed = False, 0
-        if self._refused:
-            return
-        if not self._head_fits:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._limits.header_bytes or len(self.headers) > self._limits.header_fields:
             self._refuse_head()
-            return
+            raise RefusedHead
         if len(self.pipeline) >= self._limits.pipelined:
             self._all.counts["pipelined_too_many"] += 1
-            self.close_idle()
-            return
-        self._all.answering(self)
+            self.close()
+            raise RefusedHead
+        if not self.flow.write_paused:
+            self._all.forget(self)
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]  # an extension of ours
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Pass a piece of the body on (called by the parser)."""
         self._unparsed = 0
-        if not self._refused:
-            super().on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Record that the request was received to its end (called by the parser)."""
-        self._complete, self._unparsed = True, 0
-        if self._refused:
-            return
         super().on_message_complete()
-        # There is no cycle if the first request is one for a WebSocket.
-        answered = self.cycle is not None and self.cycle.response_complete  # type: ignore[redundant-expr]
-        if answered:  # before its body was there
-            self._all.received(self)
+        self._unparsed = 0
+        if self.cycle is not None and self.cycle.response_complete and self.cycle.more_body:  # type: ignore[redundant-expr]
+            self.cycle.more_body = False  # it was answered before its body was there
+            self._wait()
 
     def on_response_complete(self) -> None:
-        """Record that a response was sent, so that the connection waits for the next request (called by uvicorn)."""
-        waits = not self.pipeline
+        """Wait for the next request, or for the rest of the body of this one (called by uvicorn)."""
         super().on_response_complete()
-        if waits and not self.transport.is_closing():
-            self._all.answered(self, self.known, self._complete)
+        self._wait()
 
-    def handle_websocket_upgrade(self) -> None:
-        """Hand the connection over to a WebSocket, and count it until that ends (called by uvicorn)."""
-        self._all.answering(self)
-        super().handle_websocket_upgrade()
-        websocket = self.transport.get_protocol()
-        assert isinstance(websocket, CountedWebSocket)
-        websocket.ended = partial(self._all.closed, self)
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, unless it was answered already (called by uvicorn)."""
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def timeout_keep_alive_handler(self) -> None:
         """Do nothing: `Connections.sweep` has one deadline for all kinds of waiting."""
 
     @property
     def flushed(self) -> bool:
-        """Return whether the client has read everything that was sent to it; see `Connection`."""
+        """Return whether the client has read everything that was sent to it."""
         return not self.transport.get_write_buffer_size()
 
-    def close_idle(self) -> None:
-        """Close the connection without an answer; see `Connection`."""
-        self._refused = True
+    def close(self) -> None:
+        """Close the connection without an answer."""
+        self.connections.discard(self)
         self.transport.abort()
 
     def expire(self) -> None:
-        """Close the connection, with 408 if the head of a request has arrived in part; see `Connection`."""
-        if self._in_head:
-            self._answer(408, "the headers of the request did not come in time")
+        """Close the connection, with 408 if the head of a request has arrived in part."""
+        if not self.flushed:
+            self._all.counts["answer_not_taken"] += 1
+            self.close()
+        elif self._in_head:
+            self._all.counts["headers_late"] += 1
+            self._refuse(408, "the headers of the request did not come in time")
         else:
-            self.close_idle()
+            begun = self.cycle is not None and not self.cycle.more_body  # type: ignore[redundant-expr]
+            self._all.counts["idle_too_long" if begun else "headers_late"] += 1
+            self.close()
+
+    def _wait(self) -> None:
+        """Record what the client has to send next, and until when."""
+        if self.flow.write_paused:
+            return  # `pause_writing` has set the deadline
+        if self.transport.is_closing():
+            if not self.flushed:
+                self._all.wait(self, self._limits.stalled_seconds)
+        elif self._answering:
+            self._all.forget(self)
+        elif self._in_head or self.cycle is None or self.cycle.more_body:  # type: ignore[redundant-expr]
+            self._all.wait(self, self._limits.header_seconds)
+        else:
+            self._all.wait(self, self._limits.idle_seconds)
 
     @property
-    def _head_fits(self) -> bool:
-        """Return whether the head of the present request is within the limits, as far as it has arrived."""
-        return self._head_bytes <= self._limits.header_bytes and self._head_fields <= self._limits.header_fields
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def _refuse_head(self) -> None:
-        """Answer 431 and close the connection, once."""
-        if self._refused:
-            return
         self._all.counts["headers_too_large"] += 1
-        self._all.closed(self)
         limits = self._limits
-        self._answer(431, f"the headers are over {limits.header_bytes} bytes or {limits.header_fields} fields")
+        self._refuse(431, f"the headers are over {limits.header_bytes} bytes or {limits.header_fields} fields")
 
-    def _answer(self, status: int, message: str) -> None:
-        """Answer without the application, which may be in the middle of another response, and close the connection."""
-        self._refused = True
-        answering = self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
-        if not answering:
-            self.transport.write(refusal(status, message))
-        if self.flushed:
+    def _refuse(self, status: int, message: str) -> None:
+        """Close the connection, with an answer unless the application is in the middle of one."""
+        reads = self.flushed
+        if not self._answering:
+            again = b"retry-after: 1\r\n" if status == 503 else b""
+            head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n" + again
+            body = message.encode()
+            self.transport.write(b"%b%bcontent-length: %d\r\n\r\n%b" % (STATUS_LINE[status], head, len(body), body))
+        self.connections.discard(self)
+        if reads:
             self.transport.close()
-        else:  # the client does not read, so a graceful close would wait for it
+        else:  # a graceful close would wait for the client
             self.transport.abort()
 
 
-class CountedWebSocket(WebSocketsSansIOProtocol):
-    """A WebSocket whose connection stays counted until it ends.
-
-    Attributes:
-        ended: is called when the connection is closed.
-    """
-
-    ended: Callable[[], None] | None = None
+class WebSocket(WebSocketsSansIOProtocol):
+    """A WebSocket that drops a client that is gone: uvicorn's waits until it reads."""
 
     def keepalive_timeout(self) -> None:
-        """Drop a client that is gone: a graceful close would wait until it reads (called by uvicorn)."""
+        """Close the connection at once (called by uvicorn)."""
         super().keepalive_timeout()
         self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a connection that is closed (called by asyncio)."""
-        if self.ended is not None:
-            self.ended()
-        super().connection_lost(exc)
-
-
-def refusal(status: int, message: str) -> bytes:
-    """Return a whole response, as bytes, after which the connection is closed."""
-    again = b"retry-after: 1\r\n" if status == 503 else b""
-    head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n" + again
-    body = message.encode()
-    return b"%b%bcontent-length: %d\r\n\r\n%b" % (STATUS_LINE[status], head, len(body), body)

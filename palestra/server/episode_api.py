@@ -190,6 +190,7 @@ async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Epis
         left = until - clock.monotonic()
         if left <= 0:
             return None
+        plane.connections.check_room()
         await episodes.available.wait(left, seen)
 
 

@@ -28,6 +28,7 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
         body = await read_request(ObserveSeat, request, plane.pool)
         key = plane.keys.require_seat(request, body.episode_id)
         wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
+        plane.connections.check_room()
         return await until_disconnect(request.receive, plane.seats.observe(key, body.events_seen, wait))
 
     @routes.post("/act_seat", ActSeat)
@@ -49,12 +50,14 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
         Conflict: the job has no seats, or the worker holds another seat of the episode.
         NotFound: there is no such seat.
         ServerStopping: the server is shutting down.
+        TooManyRequests: nearly all connections are in use.
     """
     # Who has the key of a role may not know, or may copy, what others call their workers.
     worker_id = f"{role}: {body.worker_id}" if plane.keys.require_role(request, role) else body.worker_id
     seats, workers, progress = plane.seats, plane.workers, plane.progress
     seats.check_role(role)
     wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
+    plane.connections.check_room()
     workers.mark_claiming(worker_id, body.request_id)
     fault_point("before_seat_claim")
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from servers import PALESTRA, SCRIPTED, Job, Plane, Process, until
+from servers import KEY, PALESTRA, SCRIPTED, Job, Plane, Process, until
 
 HEADER_BYTES = 32 * 2**20
 
@@ -71,7 +71,7 @@ def limited(job: Job, descriptors: int) -> Process:
 @pytest.mark.slow
 @pytest.mark.parametrize("says", [b"", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"])
 def test_a_job_completes_under_more_idle_connections_than_it_has_descriptors(tmp_path, says):
-    with Job(tmp_path, SCRIPTED) as job:
+    with Job(tmp_path, SCRIPTED, fresh=True) as job:
         server = limited(job, 256)
         with Flood(job.port, 400, says) as flood:
             until(lambda: flood.opened > 400, "the flood is there")
@@ -80,6 +80,26 @@ def test_a_job_completes_under_more_idle_connections_than_it_has_descriptors(tmp
         assert [row["step"] for row in job.metrics()] == [0, 1, 2, 3]
         assert (job.run_dir / "curve.png").exists()
         assert "Traceback" not in server.output
+
+
+@pytest.mark.slow
+def test_status_and_ends_are_answered_while_more_workers_wait_than_there_is_room_for(tmp_path):
+    with Job(tmp_path, SCRIPTED, fresh=True) as job:
+        limited(job, 256)
+        with Plane(job.url) as plane, contextlib.ExitStack() as stack:
+            played = plane.claim()
+            waiting = [stack.enter_context(connect(job.port)) for _ in range(220)]
+            for number, one in enumerate(waiting):
+                body = b'{"request_id": "r%d", "worker_id": "w%d", "wait_seconds": 30}' % (number, number)
+                head = f"POST /claim_episode HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+                with contextlib.suppress(ConnectionError):  # refused, and closed to make room
+                    one.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            until(lambda: "waits_refused" in plane.get("/metrics").text, "workers are told to come again")
+            for _ in range(10):
+                with Plane(job.url) as other:
+                    assert other.status()["state"] == "running"
+            assert plane.end(played).status_code == 200
+        until(lambda: "ulimit -n" in job.servers[-1].output, "the log says what limits")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
+from starlette.responses import Response
 
 from palestra.errors import ConfigError, Unauthorized
 from palestra.http import guard
@@ -35,6 +36,10 @@ def app_of(wait: asyncio.Event) -> FastAPI:
     async def wait_for_it() -> str:
         await wait.wait()
         return "done"
+
+    @app.get("/big")
+    async def big() -> Response:
+        return Response(b"x" * 50_000_000)
 
     return app
 
@@ -116,7 +121,7 @@ async def test_where_all_connections_are_in_use_new_ones_are_refused_and_told_wh
         httpx2.AsyncClient(base_url=server.url, headers=KEY, timeout=30) as http,
     ):
         waiting = [asyncio.ensure_future(http.get("/wait")) for _ in range(16)]
-        await until(lambda: len(server.connections) == 16 and not server.connections._due)
+        await until(lambda: server.connections.in_use == 16)
         answer = await server.say(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert {b"retry-after: 1", b"connection: close"} <= set(answer.split(b"\r\n"))
@@ -276,6 +281,26 @@ async def test_a_body_that_comes_byte_by_byte_has_a_deadline_of_its_own(monkeypa
                 writer.write(b"x")
                 await asyncio.sleep(0.02)
         assert b"the body had not come to its end after 0.3 s" in await answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [b"", b"GET /big HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["one request", "and another"])
+async def test_a_client_that_takes_no_answer_is_closed(again):
+    async with running(stalled_seconds=0.3, header_seconds=1.0) as server:
+        _, writer = await server.open()
+        writer.transport.pause_reading()
+        writer.write(b"GET /big HTTP/1.1\r\nhost: x\r\nauthorization: Bearer good\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.write(again)
+        await until(lambda: server.connections.counts["accepted"] == 1 and len(server.connections) == 0)
+        assert server.connections.counts["answer_not_taken"] == 1
+
+
+async def test_a_request_behind_a_refused_head_is_not_answered():
+    async with running(header_bytes=200) as server:
+        answer = await server.say(b"GET /wait HTTP/1.1\r\nx: " + b"a" * 300 + b"\r\n\r\n" + ALLOWED)
+        assert answer.count(b"HTTP/1.1") == 1
+        assert answer.startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize("port", [65_536, 99_999, -1])
