@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from itertools import groupby
@@ -23,13 +24,22 @@ from palestra.config import JobConfig
 from palestra.dashboard.token_text import token_text
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.renderers.seen_pictures import layout_fact, read_layout
-from palestra.store.browsing import EpisodeView, browse, episode_events, newest_rows, read_episode, trained_steps
+from palestra.store.browsing import (
+    EpisodeView,
+    browse,
+    episode_events,
+    newest_rows,
+    pieces_of_rows,
+    read_episode,
+    trained_steps,
+)
 from palestra.store.run_log import read_fact
 from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.states import EpisodeState
 
+LISTED = 40  # episodes, unless the command says how many
 FOLDED = 26  # characters that stand for the tokens of a prompt
 
 
@@ -49,12 +59,15 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
     console = TerminalConsole(soft_wrap=True)
     with browse(folder / "run.db") as connection:
         if arguments.episode is None:
-            rows = newest_rows(connection, arguments.kind, arguments.state, arguments.limit)
+            limit = LISTED if arguments.limit is None else arguments.limit
+            rows = newest_rows(connection, arguments.kind, arguments.state, limit)
             found = readable_summaries(connection, rows)
             trained = trained_steps(connection, [row.episode_id for row in rows])
             width = console.width if console.is_terminal else None
             for line in episode_lines(found, time.time(), width, trained):
                 console.print(line)
+            if len(rows) == limit:
+                console.print(Text(f"these are the newest {limit}; --limit lists more", style="dim"))
             return
         view = read_episode(connection, arguments.episode)
         if arguments.text:
@@ -81,10 +94,15 @@ def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
         run = Run(name=folder.name, folder=folder)
         say(_ascii(episode_answer(run, read_reading(run, arguments.episode))))
         return
+    limit = LISTED if arguments.limit is None and sys.stdout.isatty() else arguments.limit
     with browse(folder / "run.db") as connection:
-        rows = newest_rows(connection, arguments.kind, arguments.state, arguments.limit)
-        for one in readable_summaries(connection, rows):
-            say(_ascii(episode_line(one)))
+        if limit is None:
+            pieces = pieces_of_rows(connection, arguments.kind, arguments.state)
+        else:
+            pieces = iter([newest_rows(connection, arguments.kind, arguments.state, limit)])
+        for rows in pieces:
+            for one in readable_summaries(connection, rows):
+                say(_ascii(episode_line(one)))
 
 
 def _ascii(answer: BaseModel) -> str:

@@ -35,7 +35,12 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--claimed", dest="state", action="store_const", const="claimed", help="list only those that a worker holds now"
     )
-    parser.add_argument("--limit", metavar="EPISODES", type=int, default=40, help="list at most so many, the newest")
+    parser.add_argument(
+        "--limit",
+        metavar="EPISODES",
+        type=int,
+        help="list at most so many, the newest; without it 40, or all with --json into a file or a pipe",
+    )
     parser.add_argument("--text", action="store_true", help="of one episode: its conversation as plain text")
     parser.add_argument(
         "--json", action="store_true", help="for programs: a JSON object for each episode, or the one with its calls"

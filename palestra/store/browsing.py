@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Engine, NullPool, func, select
+from sqlalchemy import Connection, Engine, NullPool, func, select, tuple_
 
 from palestra.database.sqlite import MOST_VALUES, driver_of, open_engine
 from palestra.errors import NotFound, PalestraError, StoreError
@@ -28,6 +28,7 @@ from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
 
+PIECE = 500  # rows of episodes that are in memory at the same time where all are read
 STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
 
 
@@ -210,6 +211,21 @@ def newest_rows(connection: Connection, kind: str | None, state: str | None, lim
         episodes.c.sample_index.desc(),
     ).limit(limit)
     return sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
+
+
+def pieces_of_rows(connection: Connection, kind: str | None, state: str | None) -> Iterator[list[Any]]:
+    """Yield all rows of `episodes` in canonical order, a piece at a time; see `list_episodes`."""
+    place = (episodes.c.kind, episodes.c.group_index, episodes.c.sample_index)
+    wanted = select(episodes).order_by(*place).limit(PIECE)
+    if kind is not None:
+        wanted = wanted.where(episodes.c.kind == kind)
+    if state is not None:
+        wanted = wanted.where(episodes.c.state == state)
+    rows = list(connection.execute(wanted))
+    while rows:
+        yield rows
+        last = (rows[-1].kind, rows[-1].group_index, rows[-1].sample_index)
+        rows = list(connection.execute(wanted.where(tuple_(*place) > last)))
 
 
 def read_episodes(

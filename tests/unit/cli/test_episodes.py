@@ -8,7 +8,9 @@ import sqlite3
 
 import pytest
 
+from palestra.cli import episode_view
 from palestra.cli.main import main
+from palestra.store import browsing
 from unit.dashboard.recorded import REWARDS, record
 
 
@@ -53,6 +55,37 @@ def test_the_rewards_of_several_agents_are_listed_by_agent(folder, capsys, monke
         assert "\x1b" not in line
     assert main(["episodes", str(folder), "train-000000-00"]) == 0
     assert ("d earned 0" in capsys.readouterr().out) == ("d" in rewards)
+
+
+@pytest.mark.parametrize("state", [(), ("--state", "completed")])
+def test_a_file_or_pipe_gets_all_episodes_a_piece_at_a_time(folder, capsys, monkeypatch, state):
+    wanted = lines(capsys, folder, *state, "--limit", "1000")
+    pieces, listed = [], episode_view.readable_summaries
+
+    def counted(connection, rows):
+        pieces.append(len(rows))
+        assert len(capsys.readouterr().out.splitlines()) == (0 if len(pieces) == 1 else 2)
+        return listed(connection, rows)
+
+    monkeypatch.setattr(browsing, "PIECE", 2)
+    monkeypatch.setattr(episode_view, "readable_summaries", counted)
+    monkeypatch.setattr(episode_view, "LISTED", 3)
+    assert main(["episodes", str(folder), *state, "--json"]) == 0
+    capsys.readouterr()
+    assert sum(pieces) == len(wanted) > 6
+    assert max(pieces) == 2
+    monkeypatch.setattr(episode_view, "readable_summaries", listed)
+    assert lines(capsys, folder, *state) == wanted
+    assert len(lines(capsys, folder, "--limit", "4")) == 4
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert len(lines(capsys, folder)) == 3
+
+
+def test_a_list_that_is_cut_says_so(folder, capsys):
+    assert main(["episodes", str(folder), "--limit", "2"]) == 0
+    assert "the newest 2" in capsys.readouterr().out
+    assert main(["episodes", str(folder)]) == 0
+    assert "the newest" not in capsys.readouterr().out
 
 
 def test_the_list_has_the_step_that_trained_each_episode(folder, capsys):
