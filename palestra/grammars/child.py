@@ -6,68 +6,96 @@ of time or memory. It ends when its connection is closed, however Palestra's pro
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import random
 import resource
+import select
 import signal
+import socket
 import sys
 from collections.abc import Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from palestra.errors import EngineFailure, GrammarRefused, PalestraError
+from palestra.grammars.bounds import Bounds
+from palestra.grammars.matcher import refusal
 from palestra.grammars.vocabulary import GrammarVocabulary
 from palestra.grammars.walking import compile_grammar, make_tokenizer, walk
+from palestra.process.channel import BlockingChannel, Call, Failed, Result, raw
+from palestra.process.child import die_with_parent
+from palestra.process.codec import SentError, decode, encode
+from palestra.process.stub import method_of
 
-_PR_SET_PDEATHSIG = 1
 _PAGE = resource.getpagesize()
 _STACK = 1 << 20  # less than a thread has, which compiles the same grammar afterwards
 _PROBES, _PROBE_TOKENS = 3, 12  # how many random replies of a new grammar are tried, and their length
 _MOST_BRANCHES = 64  # tokens that may follow at one place of a grammar that is walked whole
-_libc = ctypes.CDLL(None)
+Tree = tuple[list[list[tuple[int, int]]], int]
 
 
-def main(connection: Connection) -> None:
-    """Answer each request, a grammar and its bounds, until the connection is closed.
+class GrammarCompiler:
+    """What the process does, one call after another."""
 
-    An empty message while a grammar is compiled ends that; the answer then says how its process ended.
-    """
-    vocabulary = json.loads(connection.recv_bytes())
-    tokenizer = make_tokenizer(None if vocabulary is None else GrammarVocabulary(**vocabulary))
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            request = connection.recv_bytes()
-            if request:  # else it has ended before the message came
-                connection.send_bytes(_answer(connection, tokenizer, json.loads(request)))
-        except (EOFError, ConnectionError):
-            return
+    def __init__(self, connection: socket.socket) -> None:
+        """Load nothing yet.
+
+        Args:
+            connection: anything that arrives there while a grammar is compiled ends that.
+        """
+        self._connection = connection
+        self._tokenizer = make_tokenizer(None)
+
+    def load(self, vocabulary: GrammarVocabulary | None) -> None:
+        """Make the tokenizer of a vocabulary; None: every byte is a token."""
+        self._tokenizer = make_tokenizer(vocabulary)
+
+    def examine(self, grammar: str, bounds: Bounds) -> Tree | None:
+        """Compile a grammar in a fork, walk some of its replies, and return all of them, with the bytes of a mask.
+
+        Returns:
+            For each place in the replies the tokens that may follow, and where each leads to: the number of a place, or
+            -1 for the end of the reply. None: there are too many places.
+
+        Raises:
+            InvalidRequest: `llguidance` can't read the grammar.
+            GrammarRefused: the grammar is over a bound.
+            EngineFailure: the fork was ended from outside, or by the caller.
+        """
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._connection.close()
+            _fork(writing, self._tokenizer, grammar, bounds)
+        os.close(writing)
+        with open(reading, "rb") as answer:
+            ready: list[int] = select.select([self._connection.fileno(), reading], [], [])[0]
+            if self._connection.fileno() in ready:
+                os.kill(pid, signal.SIGKILL)
+            found = answer.read()
+        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise _reason(status, bounds)
+        problem: str
+        tree: Tree | None
+        problem, tree = decode(tuple[str, Tree | None], found)
+        if problem:
+            raise refusal(problem)
+        return tree
 
 
-def _answer(connection: Connection, tokenizer: LLTokenizer, request: dict[str, Any]) -> bytes:
-    """Return what a fork says of a grammar, or else its exit status."""
-    ours, theirs = Pipe(duplex=False)
-    pid = os.fork()
-    if pid == 0:
-        connection.close()
-        _fork(theirs, tokenizer, request["grammar"], request["bounds"])
-    theirs.close()
-    with ours:
-        if connection in wait([connection, ours]):
-            os.kill(pid, signal.SIGKILL)
-        try:
-            answer = ours.recv_bytes()
-        except EOFError:
-            answer = b""
-    _, status = os.waitpid(pid, 0)
-    return answer or json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode()
+def main(connection: socket.socket) -> None:
+    """Answer each call, until the connection is closed."""
+    channel, compiler = BlockingChannel(connection), GrammarCompiler(connection)
+    for message in channel.messages():
+        if isinstance(message, Call):  # else what it would end has ended before
+            arguments = method_of(GrammarCompiler, message.method).decoded(message.arguments)
+            try:
+                channel.send(Result(message.id, raw(getattr(compiler, message.method)(*arguments))))
+            except PalestraError as error:
+                channel.send(Failed(message.id, SentError.of(error)))
 
 
-def _fork(answer: Connection, tokenizer: LLTokenizer, grammar: str, bounds: dict[str, Any]) -> None:
+def _fork(answer: int, tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> None:
     """Compile a grammar and send what was found. Ends this process and does not return."""
     code = 2  # stays if llguidance panics
     try:
@@ -75,7 +103,8 @@ def _fork(answer: Connection, tokenizer: LLTokenizer, grammar: str, bounds: dict
         found = _examine(tokenizer, grammar, bounds)
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0.0)
-        answer.send_bytes(json.dumps(found).encode())
+        with open(answer, "wb") as file:
+            file.write(encode(found))
         code = 0
     except MemoryError:
         code = 1
@@ -83,32 +112,32 @@ def _fork(answer: Connection, tokenizer: LLTokenizer, grammar: str, bounds: dict
         os._exit(code)
 
 
-def _confine(bounds: dict[str, Any]) -> None:
+def _confine(bounds: Bounds) -> None:
     """Limit this process: its time and memory are bounded, it ends with its parent, and prints nothing."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     with open(os.devnull, "wb") as nowhere:  # for llguidance's warnings and Rust's backtraces
         os.dup2(nowhere.fileno(), 2)
     with open("/proc/self/statm", encoding="utf-8") as statm:
-        most = int(statm.read().split()[0]) * _PAGE + (bounds["memory_mib"] << 20)
+        most = int(statm.read().split()[0]) * _PAGE + (bounds.memory_mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, _STACK))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for timer, seconds in ((signal.ITIMER_PROF, "compile_cpu_seconds"), (signal.ITIMER_REAL, "compile_wall_seconds")):
-        signal.setitimer(timer, bounds[seconds])
+    signal.setitimer(signal.ITIMER_PROF, bounds.compile_cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, bounds.compile_wall_seconds)
 
 
-def _examine(tokenizer: LLTokenizer, grammar: str, bounds: dict[str, Any]) -> dict[str, Any]:
+def _examine(tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> tuple[str, Tree | None]:
     """Return why a grammar can't be used, "" if it can, and its tree, if it has few replies.
 
     A few random replies are walked, because some grammars compile quickly and become expensive after a few tokens.
     """
     try:
-        start = compile_grammar(tokenizer, grammar, bounds["lexer_states"])
+        start = compile_grammar(tokenizer, grammar, bounds.lexer_states)
         masks = [mask for seed in range(_PROBES) for mask in _probe(start, tokenizer.eos_token, random.Random(seed))]
     except ValueError as error:
-        return {"problem": str(error)}
-    tree = _tree(start, tokenizer.eos_token, bounds["tree_places"])
-    return {"problem": "", "tree": tree, "mask_bytes": len(masks[0])}
+        return str(error), None
+    nodes = _tree(start, tokenizer.eos_token, bounds.tree_places)
+    return "", None if nodes is None else (nodes, len(masks[0]))
 
 
 def _probe(start: LLMatcher, eos: int, draw: random.Random) -> Iterator[bytes]:
@@ -173,6 +202,19 @@ def _choose(mask: bytes, draw: random.Random) -> int:
     return start + (rest & -rest).bit_length() - 1
 
 
+def _reason(status: int, bounds: Bounds) -> PalestraError:
+    """Return the error for the exit status of a fork."""
+    if status == -signal.SIGALRM:
+        return GrammarRefused(f"compiling it takes longer than {bounds.compile_wall_seconds:g} s", lasting=False)
+    if status == -signal.SIGPROF:
+        seconds = bounds.compile_cpu_seconds
+        return GrammarRefused(f"compiling it takes more than {seconds:g} s of processor time", lasting=False)
+    if status in (1, -signal.SIGABRT):
+        return GrammarRefused(f"compiling it takes more than {bounds.memory_mib} MiB of memory")
+    if status == -signal.SIGKILL:
+        return EngineFailure("this grammar's process was killed from outside; send the call again")
+    return GrammarRefused(f"compiling it ends its process (status {status}); it may be nested too deep")
+
+
 if __name__ == "__main__":
-    with Connection(int(sys.argv[1])) as inherited:
-        main(inherited)
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
-import signal
+import socket
 import subprocess
-import sys
 import threading
 import weakref
-from dataclasses import asdict
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from typing import Any
 
-from palestra.errors import EngineFailure, GrammarRefused, PalestraError
+from palestra.errors import EngineFailure
 from palestra.grammars.bounds import Bounds
-from palestra.grammars.matcher import refusal
+from palestra.grammars.child import Tree
 from palestra.grammars.tree import GrammarTree
 from palestra.grammars.vocabulary import GrammarVocabulary
+from palestra.process.channel import BlockingChannel, Call, Cancel, Failed, Message, Result, raw
+from palestra.process.child import popen
+from palestra.process.codec import decode
 
 _START_SECONDS = 120.0  # enough to load a tokenizer of a few hundred thousand tokens on a busy machine
 # The environment variables that the process inherits: none that holds a key.
@@ -40,7 +41,9 @@ class GrammarWorker:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()  # of what follows, and of writing
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._channel: BlockingChannel | None = None
+        self._answers: Iterator[Message] = iter(())
+        self._ids = itertools.count(1)
         self._closed = False
 
     @property
@@ -56,28 +59,26 @@ class GrammarWorker:
         """
         if self._process is not None and self._process.poll() is None:
             return
-        ours, theirs = Pipe()
-        with self._lock, theirs:
+        self._end()
+        with self._lock, contextlib.ExitStack() as stack:
             if self._closed:
                 raise EngineFailure("the engine was stopped")
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "palestra.grammars.child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C at a terminal goes to Palestra's server, which ends this process
-                env={name: os.environ[name] for name in _KEPT if name in os.environ} | {"OMP_NUM_THREADS": "1"},
+            ours, theirs = socket.socketpair()
+            stack.enter_context(theirs)
+            kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+            # Ctrl-C at a terminal goes to Palestra's server, which ends this process.
+            self._process = process = popen(
+                "palestra.grammars.child", theirs, kept | {"OMP_NUM_THREADS": "1"}, apart=True, flags=("-P",)
             )
-            self._finalizer = weakref.finalize(self, _kill, process)
+            self._finalizer = weakref.finalize(self, _kill, process, ours)
+            self._channel = BlockingChannel(ours)
+        self._answers = self._channel.messages()
+        ours.settimeout(_START_SECONDS)
         try:
-            ours.send_bytes(json.dumps(None if self._vocabulary is None else asdict(self._vocabulary)).encode())
-            if not ours.poll(_START_SECONDS):
-                raise EOFError
-            ours.recv_bytes()
-        except (EOFError, OSError) as error:
-            self._end()
+            self._ask("load", self._vocabulary)
+        except EngineFailure as error:
             raise EngineFailure("the process for grammars did not start; see the server's log") from error
-        with self._lock:
-            self._connection = ours
+        ours.settimeout(None)
 
     def examine(self, grammar: str, bounds: Bounds) -> GrammarTree | None:
         """Compile a grammar, walk some of its replies, and return all of them; None: there are too many.
@@ -89,30 +90,27 @@ class GrammarWorker:
             GrammarRefused: the grammar is over a bound.
             EngineFailure: the process was ended from outside, or this was cancelled.
         """
-        request = json.dumps({"grammar": grammar, "bounds": asdict(bounds)}).encode()
-        with self._lock:
-            connection = self._connection
-        try:
-            if connection is None:
-                raise EOFError
-            with self._lock:
-                connection.send_bytes(request)
-            found = json.loads(connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            self._end()
-            raise EngineFailure("the process that compiles grammars has ended; send the call again") from error
-        if "status" in found:
-            raise _reason(found["status"], bounds)
-        if found["problem"]:
-            raise refusal(found["problem"])
-        tree = found["tree"]
-        return None if tree is None else GrammarTree(tree, found["mask_bytes"])
+        tree = decode(Tree | None, self._ask("examine", grammar, bounds))
+        return None if tree is None else GrammarTree(*tree)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Return the answer to a call, or raise its error."""
+        with contextlib.suppress(OSError), self._lock:
+            if self._channel is not None:
+                self._channel.send(Call(next(self._ids), method, raw(arguments)))
+        match next(self._answers, None):
+            case Result(value=value):
+                return value
+            case Failed(error=error) if error is not None:
+                raise error.error()
+        self._end()
+        raise EngineFailure("the process that compiles grammars has ended; send the call again")
 
     def cancel(self) -> None:
         """End what `examine` waits for."""
         with self._lock, contextlib.suppress(OSError):
-            if self._connection is not None:
-                self._connection.send_bytes(b"")
+            if self._channel is not None:
+                self._channel.send(Cancel(0))
 
     def close(self) -> None:
         """End the process; `examine` then raises an EngineFailure."""
@@ -123,23 +121,10 @@ class GrammarWorker:
         with self._lock:
             if self._process is not None:
                 self._finalizer()
-            self._process = self._connection = None
+            self._process = self._channel = None
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     process.kill()
     process.wait()
-
-
-def _reason(status: int, bounds: Bounds) -> PalestraError:
-    """Return the error for the exit status of a fork."""
-    if status == -signal.SIGALRM:
-        return GrammarRefused(f"compiling it takes longer than {bounds.compile_wall_seconds:g} s", lasting=False)
-    if status == -signal.SIGPROF:
-        seconds = bounds.compile_cpu_seconds
-        return GrammarRefused(f"compiling it takes more than {seconds:g} s of processor time", lasting=False)
-    if status in (1, -signal.SIGABRT):
-        return GrammarRefused(f"compiling it takes more than {bounds.memory_mib} MiB of memory")
-    if status == -signal.SIGKILL:
-        return EngineFailure("this grammar's process was killed from outside; send the call again")
-    return GrammarRefused(f"compiling it ends its process (status {status}); it may be nested too deep")
+    connection.close()

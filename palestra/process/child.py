@@ -167,23 +167,27 @@ def popen(
     words: Sequence[str] = (),
     log: Path | None = None,
     prints: bool = False,
+    apart: bool = False,
+    flags: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a program; see `start_process`.
 
     Args:
         connection: its end of the socket, which the caller closes.
         environment: all of its variables, to which settings of malloc are added.
+        apart: whether the program leads a group of its own without a log, too.
+        flags: of Python.
     """
     settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, ""))
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("wb"))
         return subprocess.Popen(
-            [sys.executable, "-m", module, str(connection.fileno()), *words],
+            [sys.executable, *flags, "-m", module, str(connection.fileno()), *words],
             pass_fds=(connection.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=out or (None if prints else subprocess.DEVNULL),
             stderr=out,
-            start_new_session=log is not None,
+            start_new_session=apart or log is not None,
             env={**environment, MALLOC_VARIABLE: settings} if settings else dict(environment),
         )
 
