@@ -14,6 +14,7 @@ LIBRARIES := .venv-peers/libraries
 PARTNERS := .venv-peers/partners
 VLLM := .venv-peers/vllm
 SITE := .venv-docs
+PACKAGES := $(wildcard palestra palestra_*)
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in the third, too (tests/unit/test_tiers.py checks these lines).
@@ -61,7 +62,7 @@ contracts: $(DEV)
 
 # Compiled beforehand: where PYTHONDONTWRITEBYTECODE is set, every process that a test starts would do it again.
 unit: $(DEV)
-	@$(BIN)/python -m compileall -q -j 2 palestra tests
+	@$(BIN)/python -m compileall -q -j 2 $(PACKAGES) tests
 	$(BIN)/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"
 
 OLDEST := torch==2.9.0 transformers==5.17.0

@@ -22,9 +22,10 @@ from typing import Any
 from machine import observed
 from playwright.async_api import Browser, async_playwright
 
-from palestra import MiniWoB, text_message
-from palestra.envs.browser import chromium
-from palestra.envs.browser.miniwob import pages_folder
+from palestra import text_message
+from palestra_screens import MiniWoB
+from palestra_screens.browser import chromium
+from palestra_screens.browser.miniwob import pages_folder
 
 PAGE = "click-test-2"
 BEGIN = "seed => { Math.seedrandom(seed); core.EPISODE_MAX_TIME = 100000; core.startEpisodeReal(); }"

@@ -25,9 +25,10 @@ from typing import Any
 
 import psutil
 
-from palestra import MiniWoB, text_message
-from palestra.envs.browser.miniwob import miniwob_tasks
+from palestra import text_message
 from palestra.errors import EnvironmentFailed
+from palestra_screens import MiniWoB
+from palestra_screens.browser.miniwob import miniwob_tasks
 
 MAX_ATTEMPTS = 20
 CLEAN_SECONDS = 30.0  # until processes that were killed, and their profiles, have to be gone

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 from figures import Part
 
-from palestra.control.placement.fitting import GpuShare, Node, RunningJob
-from palestra.control.placement.placement import PlacementPolicy, place
-from palestra.control.placement.queues import WaitingJob
 from palestra.types.jobs import PRIORITIES, SHARES, Resources
+from palestra_service.placement.fitting import GpuShare, Node, RunningJob
+from palestra_service.placement.placement import PlacementPolicy, place
+from palestra_service.placement.queues import WaitingJob
 
 TABLE = "One decision: which of the waiting jobs start where"
 DEVICES, TENANTS, NOW = 8, 50, 100_000.0

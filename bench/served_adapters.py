@@ -29,10 +29,10 @@ from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.models.adapter_files import write_adapter
 from palestra.models.device import tune_malloc
 from palestra.models.loading import LoadedModels
-from palestra.runtime.base import BaseOptions, base_server
 from palestra.runtime.event_loop import run_on_uvloop
-from palestra.runtime.tinker import TinkerOptions, TinkerServer
 from palestra.waiting import cancelled
+from palestra_bases.serving import BaseOptions, base_server
+from palestra_bases.tinker.serving import TinkerOptions, TinkerServer
 
 ADAPTER = AdapterConfig(rank=8, targets=["q_proj", "v_proj"])
 PROMPT, TOKENS = list(range(100, 116)), 4

@@ -34,11 +34,11 @@ from palestra.client.control import ControlClient
 from palestra.client.job import OVER, Job
 from palestra.config.parts import StoreConfig
 from palestra.config.rollout import RolloutConfig
-from palestra.runtime.ray.cluster import stop_local
 from palestra.store import RunStore, open_run_store
 from palestra.store.tables import episodes
 from palestra.types.records import Task
 from palestra.types.states import EpisodeState
+from palestra_service.ray.cluster import stop_local
 
 JOBS_TABLE = "Jobs from submission to their end: one step of 2 episodes, fake engine"
 RAMP_TABLE = "Jobs that run at the same time, fake engine"

@@ -34,17 +34,17 @@ from machine import observed, remark
 from palestra.config import SMOLLM2, JobConfig, parse_config
 from palestra.engine.base import Engine, EngineRequest
 from palestra.engine.driver import EngineJob
-from palestra.engine.external.connection import Address
-from palestra.engine.external.served_models import read_served_models
-from palestra.engine.external.servers import EngineServers
-from palestra.engine.vllm.config import VllmEngineConfig
-from palestra.engine.vllm.driver import VllmDriver
 from palestra.models.catalog import model_folder
 from palestra.models.weight_file import FileWeights
 from palestra.models.weights import LocalWeights
 from palestra.terminal import say
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
+from palestra_engines.external.connection import Address
+from palestra_engines.external.served_models import read_served_models
+from palestra_engines.external.servers import EngineServers
+from palestra_engines.vllm.config import VllmEngineConfig
+from palestra_engines.vllm.driver import VllmDriver
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 24
 WORK = ((64, "64 different prompts"), (8, "8 different prompts"), (1, "one request"))

@@ -57,33 +57,19 @@ if TYPE_CHECKING:
     from palestra.envs import ActingEnvironment as ActingEnvironment
     from palestra.envs import AgentProtocol as AgentProtocol
     from palestra.envs import Arithmetic as Arithmetic
-    from palestra.envs import BrowserEnvironment as BrowserEnvironment
     from palestra.envs import CalculatorEnvironment as CalculatorEnvironment
     from palestra.envs import ConcurrentEnvironment as ConcurrentEnvironment
     from palestra.envs import ContinuousEnvironment as ContinuousEnvironment
     from palestra.envs import Coordinator as Coordinator
-    from palestra.envs import DesktopEnvironment as DesktopEnvironment
     from palestra.envs import Environment as Environment
     from palestra.envs import Fault as Fault
-    from palestra.envs import FrozenLake as FrozenLake
-    from palestra.envs import Gomoku as Gomoku
-    from palestra.envs import GymnasiumEnvironment as GymnasiumEnvironment
-    from palestra.envs import KuhnPoker as KuhnPoker
-    from palestra.envs import MiniWoB as MiniWoB
     from palestra.envs import MultiAgentEnvironment as MultiAgentEnvironment
-    from palestra.envs import NemoGymEnvironment as NemoGymEnvironment
-    from palestra.envs import OpenEnvEnvironment as OpenEnvEnvironment
     from palestra.envs import Outcome as Outcome
-    from palestra.envs import PassageSearch as PassageSearch
-    from palestra.envs import PettingZooEnvironment as PettingZooEnvironment
     from palestra.envs import Progress as Progress
-    from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
-    from palestra.envs import RetrievalEnvironment as RetrievalEnvironment
     from palestra.envs import Stage as Stage
     from palestra.envs import Subagent as Subagent
     from palestra.envs import SubagentEnvironment as SubagentEnvironment
     from palestra.envs import TaskEnvironment as TaskEnvironment
-    from palestra.envs import TerminalEnvironment as TerminalEnvironment
     from palestra.envs import TimeLimit as TimeLimit
     from palestra.envs import ToolEnvironment as ToolEnvironment
     from palestra.envs import catalog_entry as catalog_entry
@@ -96,17 +82,12 @@ if TYPE_CHECKING:
     from palestra.envs import turns as turns
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
-    from palestra.envs.kuhn_truth import KuhnPolicy as KuhnPolicy
     from palestra.envs.remote import RemoteEnvironment as RemoteEnvironment
     from palestra.learner.check import check_algorithm as check_algorithm
     from palestra.models.catalog import model_folder as model_folder
     from palestra.rollout import RolloutSpec as RolloutSpec
     from palestra.runtime.evaluating import evaluate as evaluate
     from palestra.runtime.job_thread import TrainResult as TrainResult
-    from palestra.runtime.matrix.picture import draw_matrix as draw_matrix
-    from palestra.runtime.matrix.play import play_matrix as play_matrix
-    from palestra.runtime.matrix.play import versions_of as versions_of
-    from palestra.runtime.matrix.result import Matrix as Matrix
     from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
     from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
     from palestra.runtime.scores import Evaluation as Evaluation
@@ -154,12 +135,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.runtime.evaluating": ("evaluate",),
     "palestra.runtime.scores": ("Evaluation", "TaskOutcome"),
     "palestra.runtime.job_thread": ("TrainResult",),
-    "palestra.runtime.matrix.play": ("play_matrix", "versions_of"),
-    "palestra.runtime.matrix.picture": ("draw_matrix",),
-    "palestra.envs.kuhn_truth": ("KuhnPolicy",),
     "palestra.types.messages": ("text_message",),
     "palestra.models.catalog": ("model_folder",),
-    "palestra.runtime.matrix.result": ("Matrix",),
     "palestra.runtime.probabilities": ("ChoiceQuestion", "choice_probabilities"),
     "palestra.runtime.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "dump_config", "load_config"),
@@ -167,33 +144,19 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "ActingEnvironment",
         "AgentProtocol",
         "Arithmetic",
-        "BrowserEnvironment",
         "CalculatorEnvironment",
         "ConcurrentEnvironment",
         "ContinuousEnvironment",
         "Coordinator",
-        "DesktopEnvironment",
         "Environment",
         "Fault",
-        "FrozenLake",
-        "Gomoku",
-        "GymnasiumEnvironment",
-        "KuhnPoker",
-        "MiniWoB",
         "MultiAgentEnvironment",
-        "NemoGymEnvironment",
-        "OpenEnvEnvironment",
         "Outcome",
-        "PettingZooEnvironment",
-        "PassageSearch",
         "Progress",
-        "ReasoningEnvironment",
-        "RetrievalEnvironment",
         "Stage",
         "Subagent",
         "SubagentEnvironment",
         "TaskEnvironment",
-        "TerminalEnvironment",
         "TimeLimit",
         "ToolEnvironment",
         "catalog_entry",

@@ -19,7 +19,8 @@ import numpy as np
 from PIL import Image
 
 import palestra
-from palestra import Agent, Chat, ChatMessage, JobConfig, MiniWoB, Observation, PolicyHandle, RolloutSpec, text_message
+from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec, text_message
+from palestra_screens import MiniWoB
 
 PAGE, GROUPS = "click-test", 32  # YOURS 1: a page of MiniWoB on which one click is enough; problems of a step
 WIDE, HIGH, TOP = 160, 210, 50  # pixels of a page, and of the yellow line with the task, which takes no clicks

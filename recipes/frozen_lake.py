@@ -13,7 +13,8 @@ import argparse
 from typing import Any
 
 import palestra
-from palestra import GymnasiumEnvironment, JobConfig, ModelAgent, RolloutSpec
+from palestra import JobConfig, ModelAgent, RolloutSpec
+from palestra_worlds import GymnasiumEnvironment
 
 MOVES = ModelAgent(choices=("0", "1", "2", "3"), max_tokens=2)  # YOURS 3: the moves
 

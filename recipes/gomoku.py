@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import palestra
-from palestra import Agent, Chat, ChatMessage, Gomoku, JobConfig, Observation, PolicyHandle, RolloutSpec
+from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec
+from palestra_worlds import Gomoku
 
 GAMES = 200
 

@@ -15,8 +15,9 @@ import argparse
 from pathlib import Path
 
 import palestra
-from palestra import ChoiceQuestion, JobConfig, KuhnPolicy, choice_probabilities, model_folder
-from palestra import KuhnPoker as Game  # YOURS 1: a game with roles
+from palestra import ChoiceQuestion, JobConfig, choice_probabilities, model_folder
+from palestra_worlds import KuhnPoker as Game  # YOURS 1: a game with roles
+from palestra_worlds import KuhnPolicy
 
 
 def tiny_model(folder: Path, name: str) -> str:

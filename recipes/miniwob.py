@@ -15,7 +15,8 @@ import re
 from typing import Any
 
 import palestra
-from palestra import Agent, Chat, ChatMessage, JobConfig, MiniWoB, Observation, PolicyHandle, RolloutSpec, text_message
+from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec, text_message
+from palestra_screens import MiniWoB
 
 # YOURS 1: pages of MiniWoB; `palestra environments miniwob/click-button` shows one
 PAGES = ("click-button", "click-link", "enter-text", "choose-list", "focus-text")

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import palestra
-from palestra import Gomoku, JobConfig, ModelAgent, RolloutSpec
+from palestra import JobConfig, ModelAgent, RolloutSpec
+from palestra_worlds import Gomoku
 
 
 def train(folder: Path, steps: int, model: str, resume: bool) -> palestra.TrainResult:

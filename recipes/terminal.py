@@ -23,10 +23,10 @@ from palestra import (
     Observation,
     PolicyHandle,
     RolloutSpec,
-    TerminalEnvironment,
     catalog_entry,
     text_message,
 )
+from palestra_screens import TerminalEnvironment
 
 KINDS = ("count", "find", "edit")  # YOURS 1: of the tasks that `palestra environments terminal` describes
 SYSTEM = "You solve tasks in a shell. Reply with one line: run and a command, or finish and the answer."

@@ -7,31 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "palestra"
 MADE = {"api.md", "configuration.md", "doctor.md", "metrics.md", "python.md"}  # pages that are made from the code
-# What is beside the core: one need not read it to follow an episode into a gradient.
-BESIDE = (
-    "backend",
-    "cli/compare",
-    "cli/matrix",
-    "cli/tinker",
-    "control",
-    "engine/external",
-    "engine/sglang",
-    "engine/vllm",
-    "envs/browser",
-    "envs/desktop",
-    "envs/terminal",
-    "runtime/comparison",
-    "runtime/matrix",
-    "runtime/ray",
-    "tinker",
-)
 MANY = 8  # parameters
 
 
@@ -56,10 +38,12 @@ def repeated(trees: dict[str, ast.Module]) -> list[str]:
 
 def main() -> None:
     """Print a table in Markdown."""
-    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["packages"]
+    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     lines = {name: text.count("\n") for name, text in texts.items()}
-    core = [name for name in texts if not name.startswith(BESIDE)]
+    core = [name for name in texts if name.startswith("palestra/")]
     every = [function for tree in trees.values() for function in functions(tree)]
     rows = (ROOT / "docs" / "configuration.md").read_text().splitlines()
     keys = [re.match(r"\| `(\w+)` \|", row) for row in rows]

@@ -12,11 +12,15 @@ from typing import Any
 from pydantic import BaseModel
 
 import palestra
+import palestra_lab
+import palestra_screens
+import palestra_worlds
 from palestra import errors
 from palestra.client import exchange, job
 from palestra.client.worker import Worker
 
 FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
+BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_lab)
 ATTRIBUTES = "Attributes:"
 SECTIONS = ("Args:", ATTRIBUTES, "Raises:", "Returns:", "Yields:")
 _INTRODUCTION = """# Python API
@@ -56,6 +60,10 @@ def python_page() -> str:
     lines = [_INTRODUCTION, "", "## Exported by `palestra`"]
     for name in palestra.__all__:
         lines += _entry(getattr(palestra, name), "palestra")
+    for package in BESIDE:
+        lines += ["", f"## Exported by `{package.__name__}`", "", _flowed(package.__doc__ or "")]
+        for name in package.__all__:
+            lines += _entry(getattr(package, name), package.__name__)
     lines += ["", "## Beside them"]
     for found in FURTHER:
         lines += _entry(found, found.__module__)

@@ -16,12 +16,12 @@ from python_reference import python_page
 
 from palestra.config import JobConfig
 from palestra.config.section import Section, kind_of, sections_of
-from palestra.control.jobs.rules import CAPS
 from palestra.doctor.rule import KEPT, RECENT
 from palestra.doctor.rules import RULES
 from palestra.learner.metrics import metric_tables
 from palestra.terminal import say
 from palestra.types.metrics import METRICS, OF_THE_JOB
+from palestra_service.jobs.rules import CAPS
 
 _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
 

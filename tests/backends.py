@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from palestra.backend.base import FIRST_VERSION, BaseDescription, SamplerSpec
-from palestra.backend.engine import RemoteEngine
-from palestra.backend.link import Link
-from palestra.backend.server import BackendServer
-from palestra.backend.trainer import RemoteTrainer
 from palestra.errors import Unauthorized
+from palestra.types.calls import FIRST_VERSION
+from palestra_bases.base import BaseDescription, SamplerSpec
+from palestra_bases.engine import RemoteEngine
+from palestra_bases.link import Link
+from palestra_bases.server import BackendServer
+from palestra_bases.trainer import RemoteTrainer
 
 KEYS = {"key-of-ada": "ada", "key-of-ben": "ben"}
 

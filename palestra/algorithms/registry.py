@@ -1,4 +1,4 @@
-"""Algorithms by name: those that Palestra ships and, only in a user's own process, the user's own classes."""
+"""Algorithms by name: those that ship, those of installed packages, and in a user's own process his classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from palestra.algorithms.rloo import RLOO
 from palestra.algorithms.sac import SAC
 from palestra.algorithms.sft import SFT
 from palestra.config import AlgorithmConfig
+from palestra.config.algorithm import GROUP
 from palestra.errors import ConfigError
+from palestra.extensions import extensions, load
 
 ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "grpo": GRPO,
@@ -68,8 +70,10 @@ def create_algorithm(
 
 def _class_of(config: AlgorithmConfig, own_code: bool) -> type[Algorithm]:
     """Return the class of an algorithm; see `create_algorithm`."""
-    if ":" not in config.name:
+    if config.name in ALGORITHMS:
         return ALGORITHMS[config.name]
+    if ":" not in config.name:
+        return _checked(config.name, load(extensions(GROUP)[config.name]))
     if not own_code:
         raise ConfigError(
             f"algorithm.name is {config.name!r}, a class of your own, which runs only where you call palestra.train "
@@ -85,6 +89,10 @@ def _imported(name: str) -> type[Algorithm]:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"algorithm.name is {name!r}, which can't be imported: {error}") from error
+    return _checked(name, found)
+
+
+def _checked(name: str, found: object) -> type[Algorithm]:
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise ConfigError(f"algorithm.name is {name!r}, which is no subclass of palestra.algorithms.base.Algorithm")
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from palestra.backend.base import FIRST_VERSION
 from palestra.backend.engine_worker import EngineOrder, WorkerMethods
 from palestra.engine.base import EngineLoad
 from palestra.errors import EngineFailure, InvalidRequest
@@ -14,7 +13,7 @@ from palestra.models.weights import WeightSource
 from palestra.process.channel import Channel, Event, Remote
 from palestra.process.codec import decode
 from palestra.process.stub import proxy, remote_method
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import FIRST_VERSION, PolicyVersion
 
 
 class WorkerEngine:

@@ -15,9 +15,7 @@ from io import TextIOWrapper
 from palestra import __version__
 from palestra.cli import (
     algorithms,
-    base,
     check,
-    compare,
     completion,
     dashboard,
     demo,
@@ -27,24 +25,18 @@ from palestra.cli import (
     episodes,
     eval,
     export,
-    jobs,
-    matrix,
     rotate_key,
     run,
     seat_key,
-    serve,
-    submit,
-    tenants,
-    tinker,
     top,
     track,
     train,
-    users,
     worker,
 )
 from palestra.cli.ending import own_process
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
 from palestra.errors import PalestraError
+from palestra.extensions import extensions, load
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, say, show_error
 
@@ -54,8 +46,6 @@ COMMANDS = (
     check,
     train,
     eval,
-    compare,
-    matrix,
     worker,
     env,
     environments,
@@ -68,15 +58,8 @@ COMMANDS = (
     export,
     rotate_key,
     seat_key,
-    base,
-    tinker,
-    serve,
-    submit,
-    jobs,
-    users,
-    tenants,
-    completion,
 )
+GROUP = "palestra.commands"
 
 # Names that other tools give to what a command here does.
 _SAME = {"status": "; did you mean `palestra top`?"}
@@ -94,7 +77,7 @@ def parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"palestra {__version__}", help="show the version")
     top.set_defaults(parser=top)  # `completion` describes all of it
     commands = top.add_subparsers(metavar="COMMAND")
-    for module in COMMANDS:
+    for module in (*COMMANDS, *(load(point) for point in extensions(GROUP).values()), completion):
         module.add(commands)
     return top
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from palestra.errors import ConfigError, NotFound
+from palestra.extensions import extensions, load
 from palestra.terminal import printable
 
 if TYPE_CHECKING:
@@ -224,13 +225,18 @@ def load_tasks(
     return task_rows(source), () if validation is None else task_rows(validation)
 
 
-def load_function(reference: str) -> Any:
+def load_function(reference: str, group: str | None = None) -> Any:
     """Import what `module:function` or `path/to/file.py:function` names, and return it.
+
+    Args:
+        group: of entry points, whose names are known, too; None: no names are.
 
     Raises:
         ConfigError: the module can't be imported, or has nothing of that name.
     """
     place, colon, name = reference.rpartition(":")
+    if group is not None and not colon and (point := extensions(group).get(reference)) is not None:
+        return load(point)
     if not colon or not place or not name:
         raise ConfigError(f"{reference!r}: expected {FUNCTION}")
     try:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         None if arguments.rollout is None else load_function(arguments.rollout),
         (),
         config,
-        reward=None if arguments.reward is None else load_function(arguments.reward),
+        reward=None if arguments.reward is None else load_function(arguments.reward, "palestra.rewards"),
         concurrency=arguments.concurrency,
         resume=arguments.resume,
     )

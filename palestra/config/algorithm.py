@@ -21,18 +21,24 @@ from palestra.config.policy_gradient import (
     RLOOConfig,
 )
 from palestra.config.section import Section
+from palestra.extensions import extensions
 
 OWN = "package.module:Class"
+GROUP = "palestra.algorithms"
 
 
 class OwnAlgorithmConfig(ClippedConfig):
-    """A class of your own, where you call `palestra.train` yourself: a server imports no code of its users."""
+    """A class of an installed package, by its name there; or one of your own, where you call `palestra.train` yourself.
+
+    A server imports no code of its users.
+    """
 
     form_of_name: ClassVar[str] = OWN
 
     name: str = Field(
-        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}:[A-Za-z_][A-Za-z0-9_]{0,63}$",
-        description="`package.module:Class`, a subclass of `palestra.Algorithm`.",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?$",
+        description="`package.module:Class`, a subclass of `palestra.Algorithm`; or the name of one that an installed "
+        "package brings (entry points of the group `palestra.algorithms`).",
     )
     advantage_scale: Literal["std", "none"] = Field(
         "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
@@ -45,7 +51,9 @@ class OwnAlgorithmConfig(ClippedConfig):
 def _name_of(value: Any) -> Any:
     """Return the tag of an algorithm, given as a table or as a section; a table without a name is `grpo`."""
     name = value.get("name", "grpo") if isinstance(value, dict) else getattr(value, "name", None)
-    return OWN if isinstance(name, str) and ":" in name else name
+    if not isinstance(name, str) or name in ALGORITHM_NAMES:
+        return name
+    return OWN if ":" in name or name in extensions(GROUP) else name
 
 
 def _known_name(value: Any) -> Any:
@@ -62,7 +70,8 @@ def _known_name(value: Any) -> Any:
         likeness = {known: difflib.SequenceMatcher(None, str(name), known).ratio() for known in ALGORITHM_NAMES}
         near = max(ALGORITHM_NAMES, key=lambda known: likeness[known])
         hint = f"; did you mean {near!r}?" if likeness[near] >= 0.5 else ""
-        raise ValueError(f"name is {name!r}, which is no algorithm{hint} (known: {', '.join(ALGORITHM_NAMES)})")
+        known = ", ".join([*ALGORITHM_NAMES, *extensions(GROUP)])
+        raise ValueError(f"name is {name!r}, which is no algorithm{hint} (known: {known})")
     return value
 
 

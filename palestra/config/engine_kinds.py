@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from palestra.errors import ConfigError
+from palestra.extensions import extensions, load
 
 if TYPE_CHECKING:
     from palestra.config.engine import PooledEngineConfig
@@ -32,22 +32,13 @@ def drivers() -> Mapping[str, Any]:
     Raises:
         ConfigError: one can't be imported, or two packages have the same kind.
     """
-    found: dict[str, tuple[str, KnownEngine]] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        if found.setdefault(point.name, (point.value, _loaded(point)))[0] != point.value:
-            others = found[point.name][0]
-            raise ConfigError(f"two packages have an engine of kind {point.name!r}: {others} and {point.value}")
-    return {kind: driver for kind, (_, driver) in found.items()}
-
-
-def _loaded(point: EntryPoint) -> KnownEngine:
-    try:
-        driver: KnownEngine = point.load()()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the engine {point.name!r} can't be loaded from {point.value}: {error}") from error
-    if (kind := driver.section.model_fields["kind"].default) != point.name:
-        raise ConfigError(f"the engine {point.name!r} of {point.value} has a section of kind {kind!r}; make them equal")
-    return driver
+    found: dict[str, KnownEngine] = {}
+    for name, point in extensions(GROUP).items():
+        driver: KnownEngine = load(point)()
+        if (kind := driver.section.model_fields["kind"].default) != name:
+            raise ConfigError(f"the engine {name!r} of {point.value} has a section of kind {kind!r}; make them equal")
+        found[name] = driver
+    return found
 
 
 def sections() -> dict[str, type[PooledEngineConfig]]:

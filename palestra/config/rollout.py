@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from palestra.config.section import Positive, Seconds, Section
+from palestra.extensions import extensions
+
+SERVERS = "palestra.environment_servers"
 
 
 class TasksConfig(Section):
@@ -33,7 +36,7 @@ class EnvironmentConfig(Section):
         description="URL of an environment server (`palestra env serve`), such as `http://10.0.0.7:7500`, in place of "
         "`name`. Its tasks come from files, or clients push them.",
     )
-    protocol: Literal["palestra", "openenv", "nemo-gym"] = Field(
+    protocol: str = Field(
         "palestra",
         description="What the server at `url` speaks: `palestra` (`palestra env serve`), `openenv` (a server of "
         "OpenEnv), or `nemo-gym` (a resources server of NeMo Gym). With the last two, `settings` may set their limits "
@@ -59,6 +62,13 @@ class EnvironmentConfig(Section):
         description="Processes that play `name` beside the job, one core each: for environments that compute. In a "
         "service each counts as one core of the job. None: the job's own process plays.",
     )
+
+    @field_validator("protocol")
+    @classmethod
+    def _protocol_is_known(cls, protocol: str) -> str:
+        if protocol != "palestra" and protocol not in (others := extensions(SERVERS)):
+            raise ValueError(f"{protocol!r} is no protocol; there are {', '.join(['palestra', *others])}")
+        return protocol
 
     @model_validator(mode="after")
     def _runners_have_a_name(self) -> EnvironmentConfig:

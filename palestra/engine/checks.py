@@ -5,6 +5,9 @@ from __future__ import annotations
 from palestra.errors import InvalidRequest
 from palestra.types.calls import LARGEST_BIAS, MOST_LISTED, SAMPLING_RANGES, SamplingParams, TokenSequence
 
+# Words, names, numbers, code, other scripts: places at which tokenizers differ.
+SAMPLE_TEXT = "Tokenizers differ: 1,234.5 km, naïve Zürich, def f(x):\n    return x**2  # 東京, Москва 🙂\n"
+
 
 def check_prompt(prompt: TokenSequence, vocab_size: int, most_tokens: int, sees: bool) -> None:
     """Refuse a prompt that a model can't read.

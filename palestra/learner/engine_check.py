@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from palestra.engine.base import WorkerPool
-from palestra.engine.external.sample_text import TEXT
+from palestra.engine.checks import SAMPLE_TEXT
 from palestra.errors import ConfigError
 from palestra.session import PolicyRuntime
 from palestra.trainer.base import Trainer
@@ -29,7 +29,7 @@ async def check_engine(pool: WorkerPool, trainer: Trainer, runtime: PolicyRuntim
         ConfigError: they have different models.
         EngineFailure: the engine has no answer.
     """
-    ids = runtime.renderer.vocabulary.encode(TEXT)[: runtime.config.max_context - 1]
+    ids = runtime.renderer.vocabulary.encode(SAMPLE_TEXT)[: runtime.config.max_context - 1]
     prompt, name = TokenSequence(ids), runtime.name
     said = await pool.scores(name, prompt)
     found = await trainer.forward(name, [_row(name, ids)], {"old_logprobs"})

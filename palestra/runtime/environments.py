@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from palestra.config import JobConfig
-from palestra.config.rollout import EnvironmentConfig
+from palestra.config.rollout import SERVERS, EnvironmentConfig
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_maker
-from palestra.envs.nemo_gym import NemoGymEnvironment
-from palestra.envs.openenv import OpenEnvEnvironment
 from palestra.envs.remote import RemoteEnvironment
 from palestra.errors import ConfigError
-
-_PARTNERS: Mapping[str, type[OpenEnvEnvironment] | type[NemoGymEnvironment]] = {
-    "openenv": OpenEnvEnvironment,
-    "nemo-gym": NemoGymEnvironment,
-}
+from palestra.extensions import extensions, load
 
 
 def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
@@ -32,7 +26,7 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
     """
     chosen = config.environment
     if chosen.url is not None and chosen.protocol != "palestra":
-        return partial(_PARTNERS[chosen.protocol], chosen.url, **_partner_settings(chosen))
+        return _partner(chosen, chosen.url)
     if chosen.url is not None:
         key = os.environ.get(chosen.key_variable)
         if not key:
@@ -48,9 +42,9 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
     return catalog_maker(chosen.name, chosen.settings, chosen.system)
 
 
-def _partner_settings(chosen: EnvironmentConfig) -> dict[str, Any]:
-    """Return the arguments of an environment of another project's server."""
-    make = _PARTNERS[chosen.protocol]
+def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | ConcurrentEnvironment]:
+    """Return what makes an environment of another project's server."""
+    make = load(extensions(SERVERS)[chosen.protocol])
     known = [name for name in inspect.signature(make).parameters if name not in ("url", "key", "system", "clock")]
     if unknown := [name for name in chosen.settings if name not in known]:
         raise ConfigError(f"environment.settings has no {unknown[0]!r}; {chosen.protocol} has {', '.join(known)}")
@@ -59,5 +53,5 @@ def _partner_settings(chosen: EnvironmentConfig) -> dict[str, Any]:
         "system": chosen.system,
         **chosen.settings,
     }
-    make(chosen.url or "", **given)  # a wrong setting is refused now
-    return given
+    make(url, **given)  # a wrong setting is refused now
+    return partial(make, url, **given)

@@ -32,13 +32,12 @@ from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob
 from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
-from palestra.runtime.parts import Parts, build_parts, pooled_parts
+from palestra.runtime.parts import BaseConnection, Parts, base_connector, build_parts, pooled_parts
 from palestra.runtime.places import HERE, JobPlaces
 from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, runners_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
-from palestra.runtime.shared_base import BaseConnection, connect_base
 from palestra.runtime.tasks import load_tasks, read_files
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
@@ -268,7 +267,7 @@ async def _parts(
 ) -> tuple[Parts, BaseConnection | None]:
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
     if config.base is not None:
-        return await connect_base(config, weights)
+        return await base_connector()(config, weights)
     for check in (check_trainer, check_reproducible):  # before an engine takes minutes to start
         await in_thread(partial(check, config, places))
     await in_thread(lambda: check_memory(config, weights, places))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from palestra.config import JobConfig, PooledEngineConfig
 from palestra.engine.base import Engine
@@ -13,18 +13,19 @@ from palestra.engine.pool.manager import InferenceManager
 from palestra.engine.pool.options import PoolOptions
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import ConfigError
+from palestra.extensions import extensions, load
 from palestra.models.device import make_deterministic
 from palestra.pictures.stored import StoredPictures
 from palestra.process.child import start_process
 from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.model_memory import check_more
 from palestra.runtime.places import HERE, JobPlaces
+from palestra.runtime.renewal import Renewable
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 
-if TYPE_CHECKING:
-    from palestra.runtime.renewal import Renewable
+BASES = "palestra.base_servers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,28 @@ class Parts:
     policies: PolicySet
     renewable: Renewable | None = None  # the trainer, where its processes may be lost
     pool: InferenceManager | None = None  # the engine, where it has workers
+
+
+class BaseConnection(Renewable, Protocol):
+    """A job's connection to the base server that has its engine and its trainer.
+
+    Attributes:
+        numerics: what computes there; see `palestra.models.numerics`.
+    """
+
+    numerics: dict[str, str]
+
+
+def base_connector() -> Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]]:
+    """Return what connects a job to its base server: (configuration, folders of models by policy) -> its parts.
+
+    Raises:
+        ConfigError: no package that connects to base servers is installed.
+    """
+    for point in extensions(BASES).values():
+        connect: Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]] = load(point)
+        return connect
+    raise ConfigError("a policy has `base`, and no package that connects to base servers is installed")
 
 
 def build_parts(

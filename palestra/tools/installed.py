@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from importlib.metadata import entry_points
 
 from palestra.errors import ConfigError
+from palestra.extensions import extensions, load
 from palestra.tools.calculator import Calculator
 from palestra.tools.source import ToolSource
 from palestra.tools.tool import Tool
@@ -17,7 +17,7 @@ _SHIPPED = {"calculator": Calculator}
 
 def installed_tools() -> list[str]:
     """Return the names of the tools that ship with Palestra, and of those that installed packages bring."""
-    return [*_SHIPPED, *sorted({point.name for point in entry_points(group=GROUP)} - set(_SHIPPED))]
+    return [*_SHIPPED, *(name for name in extensions(GROUP) if name not in _SHIPPED)]
 
 
 def load_tool(name: str) -> Tool | ToolSource:
@@ -34,19 +34,14 @@ def load_tool(name: str) -> Tool | ToolSource:
     """
     if name in _SHIPPED:
         return _SHIPPED[name]()
-    points = [point for point in entry_points(group=GROUP) if point.name == name]
-    if not points:
+    point = extensions(GROUP).get(name)
+    if point is None:
         near = difflib.get_close_matches(name, installed_tools(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"there is no tool {name!r}{hint} (known are {', '.join(installed_tools())})")
-    try:
-        found = points[0].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the tool {name!r} can't be loaded from {points[0].value}: {error}") from error
+    found = load(point)
     if inspect.isclass(found) or inspect.isfunction(found):
         found = found()
     if not isinstance(found, Tool | ToolSource):
-        raise ConfigError(
-            f"{points[0].value} is a {type(found).__name__}, and no tool; decorate it with @palestra.tool"
-        )
+        raise ConfigError(f"{point.value} is a {type(found).__name__}, and no tool; decorate it with @palestra.tool")
     return found

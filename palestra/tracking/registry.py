@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from palestra.errors import ConfigError
+from palestra.extensions import extensions, load
 from palestra.tracking.base import TrackedRun, Tracker
 
 GROUP = "palestra.trackers"  # entry points of plug-ins
@@ -27,7 +27,7 @@ SHIPPED = {
 
 def known_trackers() -> list[str]:
     """Return the names of all trackers, shipped ones first."""
-    return [*SHIPPED, *sorted({plugin.name for plugin in entry_points(group=GROUP)} - set(SHIPPED))]
+    return [*SHIPPED, *(name for name in extensions(GROUP) if name not in SHIPPED)]
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -69,6 +69,5 @@ def create_tracker(name: str, run: TrackedRun) -> Tracker:
         module, _, cls = SHIPPED[name][0].partition(":")
         made: Tracker = getattr(import_module(module), cls)(run)
         return made
-    plugin = next(one for one in entry_points(group=GROUP) if one.name == name)
-    found: Tracker = plugin.load()(run)
+    found: Tracker = load(extensions(GROUP)[name])(run)
     return found

@@ -42,6 +42,9 @@ class PolicyVersion(NamedTuple):
         return PolicyVersion(self.incarnation, self.n + 1)
 
 
+FIRST_VERSION = PolicyVersion(0, 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """The parameters with which the tokens of one call are sampled.

@@ -13,7 +13,6 @@ from backends import served
 from unit.building import engine_request
 from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm, on_server
 
-from palestra.backend.base import SamplerSpec
 from palestra.config import TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
@@ -30,6 +29,7 @@ from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
+from palestra_bases.base import SamplerSpec
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)

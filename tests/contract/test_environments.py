@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.envs import (
-    FrozenLake,
-    Gomoku,
-    GomokuDuel,
-    GymnasiumEnvironment,
-    KuhnPoker,
-    ReasoningEnvironment,
-    TaskEnvironment,
-    check_environment,
-)
+from palestra.envs import TaskEnvironment, check_environment
 from palestra.errors import ConfigError
+from palestra_worlds import FrozenLake, Gomoku, GomokuDuel, GymnasiumEnvironment, KuhnPoker, ReasoningEnvironment
 
 BOARDS = [
     {},

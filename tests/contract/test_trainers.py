@@ -15,9 +15,6 @@ from unit.building import make_sample
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.backend.base import SamplerSpec
-from palestra.backend.engine import RemoteEngine
-from palestra.backend.trainer import RemoteTrainer
 from palestra.config import TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
@@ -29,6 +26,9 @@ from palestra.trainer.base import TRAINER_METRICS, OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import GrammarSpan, PolicyVersion
+from palestra_bases.base import SamplerSpec
+from palestra_bases.engine import RemoteEngine
+from palestra_bases.trainer import RemoteTrainer
 
 LOSS = LossSpec.of(PPOClipLoss())
 PARAMS = OptimParams(learning_rate=1e-3)

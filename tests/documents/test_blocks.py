@@ -15,9 +15,9 @@ from documents.blocks import BLOCKS, BY_LANGUAGE, BY_MARK, PAGES, ROOT, SIGNATUR
 from documents.commands import lines_of, trouble
 from documents.links import broken
 from palestra.config import JobConfig, parse_config
-from palestra.config.comparison import load_comparison
 from palestra.config.section import Section, sections_of
-from palestra.control.jobs.rules import load_rules
+from palestra_lab.config import load_comparison
+from palestra_service.jobs.rules import load_rules
 
 SECTIONS = {name for name, field in JobConfig.model_fields.items() if "Config" in str(field.annotation)}
 KEY = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_*]+)+)(?: = [^`]*)?`")

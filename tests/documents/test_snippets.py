@@ -15,7 +15,7 @@ from service import Service
 
 from documents.blocks import BY_LANGUAGE, BY_MARK, ROOT, Block, blocks_of, with_rule
 from documents.recipes import environment_of
-from palestra.envs import FrozenLake
+from palestra_worlds import FrozenLake
 
 README = ROOT / "README.md"
 URL, RUN = "http://127.0.0.1:7411", "runs/job"  # where the snippets look for a server

@@ -12,13 +12,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from palestra.config import JobConfig
-from palestra.engine.external.engine import ExternalEngine
-from palestra.engine.external.served_policy import ServedPolicy
 from palestra.engine.pool.manager import InferenceManager
 from palestra.models.catalog import quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
 from palestra.pictures.stored import StoredPictures
 from palestra.runtime.parts import pooled_parts
+from palestra_engines.external.engine import ExternalEngine
+from palestra_engines.external.served_policy import ServedPolicy
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "vllm" / "bin" / "python"

@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM
 from engines.models import job_of, served, started, vllm_python, write_model
 from engines.test_vllm_pool import changed, expected, reply, weights_of
 from palestra.engine.driver import EngineJob
-from palestra.engine.external.served_models import read_served_models
-from palestra.engine.external.servers import EngineServers
-from palestra.engine.vllm.api import VllmApi
-from palestra.engine.vllm.command import WORKER
-from palestra.engine.vllm.driver import VllmDriver
-from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup
 from palestra.errors import EngineFailure
 from palestra.models.tensor_file import write_weights
 from palestra.types.calls import PolicyVersion
+from palestra_engines.external.served_models import read_served_models
+from palestra_engines.external.servers import EngineServers
+from palestra_engines.vllm.api import VllmApi
+from palestra_engines.vllm.command import WORKER
+from palestra_engines.vllm.driver import VllmDriver
+from palestra_engines.vllm.worker.palestra_weight_group import WeightGroup
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]
 VERSIONS = [PolicyVersion(0, number) for number in range(6)]

@@ -18,11 +18,11 @@ from unit.building import engine_request
 from unit.engine.calling import all_of
 
 from engines.models import served, started, unknown_architecture, write_model
-from palestra.engine.external.sample_text import tokenized
-from palestra.engine.vllm.api import GENERATE
 from palestra.errors import ConfigError, ModelError, ReplyLost, ServerFailed
 from palestra.models.causal_lm import load_tokenizer
 from palestra.types.calls import SamplingParams
+from palestra_engines.external.sample_text import tokenized
+from palestra_engines.vllm.api import GENERATE
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]
 PROMPT = np.arange(40, 52, dtype=np.int32)

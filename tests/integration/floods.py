@@ -8,8 +8,9 @@ import json
 import os
 import time
 
-from palestra.envs import Environment, TerminalEnvironment
+from palestra.envs import Environment
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
+from palestra_screens import TerminalEnvironment
 
 LONG = "$(head -c 3000 /dev/zero | tr '\\0' A)"
 FLOODS = {

@@ -41,10 +41,10 @@ MODULES = (
     "palestra.client.client",
     "palestra.engine.embedded.engine",
     "palestra.models.loading",  # torch and transformers
-    "palestra.runtime.base",
+    "palestra_bases.serving",
     "palestra.runtime.local",
     "palestra.runtime.page",
-    "palestra.runtime.tinker",
+    "palestra_bases.tinker.serving",
     "palestra.trainer.torch_trainer",
     "uvicorn",
     "uvloop",

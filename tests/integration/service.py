@@ -112,7 +112,7 @@ class Service:
             client.close()
         for process in self.processes:
             process.kill()
-        stop = "from pathlib import Path; from palestra.runtime.ray.cluster import stop_local; "
+        stop = "from pathlib import Path; from palestra_service.ray.cluster import stop_local; "
         subprocess.run([sys.executable, "-c", f"{stop}stop_local(Path({str(self.state)!r}))"], check=True)
 
     def __enter__(self) -> Service:

@@ -22,7 +22,7 @@ from schemathesis import Case, GenerationMode
 from servers import KEY, Job, Plane
 from unit.control.launching import FakeLauncher
 
-from palestra.runtime.ray import serve
+from palestra_service.ray import serve
 
 EXAMPLES = 12  # of each kind for each route
 TIMEOUT_SECONDS = 60.0  # of one answer; a server that hangs gives none at all
@@ -56,9 +56,9 @@ class ControlThread:
 
 @pytest.fixture
 def control_plane(tmp_path, monkeypatch) -> Iterator[ControlThread]:
-    fake = types.ModuleType("palestra.runtime.ray.servers")
+    fake = types.ModuleType("palestra_service.ray.servers")
     fake.RayServers = lambda *_: FakeLauncher()
-    monkeypatch.setitem(sys.modules, "palestra.runtime.ray.servers", fake)
+    monkeypatch.setitem(sys.modules, "palestra_service.ray.servers", fake)
     monkeypatch.setattr(serve, "connect", lambda *_: "fake")
     with ControlThread(tmp_path) as running:
         yield running

@@ -23,8 +23,7 @@ from unit.envs.browser.pages import site
 from palestra.config import parse_config
 from palestra.engine.base import EngineRequest
 from palestra.engine.fake.engine import FakeEngine
-from palestra.envs import BrowserEnvironment, DesktopEnvironment, Progress
-from palestra.envs.browser.page import BrowserPage
+from palestra.envs import Progress
 from palestra.grammars.pool import Grammars
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.decoding import decode
@@ -35,6 +34,8 @@ from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.records import Task
+from palestra_screens import BrowserEnvironment, DesktopEnvironment
+from palestra_screens.browser.page import BrowserPage
 
 pytestmark = pytest.mark.browser
 Pixels = NDArray[np.uint8]

@@ -15,21 +15,9 @@ from websockets.exceptions import ConnectionClosed
 
 from palestra import JobConfig, train
 from palestra.config import parse_config
-from palestra.envs import (
-    ConcurrentEnvironment,
-    Environment,
-    FrozenLake,
-    Gomoku,
-    GomokuDuel,
-    KuhnPoker,
-    PrisonersDilemma,
-    SerialEnvironment,
-    SplitSum,
-    check_environment,
-)
+from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment, check_environment
 from palestra.envs.calculator import CalculatorEnvironment, calculator_tasks
 from palestra.envs.remote import RemoteEnvironment
-from palestra.envs.split_sum import split_sum_tasks
 from palestra.errors import (
     ConfigError,
     Conflict,
@@ -46,6 +34,8 @@ from palestra.runtime.checking import check_job
 from palestra.store.browsing import read_episodes
 from palestra.types.env_wire import CLOSE_ENDED, CLOSE_REFUSED
 from palestra.types.messages import text_message
+from palestra_worlds import FrozenLake, Gomoku, GomokuDuel, KuhnPoker, PrisonersDilemma, SplitSum
+from palestra_worlds.split_sum import split_sum_tasks
 
 ACTIONS = ("a", "b", "c", "d")
 WHOLE = [

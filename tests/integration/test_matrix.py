@@ -12,8 +12,8 @@ from test_two_policies import TASKS, Talk, config, other_model, score  # noqa: F
 import palestra
 from palestra import JobConfig, RolloutSpec
 from palestra.errors import ConfigError, NotFound
-from palestra.runtime.matrix.play import versions_of
 from palestra.types.messages import text_message
+from palestra_lab.matrix.play import versions_of
 
 
 class Duel(Talk):

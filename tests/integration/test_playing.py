@@ -15,10 +15,11 @@ from servers import PALESTRA
 import palestra
 from palestra import JobConfig, RolloutSpec
 from palestra.agents import ModelAgent
-from palestra.envs import Environment, Gomoku
+from palestra.envs import Environment
 from palestra.errors import ConfigError, RolloutFailed
 from palestra.store.browsing import browse, list_episodes, read_episode
 from palestra.trainer.fake import FakeTrainer
+from palestra_worlds import Gomoku
 
 SCRIPTED = {"engine": {"kind": "fake", "reply_tokens": 6}, "server": {"port": 0}}
 

@@ -26,7 +26,7 @@ from nodes import cluster
 from service import GAMES, LONG, Service, until
 
 from palestra.client.job import Job
-from palestra.runtime.ray.servers import PING_LIMIT_SECONDS
+from palestra_service.ray.servers import PING_LIMIT_SECONDS
 
 pytestmark = pytest.mark.service
 # Of the job's commits: 1 submitted, 2 STARTING, 3 RUNNING, 4 the end, or the wish to cancel it.

@@ -15,7 +15,7 @@ from service import GAMES, LONG, Service, until
 
 from palestra.models.catalog import model_folder
 from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches
-from palestra.runtime.ray.job_environment import NAMES, PREFIXES
+from palestra_service.ray.job_environment import NAMES, PREFIXES
 
 pytestmark = pytest.mark.service
 SECRETS = {

@@ -16,8 +16,8 @@ import torch
 from servers import TINY
 from service import Service, lives, until
 
-from palestra.backend.link import Link
 from palestra.errors import InvalidRequest, TooManyRequests, Unauthorized
+from palestra_bases.link import Link
 
 pytestmark = pytest.mark.service
 POLICY = TINY["policies"]["policy"] | {"adapter": {"rank": 4}, "optimizer": {"learning_rate": 3e-2}}

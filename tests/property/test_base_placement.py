@@ -8,15 +8,15 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.control.placement.bases import BaseLimits, RunningBase, WaitingForBase
-from palestra.control.placement.fitting import Node, RunningJob
-from palestra.control.placement.placement import PlacementPolicy
-from palestra.control.placement.queues import WaitingJob
-from palestra.control.placement.sharing import SERVICE, place_all
-from palestra.control.placement.tenants import Quota
 from palestra.types.bases import BaseKind
 from palestra.types.jobs import PRIORITIES, Resources
 from palestra.types.states import BaseState
+from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingForBase
+from palestra_service.placement.fitting import Node, RunningJob
+from palestra_service.placement.placement import PlacementPolicy
+from palestra_service.placement.queues import WaitingJob
+from palestra_service.placement.sharing import SERVICE, place_all
+from palestra_service.placement.tenants import Quota
 
 KINDS = [BaseKind("one", False), BaseKind("one", True), BaseKind("two", False)]
 LIMITS = BaseLimits(resources=Resources(cpus=2.0), adapters=4, waiting=8, idle_seconds=50.0)

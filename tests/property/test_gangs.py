@@ -8,9 +8,9 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.control.placement.fitting import Allocation, FreeOnNode, Node
-from palestra.control.placement.gangs import GangPlaces, fit_gang, gang_of, reserve_gang
 from palestra.types.jobs import SHARES, Bundle, Resources
+from palestra_service.placement.fitting import Allocation, FreeOnNode, Node
+from palestra_service.placement.gangs import GangPlaces, fit_gang, gang_of, reserve_gang
 
 amounts = st.tuples(st.integers(1, 4), st.sampled_from((0.0, 0.5, 1.0, 2.0)))
 placements = st.sampled_from(("PACK", "STRICT_PACK", "SPREAD"))

@@ -12,10 +12,10 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.control.placement.fitting import Node
-from palestra.control.placement.placement import PlacementPolicy, Quota, place
-from palestra.control.placement.queues import WaitingJob
 from palestra.types.jobs import PRIORITIES, Resources
+from palestra_service.placement.fitting import Node
+from palestra_service.placement.placement import PlacementPolicy, Quota, place
+from palestra_service.placement.queues import WaitingJob
 from property.virtual_cluster import AGING, LONGEST, STARTING, Cluster
 
 EVERYTHING = PlacementPolicy(starts_at_once=1_000_000, aging_seconds=AGING)

@@ -7,10 +7,10 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
-from palestra.control.placement.fitting import RunningJob, counted
-from palestra.control.placement.placement import Decision, place
-from palestra.control.placement.queues import WaitingJob
 from palestra.types.jobs import SHARES
+from palestra_service.placement.fitting import RunningJob, counted
+from palestra_service.placement.placement import Decision, place
+from palestra_service.placement.queues import WaitingJob
 
 AGING, LONGEST, STARTING = 50.0, 40.0, 1.0  # seconds
 

@@ -48,7 +48,7 @@ def test_the_process_of_a_job_with_the_fake_engine_loads_no_torch(tmp_path):
     """Ray starts it from `runtime.ray.servers`; hundreds of them fit on a machine because of this."""
     code = f"""
 import asyncio, sys
-import palestra.runtime.ray.servers
+import palestra_service.ray.servers
 from palestra import AsyncClient
 from palestra.config import parse_config
 from palestra.runtime.local import local_job

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from python_reference import BESIDE
 from reference_pages import pages
 
 import palestra
@@ -71,7 +72,8 @@ def _undescribed(found):
 def test_what_users_import_describes_all_arguments_or_none():
     assert [
         line
-        for name in palestra.__all__
-        for line in _undescribed(getattr(palestra, name))
-        if callable(getattr(palestra, name))
+        for package in (palestra, *BESIDE)
+        for name in package.__all__
+        for line in _undescribed(getattr(package, name))
+        if callable(getattr(package, name))
     ] == []

@@ -11,14 +11,14 @@ import pytest
 import palestra
 from palestra.cli.env import _key as environment_key
 from palestra.client.task_files import read_task_file
-from palestra.config.comparison import load_comparison
 from palestra.config.loading import load_config
-from palestra.control.jobs.rules import load_rules
 from palestra.errors import ConfigError
 from palestra.http.bodies import parse_body
 from palestra.http.tenant_keys import Tenants
-from palestra.runtime.shared_base import KEY, KEY_FILE, base_key
 from palestra.types.wire import TaskBody
+from palestra_bases.connection import KEY, KEY_FILE, base_key
+from palestra_lab.config import load_comparison
+from palestra_service.jobs.rules import load_rules
 
 
 def written(path: Path, text: str) -> Path:

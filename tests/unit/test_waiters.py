@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from palestra.backend.link import Link
 from palestra.backend.worker_engine import WorkerEngine
 from palestra.dashboard.reader import _Kept
 from palestra.database import Notifier
@@ -18,15 +17,16 @@ from palestra.engine.embedded.command_queue import CommandQueue
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.worker import InferenceWorker
 from palestra.env_server import SessionLimits, SessionTable
-from palestra.envs import Gomoku
 from palestra.errors import TooManyRequests
 from palestra.grammars import pool
 from palestra.grammars.pool import Grammars
 from palestra.rollout.sync_lock import RolloutSyncLock
 from palestra.session.registry import CallRegistry
-from palestra.tinker.futures import Futures
-from palestra.tinker.tables import PENDING
 from palestra.tools.mcp.connection import McpConnection
+from palestra_bases.link import Link
+from palestra_bases.tinker.futures import Futures
+from palestra_bases.tinker.tables import PENDING
+from palestra_worlds import Gomoku
 
 WAITS = 1000
 Case = tuple[Callable[[], Awaitable[Any]], Callable[[], int]]  # begins a wait; the size of what it may be left in

@@ -18,12 +18,12 @@ from palestra.engine.pool.placement import place
 from palestra.engine.pool.prefixes import block_hashes
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
-from palestra.engine.pool.worker import FIRST_VERSION, InferenceWorker, added_loads
+from palestra.engine.pool.worker import InferenceWorker, added_loads
 from palestra.engine.replay import Replay
 from palestra.engine.shown import problem
 from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource
-from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
+from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import cancelled, race, together
 
 log = logging.getLogger("palestra.engine")

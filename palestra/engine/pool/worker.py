@@ -14,10 +14,9 @@ from palestra.engine.pool.placement import Candidate
 from palestra.engine.pool.prefixes import PrefixIndex
 from palestra.engine.pool.wanted import WantedPolicy, leftover, missing
 from palestra.errors import EngineFailure, ModelError, PalestraError
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import FIRST_VERSION, PolicyVersion
 from palestra.waiting import together
 
-FIRST_VERSION = PolicyVersion(0, 0)
 GRACE_SECONDS = 0.5  # between the failure of a request and the news that its whole worker has failed
 
 

@@ -8,12 +8,12 @@ import contextlib
 import numpy as np
 import pytest
 
-from palestra.backend.adapter_cache import AdapterCache
-from palestra.backend.adapter_engine import AdapterEngine
 from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import ConfigError, ModelError
 from palestra.models.saved_weights import SavedWeights
 from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra_bases.adapter_cache import AdapterCache
+from palestra_bases.adapter_engine import AdapterEngine
 from unit.building import engine_request
 
 

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from backends import served
 
-from palestra.backend.admissions import Admission, Admissions, digest_of, new_key, write_admissions
-from palestra.backend.base import SamplerSpec
 from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import NotFound, PalestraError, StoreError, Unauthorized
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
+from palestra_bases.admissions import Admission, Admissions, digest_of, new_key, write_admissions
+from palestra_bases.base import SamplerSpec
 
 
 def admission(job_id: str, key: str, weight: float = 1.0) -> Admission:

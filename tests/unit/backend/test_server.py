@@ -14,12 +14,7 @@ from websockets.exceptions import InvalidStatus
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.backend import frames, link
-from palestra.backend.base import SamplerSpec
-from palestra.backend.engine import RemoteEngine
-from palestra.backend.link import Link
-from palestra.backend.server import BackendServer
-from palestra.backend.trainer import RemoteTrainer
+from palestra.backend import frames
 from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import (
     BaseServerLost,
@@ -37,6 +32,12 @@ from palestra.models.saved_weights import SavedWeights
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
+from palestra_bases import link
+from palestra_bases.base import SamplerSpec
+from palestra_bases.engine import RemoteEngine
+from palestra_bases.link import Link
+from palestra_bases.server import BackendServer
+from palestra_bases.trainer import RemoteTrainer
 from unit.building import engine_request, make_sample
 
 SPEC = SamplerSpec(model="given")

@@ -13,8 +13,8 @@ import pytest
 
 from palestra.cli.main import main, parser
 from palestra.cli.options import commands_of
-from palestra.cli.users import LIMITS
 from palestra.types.control_wire import LimitsBody
+from palestra_service.commands.users import LIMITS
 
 COMMANDS = sorted(commands_of(parser()))
 UNITS = {

@@ -6,17 +6,17 @@ import pytest
 
 from palestra.agents import ModelAgent
 from palestra.cli.played import load_played
-from palestra.envs import Gomoku
 from palestra.envs.calculator import CalculatorEnvironment
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.types.wire import RolloutFacts
+from palestra_worlds import Gomoku
 
 FACTS = RolloutFacts(seed=0, default="policy")
 NAMED = RolloutFacts(seed=0, default="policy", environment="gomoku", settings={"size": 5})
 OWN = """
 from palestra.agents import Agent, ModelAgent
-from palestra.envs import Gomoku
+from palestra_worlds import Gomoku
 from palestra.rollout import RolloutSpec
 
 class Own(Gomoku):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from palestra.config import JobConfig, dump_config, load_config, parse_config
-from palestra.engine.sglang.config import SglangEngineConfig
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError
+from palestra_engines.sglang.config import SglangEngineConfig
+from palestra_engines.vllm.config import VllmEngineConfig
 
 STARTED = {"kind": "vllm", "python": "/venv/bin/python"}
 FOUND = {"kind": "vllm", "url": "http://127.0.0.1:8000"}

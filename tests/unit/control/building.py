@@ -11,18 +11,18 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from palestra.control.accounts.administration import Administration
-from palestra.control.accounts.identity import Identities, Identity
-from palestra.control.api import ControlPlane
-from palestra.control.jobs.launcher import Launcher
-from palestra.control.jobs.scheduler import JobScheduler
-from palestra.control.placement.placement import PlacementPolicy
-from palestra.control.rights.limits import KeyLimits, RequestRates
-from palestra.control.rights.permissions import Role
-from palestra.control.store.control_store import ControlStore
-from palestra.control.store.tables import changes
 from palestra.types.jobs import JobRecord, JobRequest, Resources
 from palestra.types.states import JobState
+from palestra_service.accounts.administration import Administration
+from palestra_service.accounts.identity import Identities, Identity
+from palestra_service.api import ControlPlane
+from palestra_service.jobs.launcher import Launcher
+from palestra_service.jobs.scheduler import JobScheduler
+from palestra_service.placement.placement import PlacementPolicy
+from palestra_service.rights.limits import KeyLimits, RequestRates
+from palestra_service.rights.permissions import Role
+from palestra_service.store.control_store import ControlStore
+from palestra_service.store.tables import changes
 from unit.control.launching import FakeLauncher
 
 REQUEST = JobRequest(name="addition", config={"steps": 3}, resources=Resources(cpus=1.0))

@@ -9,10 +9,10 @@ import warnings
 import httpx2
 import pytest
 
-from palestra.control.accounts.administration import Administration
-from palestra.control.accounts.identity import Identities
-from palestra.control.api import create_control_app
-from palestra.control.store.control_store import ControlStore
+from palestra_service.accounts.administration import Administration
+from palestra_service.accounts.identity import Identities
+from palestra_service.api import create_control_app
+from palestra_service.store.control_store import ControlStore
 from unit.building import FakeClock
 from unit.control.building import control_plane, pg_ctl
 

@@ -6,8 +6,8 @@ import asyncio
 import sys
 from itertools import pairwise
 
-from palestra.control.store.control_store import ControlStore
 from palestra.types.states import JobState
+from palestra_service.store.control_store import ControlStore
 from unit.control.building import REQUEST
 
 WAY = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.COMPLETED)

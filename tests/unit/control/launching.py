@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from palestra.control.jobs.launcher import BaseOrder, Ended, Ending, Listening, ServerOrder
-from palestra.control.placement.fitting import Node
 from palestra.types.gpus import GpuReading
+from palestra_service.jobs.launcher import BaseOrder, Ended, Ending, Listening, ServerOrder
+from palestra_service.placement.fitting import Node
 from unit.waiting import until
 
 

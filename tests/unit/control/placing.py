@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palestra.control.placement.fitting import GpuShare, Node, RunningJob
-from palestra.control.placement.placement import Decision, PlacementPolicy, place
-from palestra.control.placement.queues import WaitingJob
 from palestra.types.jobs import SHARES, Resources
+from palestra_service.placement.fitting import GpuShare, Node, RunningJob
+from palestra_service.placement.placement import Decision, PlacementPolicy, place
+from palestra_service.placement.queues import WaitingJob
 
 
 def job(job_id, cpus=1.0, gpus=0.0, memory=0.0, tenant="t", priority="normal", at=0.0, seconds=None) -> WaitingJob:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
-from palestra.control.jobs.scheduler import JobScheduler
-from palestra.control.placement.placement import PlacementPolicy
 from palestra.types.states import JobState
+from palestra_service.jobs.scheduler import JobScheduler
+from palestra_service.placement.placement import PlacementPolicy
 from unit.control import building
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from palestra.control.accounts.administration import Administration
-from palestra.control.accounts.identity import Identities
-from palestra.control.rights.limits import KeyLimits
-from palestra.control.rights.permissions import Role
-from palestra.control.store.control_store import ControlStore
-from palestra.control.store.tables import metadata
 from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound, PalestraError, Unauthorized
 from palestra.types.states import JobState
+from palestra_service.accounts.administration import Administration
+from palestra_service.accounts.identity import Identities
+from palestra_service.rights.limits import KeyLimits
+from palestra_service.rights.permissions import Role
+from palestra_service.store.control_store import ControlStore
+from palestra_service.store.tables import metadata
 from unit.control.building import REQUEST, identity, submit
 
 

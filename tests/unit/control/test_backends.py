@@ -10,16 +10,16 @@ import sys
 
 import pytest
 
-from palestra.control.store import backends
-from palestra.control.store.control_store import ControlStore
 from palestra.database import database
 from palestra.errors import ConfigError, StoreError, StoreUnreachable, Superseded
 from palestra.types.states import JobState
+from palestra_service.store import backends
+from palestra_service.store.control_store import ControlStore
 from unit.control.building import change_numbers, cut_sessions, pg_ctl, submit
 
 HOLD = """
 import sys, time
-from palestra.control.store.control_store import ControlStore
+from palestra_service.store.control_store import ControlStore
 store = ControlStore(sys.argv[1])
 print("mine", flush=True)
 time.sleep(60)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.control.placement.bases import BaseLimits, RunningBase, WaitingForBase, part_of_base
-from palestra.control.placement.fitting import counted
-from palestra.control.placement.placement import PlacementPolicy
-from palestra.control.placement.sharing import SERVICE, no_room, place_all
-from palestra.control.placement.tenants import Quota
 from palestra.types.bases import BaseKind
 from palestra.types.jobs import Resources
 from palestra.types.states import BaseState
+from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingForBase, part_of_base
+from palestra_service.placement.fitting import counted
+from palestra_service.placement.placement import PlacementPolicy
+from palestra_service.placement.sharing import SERVICE, no_room, place_all
+from palestra_service.placement.tenants import Quota
 from unit.control.placing import job, node, runs
 
 TINY, OTHER = BaseKind("tiny", False), BaseKind("other", False)

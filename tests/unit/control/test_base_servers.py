@@ -8,21 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from palestra.backend.admissions import FILE, Admissions
 from palestra.config import parse_config
-from palestra.control.api.cluster_api import _bases, _in_use
-from palestra.control.jobs.admitting import KEY_FILE
-from palestra.control.jobs.launcher import Ending
-from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.shared_jobs import adapters_of
-from palestra.control.placement.bases import BaseLimits
-from palestra.control.placement.fitting import Node
-from palestra.control.placement.tenants import Quota
-from palestra.control.store import accounts, bases, decisions
 from palestra.errors import ConfigError, NodeLost, ServerFailed, TooManyRequests, Unauthorized
 from palestra.types.bases import BaseLoad
 from palestra.types.jobs import Resources
 from palestra.types.states import BaseState, JobState
+from palestra_bases.admissions import FILE, Admissions
+from palestra_service.api.cluster_api import _bases, _in_use
+from palestra_service.jobs.admitting import KEY_FILE
+from palestra_service.jobs.launcher import Ending
+from palestra_service.jobs.rules import Rules
+from palestra_service.jobs.shared_jobs import adapters_of
+from palestra_service.placement.bases import BaseLimits
+from palestra_service.placement.fitting import Node
+from palestra_service.placement.tenants import Quota
+from palestra_service.store import accounts, bases, decisions
 from unit.control.building import identity
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, states_of
@@ -184,7 +184,7 @@ async def test_one_that_dies_is_started_again_under_its_address_and_its_jobs_go_
 
 @pytest.mark.parametrize("error", [ConfigError("no such model"), ServerFailed("the hub is away")])
 async def test_one_that_can_not_be_started_fails_the_jobs_that_wait_for_it(store, tmp_path, error, monkeypatch):
-    monkeypatch.setattr("palestra.control.jobs.base_servers.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("palestra_service.jobs.base_servers.AGAIN_SECONDS", 0.0)
     launcher = FakeLauncher()
     launcher.error = error
     async with schedules(store, tmp_path, launcher) as scheduler:
@@ -335,7 +335,7 @@ async def test_what_a_tenant_uses_has_its_parts_of_base_servers(store, tmp_path)
 
 async def test_why_base_servers_went_is_kept_for_a_bounded_number_of_jobs(store, tmp_path, monkeypatch):
     """Jobs that are cancelled at the same moment never ask."""
-    monkeypatch.setattr("palestra.control.jobs.base_servers.MOST_FAILED", 3)
+    monkeypatch.setattr("palestra_service.jobs.base_servers.MOST_FAILED", 3)
     async with schedules(store, tmp_path, FakeLauncher()) as scheduler:
         job = await submit(store)
         await until(in_state(store, job.job_id, JobState.RUNNING))

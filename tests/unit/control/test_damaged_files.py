@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from palestra.backend.admissions import FILE, Admissions
-from palestra.control.jobs.admitting import KEY_FILE, AdmittedJobs
-from palestra.control.jobs.launcher import ENDED_FILE, Ended, Ending, read_ended, write_ended
 from palestra.errors import Unauthorized
-from palestra.runtime.ray import cluster
+from palestra_bases.admissions import FILE, Admissions
+from palestra_service.jobs.admitting import KEY_FILE, AdmittedJobs
+from palestra_service.jobs.launcher import ENDED_FILE, Ended, Ending, read_ended, write_ended
+from palestra_service.ray import cluster
 from unit.control.building import submit
 
 DAMAGED = [b"", b"\0" * 40, b'{"address": "127', b"[]", b"null", b"\xff\xfe"]

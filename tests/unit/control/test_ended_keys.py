@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from palestra.control.api import streams
-from palestra.control.rights.permissions import Role
 from palestra.http import sse
+from palestra_service.api import streams
+from palestra_service.rights.permissions import Role
 from unit.control.building import running
 
 

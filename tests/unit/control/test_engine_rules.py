@@ -8,11 +8,11 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.config import parse_config
-from palestra.control.jobs.engine_rules import EngineRules
-from palestra.control.jobs.launcher import Ending
-from palestra.control.jobs.rules import Rules, load_rules
 from palestra.errors import ConfigError
 from palestra.types.states import JobState
+from palestra_service.jobs.engine_rules import EngineRules
+from palestra_service.jobs.launcher import Ending
+from palestra_service.jobs.rules import Rules, load_rules
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, is_true, scheduling, submit
 from unit.waiting import until
@@ -262,6 +262,6 @@ def test_the_service_warns_of_its_rules_before_it_starts(tmp_path, monkeypatch, 
     async def serve_control(options, ready, show_key):
         pass
 
-    monkeypatch.setattr("palestra.runtime.ray.serve.serve_control", serve_control)
+    monkeypatch.setattr("palestra_service.ray.serve.serve_control", serve_control)
     assert main(["serve", "--rules", str(tmp_path / "rules.toml"), "--state-dir", str(tmp_path / "state")]) == 0
     assert "palestra: engines.vllm.python is " in capsys.readouterr().err

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.control.placement.fitting import FreeOnNode, FreeResources, counted, total
-from palestra.control.placement.gangs import GangPlaces, fit_gang, gang_of
-from palestra.control.placement.placement import Quota
-from palestra.control.placement.queues import WaitingJob
-from palestra.control.placement.reasons import refusal
 from palestra.errors import InvalidRequest
 from palestra.types.jobs import Bundle, Resources
+from palestra_service.placement.fitting import FreeOnNode, FreeResources, counted, total
+from palestra_service.placement.gangs import GangPlaces, fit_gang, gang_of
+from palestra_service.placement.placement import Quota
+from palestra_service.placement.queues import WaitingJob
+from palestra_service.placement.reasons import refusal
 from unit.control.placing import decide, job, node, runs
 
 

@@ -5,12 +5,12 @@ import secrets
 
 import pytest
 
-from palestra.control.accounts import identity
-from palestra.control.accounts.identity import UNKNOWN, Identities, local_operator
-from palestra.control.rights.keys import make_secret
-from palestra.control.rights.permissions import Role
-from palestra.control.store import accounts
 from palestra.errors import Unauthorized
+from palestra_service.accounts import identity
+from palestra_service.accounts.identity import UNKNOWN, Identities, local_operator
+from palestra_service.rights.keys import make_secret
+from palestra_service.rights.permissions import Role
+from palestra_service.store import accounts
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from palestra.config import parse_config
-from palestra.control.jobs.job_resources import body_of, resources_of
-from palestra.control.placement.fitting import counted, total
-from palestra.control.store.stored_resources import more_resources
-from palestra.control.store.stored_resources import resources_of as stored
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra.types.control_wire import ResourcesBody, SubmitJob
 from palestra.types.jobs import Bundle, Resources
+from palestra_service.jobs.job_resources import body_of, resources_of
+from palestra_service.placement.fitting import counted, total
+from palestra_service.store.stored_resources import more_resources
+from palestra_service.store.stored_resources import resources_of as stored
 
 MODEL = {"model": "tiny-random"}
 VLLM = {"kind": "vllm"}  # without an interpreter, which the operator has

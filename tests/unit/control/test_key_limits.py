@@ -6,9 +6,9 @@ import orjson
 import pytest
 import sqlalchemy as sa
 
-from palestra.control.rights.limits import KeyLimits
-from palestra.control.store.tables import keys
 from palestra.types.control_wire import LimitsBody, LimitsView
+from palestra_service.rights.limits import KeyLimits
+from palestra_service.store.tables import keys
 
 
 def by(secret: str) -> dict[str, str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from palestra.control.store.control_store import ControlStore
 from palestra.types.states import TRANSITIONS, JobState
+from palestra_service.store.control_store import ControlStore
 from unit.control.building import REQUEST
 from unit.control.conftest import url_of_database
 

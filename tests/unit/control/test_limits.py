@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.control.rights import limits
-from palestra.control.rights.limits import KeyLimits, RequestRates, TokenBucket
 from palestra.errors import InvalidRequest, TooManyRequests
+from palestra_service.rights import limits
+from palestra_service.rights.limits import KeyLimits, RequestRates, TokenBucket
 from unit.building import FakeClock
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from palestra.control.accounts.administration import FIRST_USER
-from palestra.control.placement.tenants import Quota
-from palestra.control.rights.permissions import OPERATOR_TENANT, Role
-from palestra.control.store.tables import audit
 from palestra.database.writer import Writer
 from palestra.errors import Forbidden, NotFound, StoreUnreachable
 from palestra.types.states import JobState
+from palestra_service.accounts.administration import FIRST_USER
+from palestra_service.placement.tenants import Quota
+from palestra_service.rights.permissions import OPERATOR_TENANT, Role
+from palestra_service.store.tables import audit
 from unit.control.building import identity, submit
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.control.store.control_store import ControlStore
 from palestra.types.states import JobState
+from palestra_service.store.control_store import ControlStore
 from unit.building import FakeClock
 from unit.control.building import submit
 

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from palestra.control.rights.permissions import Action, Role
 from palestra.errors import Forbidden
+from palestra_service.rights.permissions import Action, Role
 from unit.control.building import identity
 
 # What is meant, written down a second time: what a member may do at all, and to what is another user's.

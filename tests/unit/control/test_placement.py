@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.control.placement.placement import Quota
+from palestra_service.placement.placement import Quota
 from unit.control.placing import decide, job, node, runs
 
 ONE_GPU, TWO_GPUS, FOUR_GPUS = node("a", gpus=1), node("a", gpus=2), node("a", gpus=4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.control.placement.fitting import Amounts, Node, counted
-from palestra.control.placement.placement import Quota
-from palestra.control.placement.reasons import refusal
 from palestra.types.jobs import Resources
+from palestra_service.placement.fitting import Amounts, Node, counted
+from palestra_service.placement.placement import Quota
+from palestra_service.placement.reasons import refusal
 from unit.control.placing import decide, job, node, runs
 
 CPU, TWO, FOUR = node("cpu", cpus=8), node("two", gpus=2), node("four", gpus=4)

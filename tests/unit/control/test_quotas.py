@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
-from palestra.control.api import create_control_app
-from palestra.control.jobs.launcher import Ending
-from palestra.control.store.control_store import ControlStore
 from palestra.types.states import JobState
+from palestra_service.api import create_control_app
+from palestra_service.jobs.launcher import Ending
+from palestra_service.store.control_store import ControlStore
 from unit.building import FakeClock
 from unit.control.building import control_plane, submit
 from unit.control.launching import FakeLauncher
@@ -67,7 +67,7 @@ async def operator(tmp_path):
 
 
 async def test_a_quota_counts_at_once_for_what_waits_and_for_what_is_submitted(operator, monkeypatch):
-    monkeypatch.setattr("palestra.control.jobs.scheduler.LOOK_SECONDS", 3600.0)  # only an event wakes it
+    monkeypatch.setattr("palestra_service.jobs.scheduler.LOOK_SECONDS", 3600.0)  # only an event wakes it
     await operator.scheduler.ready.wait()
     await operator.quota("blue", jobs=1)
     first = await submit(operator.store, "blue")

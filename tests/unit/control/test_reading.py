@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from palestra.control.api import artifacts, streams
-from palestra.control.api.streams import Place
-from palestra.control.jobs.scheduler import RUN
 from palestra.errors import InvalidRequest, NotFound
 from palestra.types.states import JobState
+from palestra_service.api import artifacts, streams
+from palestra_service.api.streams import Place
+from palestra_service.jobs.scheduler import RUN
 from unit.control.building import running, submit
 
 

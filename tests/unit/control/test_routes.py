@@ -10,16 +10,16 @@ import httpx2
 import pytest
 from fastapi.routing import APIRoute
 
-from palestra.control import api as control
-from palestra.control.api import jobs_api
-from palestra.control.rights.permissions import ADMIN, OPERATOR, OWN, Action, Role
 from palestra.dashboard.files import public_paths
 from palestra.errors import Unauthorized
 from palestra.http import sse
 from palestra.http.bodies import LONG_BODY
-from palestra.runtime.service_page import create_service_app
 from palestra.server import KeyRing
 from palestra.store.key_files import SecretFile, write_private
+from palestra_service import api as control
+from palestra_service.api import jobs_api
+from palestra_service.page import create_service_app
+from palestra_service.rights.permissions import ADMIN, OPERATOR, OWN, Action, Role
 from unit.control.building import api_routes, submit
 
 BODIES = {

@@ -14,18 +14,18 @@ import pytest
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig, parse_config, reference_of
 from palestra.config.section import Section
-from palestra.control.api.submission import _checked
-from palestra.control.jobs.engine_rules import EngineRules
-from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
-from palestra.control.jobs.shared_jobs import check_shared
-from palestra.control.placement.bases import BaseLimits
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.fake.config import FakeEngineConfig
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.learner import policy_spec
 from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_engines.vllm.config import VllmEngineConfig
+from palestra_service.api.submission import _checked
+from palestra_service.jobs.engine_rules import EngineRules
+from palestra_service.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
+from palestra_service.jobs.shared_jobs import check_shared
+from palestra_service.placement.bases import BaseLimits
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit
 from unit.waiting import until

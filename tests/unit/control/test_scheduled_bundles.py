@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.control.placement.fitting import NOTHING, Amounts, Node
 from palestra.types.jobs import SHARES, Bundle, Resources
 from palestra.types.states import JobState
+from palestra_service.placement.fitting import NOTHING, Amounts, Node
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit
 from unit.waiting import until

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
-from palestra.control.jobs.launcher import LOG_FILE, Ended, Ending, write_ended
-from palestra.control.jobs.rules import Rules
-from palestra.control.placement.fitting import GpuShare, Node
-from palestra.control.store import accounts, decisions
 from palestra.errors import ConfigError, ServerFailed
 from palestra.store.browsing import browse, list_episodes
 from palestra.trainer import checkpoint
 from palestra.types.jobs import SHARES, Resources
 from palestra.types.states import JobState
+from palestra_service.jobs.launcher import LOG_FILE, Ended, Ending, write_ended
+from palestra_service.jobs.rules import Rules
+from palestra_service.placement.fitting import GpuShare, Node
+from palestra_service.store import accounts, decisions
 from unit.building import TASK, open_store
 from unit.control.launching import FakeLauncher
 from unit.control.recording import play

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from palestra.control.jobs import scheduler as scheduler_module
-from palestra.control.jobs.launcher import Ended, Ending, write_ended
 from palestra.errors import ServerFailed, StoreUnreachable
 from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_service.jobs import scheduler as scheduler_module
+from palestra_service.jobs.launcher import Ended, Ending, write_ended
 from unit.control.launching import FakeLauncher, Server
 from unit.control.scheduling import in_state, is_true, scheduling, states_of, submit
 from unit.waiting import until

@@ -15,21 +15,21 @@ import httpx2
 import pytest
 
 from palestra.config import JobConfig
-from palestra.control.api import jobs_api, streams
-from palestra.control.jobs.scheduler import RUN
-from palestra.control.placement.fitting import Node, RunningJob
-from palestra.control.rights.permissions import ADMIN, OWN, Action, Role
-from palestra.dashboard import service as service_page
 from palestra.dashboard import streams as run_streams
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.errors import NotFound
 from palestra.http import sse
 from palestra.http.open_streams import OpenStreams
-from palestra.runtime.service_page import create_service_app
 from palestra.types.gpus import GpuReading, GpuUse
 from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_service import page_routes as service_page
+from palestra_service.api import jobs_api, streams
+from palestra_service.jobs.scheduler import RUN
+from palestra_service.page import create_service_app
+from palestra_service.placement.fitting import Node, RunningJob
+from palestra_service.rights.permissions import ADMIN, OWN, Action, Role
 from unit.control.building import api_routes, running, submit
 from unit.dashboard.recorded import PICTURE_DIGEST, record
 

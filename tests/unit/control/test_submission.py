@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from palestra.config import parse_config
-from palestra.control.api import submission
-from palestra.control.jobs.scheduler import RUN
-from palestra.control.rights.limits import KeyLimits
 from palestra.trainer import checkpoint
+from palestra_service.api import submission
+from palestra_service.jobs.scheduler import RUN
+from palestra_service.rights.limits import KeyLimits
 from unit.control.building import submit
 from unit.control.recording import play
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from palestra.control.placement.tenants import Quota
-from palestra.control.store import accounts, bases, decisions, tables
-from palestra.control.store.backends import open_backend
-from palestra.control.store.control_store import ControlStore
 from palestra.errors import StoreError
 from palestra.types.bases import BaseKind, BaseRecord
 from palestra.types.jobs import Bundle, Resources
 from palestra.types.states import BaseState, JobState
+from palestra_service.placement.tenants import Quota
+from palestra_service.store import accounts, bases, decisions, tables
+from palestra_service.store.backends import open_backend
+from palestra_service.store.control_store import ControlStore
 from unit.building import open_store
 from unit.control.building import change_numbers, running, submit
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from palestra.control.jobs import scheduler as scheduler_module
-from palestra.control.jobs.launcher import Ending, Listening
-from palestra.control.jobs.scheduler import JobScheduler
-from palestra.control.placement.placement import PlacementPolicy
-from palestra.control.store import backends
-from palestra.control.store.control_store import ControlStore
-from palestra.control.store.tables import EPOCH_KEY, meta
 from palestra.errors import StoreError, Superseded
 from palestra.types.states import JobState
+from palestra_service.jobs import scheduler as scheduler_module
+from palestra_service.jobs.launcher import Ending, Listening
+from palestra_service.jobs.scheduler import JobScheduler
+from palestra_service.placement.placement import PlacementPolicy
+from palestra_service.store import backends
+from palestra_service.store.control_store import ControlStore
+from palestra_service.store.tables import EPOCH_KEY, meta
 from unit.building import FakeClock
 from unit.control.building import cut_sessions, submit
 from unit.control.launching import FakeLauncher, Server

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from palestra.control.jobs.launcher import Ending
-from palestra.control.placement.fitting import Node
-from palestra.control.store import decisions
 from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_service.jobs.launcher import Ending
+from palestra_service.placement.fitting import Node
+from palestra_service.store import decisions
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, is_true, scheduling, submit
 from unit.waiting import until

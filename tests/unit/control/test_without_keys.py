@@ -7,8 +7,8 @@ import asyncio
 import httpx2
 import pytest
 
-from palestra.control.api import PUBLIC, create_control_app
-from palestra.runtime.service_page import create_service_app
+from palestra_service.api import PUBLIC, create_control_app
+from palestra_service.page import create_service_app
 from unit.control.building import control_plane
 from unit.http.test_guard import routes_of, status
 

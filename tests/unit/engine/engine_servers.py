@@ -15,19 +15,19 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from palestra.engine.base import Engine
-from palestra.engine.external.connection import Address, EngineConnection
-from palestra.engine.external.engine import ExternalEngine
-from palestra.engine.external.reply import Bounds
-from palestra.engine.external.sample_text import SampleText
-from palestra.engine.external.served_adapter import ServedAdapter
-from palestra.engine.external.served_policy import ServedPolicy
-from palestra.engine.sglang.api import SglangApi
-from palestra.engine.vllm.api import VllmApi
-from palestra.engine.vllm.served_broadcast import ServedBroadcast
-from palestra.engine.vllm.weight_rounds import WeightRounds
-from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from palestra.models.causal_lm import load_tokenizer
 from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra_engines.external.connection import Address, EngineConnection
+from palestra_engines.external.engine import ExternalEngine
+from palestra_engines.external.reply import Bounds
+from palestra_engines.external.sample_text import SampleText
+from palestra_engines.external.served_adapter import ServedAdapter
+from palestra_engines.external.served_policy import ServedPolicy
+from palestra_engines.sglang.api import SglangApi
+from palestra_engines.vllm.api import VllmApi
+from palestra_engines.vllm.served_broadcast import ServedBroadcast
+from palestra_engines.vllm.weight_rounds import WeightRounds
+from palestra_engines.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from unit.building import engine_request
 
 VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"

@@ -10,11 +10,11 @@ import pytest
 
 from palestra.config import JobConfig
 from palestra.engine.driver import EngineJob
-from palestra.engine.external.served_models import ServedModel, read_served_models
-from palestra.engine.vllm.driver import VllmDriver
 from palestra.errors import ConfigError, ModelError, PalestraError
 from palestra.models.adapter_files import write_matrices
 from palestra.models.catalog import model_folder
+from palestra_engines.external.served_models import ServedModel, read_served_models
+from palestra_engines.vllm.driver import VllmDriver
 
 
 @pytest.fixture(scope="module")

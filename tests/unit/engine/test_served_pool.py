@@ -18,9 +18,6 @@ import torch
 
 from palestra.config import JobConfig
 from palestra.engine.driver import EngineJob, driver_of
-from palestra.engine.external.model_files import ModelFiles
-from palestra.engine.external.served_models import ServedModel
-from palestra.engine.external.workers import ServerWorkers
 from palestra.engine.pool import keeper
 from palestra.engine.pool.manager import InferenceManager
 from palestra.engine.pool.options import PoolOptions
@@ -29,6 +26,9 @@ from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
 from palestra.renderers import ByteTokenizer
 from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra_engines.external.model_files import ModelFiles
+from palestra_engines.external.served_models import ServedModel
+from palestra_engines.external.workers import ServerWorkers
 from unit.building import engine_request
 from unit.engine.engine_servers import (
     BOUNDS,
@@ -187,7 +187,7 @@ async def test_one_server_after_another_takes_new_weights_and_the_others_go_on(k
 
 
 async def test_a_server_that_comes_back_gets_the_present_weights_before_it_serves(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.engine.external.workers.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("palestra_engines.external.workers.AGAIN_SECONDS", 0.05)
     async with AsyncExitStack() as stack:
         servers = [ScriptedVllm(), ScriptedVllm()]
         first = await stack.enter_async_context(listening(servers[0]))
@@ -215,7 +215,7 @@ async def test_a_server_that_comes_back_gets_the_present_weights_before_it_serve
 @pytest.mark.parametrize("kind", [ScriptedVllm, ScriptedSglang])
 async def test_an_only_server_that_fails_is_waited_for_and_its_calls_go_on_there(kind, tmp_path, monkeypatch):
     """Nothing of a lost attempt stays: a call that had begun is sampled again, and counts once."""
-    monkeypatch.setattr("palestra.engine.external.workers.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("palestra_engines.external.workers.AGAIN_SECONDS", 0.05)
     async with servers_of(kind, 1, tmp_path) as (pool, (server,)):
         await pool.sync_weights("policy", SECOND, NEW)
         server.read = {}
@@ -281,7 +281,7 @@ async def test_one_server_after_another_gets_a_broadcast_and_the_others_go_on(tm
 async def test_a_server_that_dies_in_a_broadcast_gets_the_weights_when_it_is_back_and_the_other_one_at_once(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("palestra.engine.external.workers.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("palestra_engines.external.workers.AGAIN_SECONDS", 0.05)
     options = {"sync": "all", "stuck_seconds": 20.0}
     settings = {"weight_transfer": "gloo", "sync": "all", "stuck_seconds": 20.0}
     async with servers_of(ScriptedGroup, 2, tmp_path, options, **settings) as (pool, servers):
@@ -442,7 +442,7 @@ async def test_a_server_that_is_not_ready_in_time_is_not_started_again_at_the_st
 
 
 async def test_the_pool_does_not_open_where_there_is_too_little_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.engine.vllm.places.available_bytes", lambda: 2**30)
+    monkeypatch.setattr("palestra_engines.vllm.places.available_bytes", lambda: 2**30)
     with pytest.raises(ConfigError, match=r"for 2 servers, and 1\.0 GiB are free: 5\.0 GiB are missing; use fewer"):
         async with pool_of(tmp_path, started(tmp_path)):
             pass
@@ -451,7 +451,7 @@ async def test_the_pool_does_not_open_where_there_is_too_little_memory(tmp_path,
 async def test_servers_for_which_there_is_too_little_memory_are_not_added_and_the_others_go_on(tmp_path, monkeypatch):
     async with pool_of(tmp_path, started(tmp_path, replicas=1)) as pool:
         (first,) = (worker.process for worker in pool.load().workers)
-        monkeypatch.setattr("palestra.engine.vllm.places.available_bytes", lambda: 7 * 2**30)
+        monkeypatch.setattr("palestra_engines.vllm.places.available_bytes", lambda: 7 * 2**30)
         with pytest.raises(Conflict, match=r"no room for 3 more inference workers.* 9\.0 GiB .*: 2\.0 GiB are missing"):
             await pool.resize(4)
         assert [worker.process for worker in pool.load().workers] == [first]

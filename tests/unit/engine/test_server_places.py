@@ -10,12 +10,12 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.engine.cards import Card
-from palestra.engine.external.model_files import ModelFiles
-from palestra.engine.external.served_models import ServedModel
-from palestra.engine.vllm import places as server_places
-from palestra.engine.vllm.command import OnCards, OnCores
-from palestra.engine.vllm.places import VllmPlaces
 from palestra.errors import ConfigError
+from palestra_engines.external.model_files import ModelFiles
+from palestra_engines.external.served_models import ServedModel
+from palestra_engines.vllm import places as server_places
+from palestra_engines.vllm.command import OnCards, OnCores
+from palestra_engines.vllm.places import VllmPlaces
 from unit.engine.engine_servers import BOUNDS
 from unit.engine.scripted_vllm import write_interpreter
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from palestra.config import AdapterConfig
-from palestra.engine.external.connection import Address
-from palestra.engine.external.process import SUPERVISOR, ServerProcess
-from palestra.engine.vllm.command import (
+from palestra.errors import ConfigError, EngineFailure, ModelError
+from palestra.models.device import CORES_VARIABLE, allowed_cores
+from palestra_engines.external.connection import Address
+from palestra_engines.external.process import SUPERVISOR, ServerProcess
+from palestra_engines.vllm.command import (
     WORKER,
     OnCards,
     OnCores,
@@ -23,9 +25,7 @@ from palestra.engine.vllm.command import (
     vllm_command,
     vllm_variables,
 )
-from palestra.engine.vllm.config import VllmEngineConfig
-from palestra.errors import ConfigError, EngineFailure, ModelError
-from palestra.models.device import CORES_VARIABLE, allowed_cores
+from palestra_engines.vllm.config import VllmEngineConfig
 
 SERVER = """
 import socket, subprocess, sys

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from palestra.engine.vllm.pictures import VllmPictures
 from palestra.models.catalog import model_folder
 from palestra.models.vision.processor import PictureProcessor
 from palestra.renderers import PictureTokens
 from palestra.types.calls import MediaSpan, TokenSequence
+from palestra_engines.vllm.pictures import VllmPictures
 from unit.vision.seeing import NAME, Shown, noise, renderer_of, user
 
 QWEN = "tiny-random-qwen-vl"

@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from palestra.engine.vllm.rendezvous import Rendezvous
-from palestra.engine.vllm.worker.palestra_weight_group import (
+from palestra.errors import ConfigError
+from palestra_engines.vllm.rendezvous import Rendezvous
+from palestra_engines.vllm.worker.palestra_weight_group import (
     SealedStore,
     WeightGroup,
     WeightLayout,
     own_address,
     reach_store,
 )
-from palestra.errors import ConfigError
 
 SHAPES = [(3, 5), (7,), (40, 2), (1, 1), (6,)]
 NAMED = [(f"w{number}", torch.randn(shape) + number) for number, shape in enumerate(SHAPES)]

@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from palestra.engine.vllm.rendezvous import Rendezvous
-from palestra.engine.vllm.weight_rounds import Receiver, WeightRounds
-from palestra.engine.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from palestra.errors import ConfigError, EngineFailure, EngineServerError, ModelError
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion
+from palestra_engines.vllm.rendezvous import Rendezvous
+from palestra_engines.vllm.weight_rounds import Receiver, WeightRounds
+from palestra_engines.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from unit.engine.engine_servers import OWNER, ScriptedGroup, on_server
 
 FIRST, SECOND, THIRD = (PolicyVersion(0, number) for number in range(3))

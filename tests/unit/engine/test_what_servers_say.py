@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
-from palestra.engine.external import bounded
-from palestra.engine.external.connection import Address, EngineConnection
-from palestra.engine.external.sample_text import tokenized
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.renderers import ByteTokenizer
 from palestra.types.calls import TokenSequence
+from palestra_engines.external import bounded
+from palestra_engines.external.connection import Address, EngineConnection
+from palestra_engines.external.sample_text import tokenized
 from unit.engine.engine_servers import OWNER, PROMPT, ScriptedSglang, ScriptedVllm, listening, on_server, pieces_of
 
 

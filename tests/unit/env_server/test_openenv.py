@@ -14,16 +14,9 @@ from websockets.exceptions import ConnectionClosed
 
 from palestra.env_server.openenv import OpenEnvServer, seeded_tasks
 from palestra.env_server.session import SessionLimits
-from palestra.envs import (
-    CalculatorEnvironment,
-    Environment,
-    KuhnPoker,
-    OpenEnvEnvironment,
-    SerialEnvironment,
-    SplitSum,
-    catalog_entry,
-)
+from palestra.envs import CalculatorEnvironment, Environment, SerialEnvironment, catalog_entry
 from palestra.http.server import listen, served, url_of
+from palestra_worlds import KuhnPoker, OpenEnvEnvironment, SplitSum
 from unit.envs.playing import calls, play, says
 
 KEY = "k" * 20

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.envs import Arithmetic, CalculatorEnvironment, SplitSum, catalog_entry
+from palestra.envs import Arithmetic, CalculatorEnvironment, catalog_entry
 from palestra.envs.arithmetic import last_number, right_number
-from palestra.envs.split_sum import right_product
 from palestra.tools.calculator import evaluate
+from palestra_worlds import SplitSum
+from palestra_worlds.split_sum import right_product
 from unit.envs.playing import calls, delegates, play, says
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from palestra.envs.evaluated_answers import may_be_scored
-from palestra.envs.reasoning_gym import ReasoningEnvironment
+from palestra_worlds.evaluated_answers import may_be_scored
+from palestra_worlds.reasoning_gym import ReasoningEnvironment
 
 pytest.importorskip("reasoning_gym")
 EVIL = [

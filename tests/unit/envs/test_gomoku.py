@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from palestra.envs import Gomoku
-from palestra.envs.gomoku import Board
+from palestra_worlds import Gomoku
+from palestra_worlds.gomoku import Board
 
 
 def play(task, *moves):

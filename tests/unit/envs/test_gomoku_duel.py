@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.envs import GomokuDuel
+from palestra_worlds import GomokuDuel
 from unit.envs.playing import play, says
 
 

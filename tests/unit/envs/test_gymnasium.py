@@ -7,9 +7,10 @@ import numpy
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
-from palestra.envs import GymnasiumEnvironment, GymnasiumVector, check_environment
-from palestra.envs.gymnasium_spaces import NoText, action_of, instruction, shown
+from palestra.envs import check_environment
 from palestra.errors import ConfigError
+from palestra_worlds import GymnasiumEnvironment, GymnasiumVector
+from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, shown
 from unit.envs.playing import play, says
 
 PAIR = Dict({"go": Discrete(2), "push": Box(-1, 1, (2,), dtype=numpy.float32)})

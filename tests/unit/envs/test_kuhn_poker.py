@@ -6,7 +6,8 @@ from itertools import permutations, product
 
 import pytest
 
-from palestra.envs import KuhnPoker, check_environment
+from palestra.envs import check_environment
+from palestra_worlds import KuhnPoker
 from unit.envs.playing import play, says
 
 DEALS = [*permutations(range(3), 2)]

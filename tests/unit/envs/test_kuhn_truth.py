@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from palestra import KuhnPolicy
+from palestra_worlds import KuhnPolicy
 
 UNIFORM = dict.fromkeys((*KuhnPolicy.first_states, *KuhnPolicy.second_states), 0.5)
 GAME_VALUE = -1 / 18

@@ -7,7 +7,8 @@ from itertools import permutations
 
 import pytest
 
-from palestra.envs import LeducPoker, check_environment
+from palestra.envs import check_environment
+from palestra_worlds import LeducPoker
 from unit.envs.playing import play, says
 
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from palestra.envs import KuhnPoker, OpenSpielEnvironment, check_environment
+from palestra.envs import check_environment
 from palestra.envs.catalog import catalog_maker
 from palestra.errors import ConfigError
+from palestra_worlds import KuhnPoker, OpenSpielEnvironment
 from unit.envs.playing import play, says
 
 pyspiel = pytest.importorskip("pyspiel")

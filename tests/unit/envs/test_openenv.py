@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from palestra.config import parse_config
-from palestra.envs import OpenEnvEnvironment, SerialEnvironment, check_environment
+from palestra.envs import SerialEnvironment, check_environment
 from palestra.errors import (
     ConfigError,
     EnvironmentFailed,
@@ -19,6 +19,7 @@ from palestra.errors import (
     TooManyRequests,
 )
 from palestra.runtime.environments import environment_of
+from palestra_worlds import OpenEnvEnvironment
 from unit.envs.openenv_server import CALL, MOVE, openenv
 from unit.envs.playing import calls, play, says
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from palestra.envs import ReasoningEnvironment
 from palestra.envs.final_answer import final_answers
+from palestra_worlds import ReasoningEnvironment
 
 DATASETS = pytest.importorskip("reasoning_gym.factory").DATASETS
 WORKING = "First, 3 * 4 = 12 and -7.5 is no answer.\nSo the list [1, 2] {x} is False, and True is 99 red (a) A B#."

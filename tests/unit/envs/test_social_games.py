@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.envs import Negotiation, PrisonersDilemma, check_environment
+from palestra.envs import check_environment
+from palestra_worlds import Negotiation, PrisonersDilemma
 from unit.envs.playing import play, says
 
 

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from palestra.algorithms.credit import episode_returns
-from palestra.envs import SplitSum
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.forks import ForkReason
 from palestra.types.records import Task
+from palestra_worlds import SplitSum
 from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 

@@ -9,10 +9,10 @@ import pytest
 from fastapi.routing import APIRoute
 from property.test_bodies import Served
 
-from palestra.control.api import PUBLIC as CONTROL_PUBLIC
-from palestra.control.api import create_control_app
-from palestra.control.store.control_store import ControlStore
 from palestra.http.app import PUBLIC
+from palestra_service.api import PUBLIC as CONTROL_PUBLIC
+from palestra_service.api import create_control_app
+from palestra_service.store.control_store import ControlStore
 from unit.control.building import control_plane
 
 KEYS = [None, "nonsense", "pe-e.1.0", "pk_000000000000_" + "x" * 43]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from palestra.config import JobConfig, PolicyConfig
-from palestra.engine.external.sample_text import TEXT
+from palestra.engine.checks import SAMPLE_TEXT
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
 from palestra.learner.engine_check import check_engine
@@ -53,7 +53,7 @@ def runtime_of(engine, **policy) -> PolicyRuntime:
 async def test_rounding_is_no_other_model(logprobs):
     engine = Engine(logprobs)
     await check_engine(engine, Trainer(-2.0), runtime_of(engine))
-    assert load_tokenizer("tiny-random").decode(engine.asked) == TEXT
+    assert load_tokenizer("tiny-random").decode(engine.asked) == SAMPLE_TEXT
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_a_job_goes_on_where_the_server_has_its_model_and_looks_once(serve
         running = asyncio.create_task(job.run())
         while job.progress.phase != "waiting for tasks":
             await asyncio.sleep(0.01)
-        assert len(scored) == len(TEXT.encode()[:63]) - 1
+        assert len(scored) == len(SAMPLE_TEXT.encode()[:63]) - 1
         job.stop()
         await running
 

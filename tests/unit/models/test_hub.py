@@ -12,11 +12,11 @@ import pytest
 from huggingface_hub import constants
 
 from palestra.config import parse_config
-from palestra.control.jobs.launcher import Ending, ending_of
 from palestra.dashboard.token_text import token_text
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.catalog import exact_model, model_folder
 from palestra.models.causal_lm import load_tokenizer
+from palestra_service.jobs.launcher import Ending, ending_of
 
 
 class Hub(BaseHTTPRequestHandler):

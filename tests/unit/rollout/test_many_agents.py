@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from palestra.agents import Agent, ModelAgent
-from palestra.envs import Fault, KuhnPoker, MultiAgentEnvironment, Outcome, TimeLimit
+from palestra.envs import Fault, MultiAgentEnvironment, Outcome, TimeLimit
 from palestra.errors import RolloutFailed
 from palestra.renderers import ByteTokenizer
 from palestra.renderers.vocabulary import Vocabulary
@@ -15,6 +15,7 @@ from palestra.rollout import RolloutSpec, Termination
 from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.messages import text_message
+from palestra_worlds import KuhnPoker
 from unit.session.conftest import says
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import GRPOConfig, PPOConfig
-from palestra.envs.kuhn_poker import KuhnPoker
 from palestra.learner.batch import make_batch
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import Task, Trajectory
+from palestra_worlds.kuhn_poker import KuhnPoker
 from unit.session.conftest import STOP
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.control.jobs.launcher import ServerOrder
-from palestra.runtime.ray.cluster import LocalRay, connect, disconnect, stop_local
 from palestra.types.jobs import Resources
+from palestra_service.jobs.launcher import ServerOrder
+from palestra_service.ray.cluster import LocalRay, connect, disconnect, stop_local
 
 SECONDS = 60.0
 
@@ -40,7 +40,7 @@ async def left_by(folder: Path, moment: str) -> dict[str, Any]:
     """Break off a start at a moment, and return what is left of it when it says that it is over."""
     import ray
 
-    from palestra.runtime.ray import servers
+    from palestra_service.ray import servers
 
     launcher, gate = servers.RayServers(), Gate()
     (node,) = await launcher.nodes()

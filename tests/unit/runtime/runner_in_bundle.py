@@ -10,10 +10,10 @@ import socket
 import sys
 from pathlib import Path
 
-from palestra.control.jobs.launcher import BundleOrder
-from palestra.runtime.ray.cluster import LocalRay, connect, disconnect, stop_local
 from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder
 from palestra.types.jobs import ProcessResources
+from palestra_service.jobs.launcher import BundleOrder
+from palestra_service.ray.cluster import LocalRay, connect, disconnect, stop_local
 
 SECONDS = 60.0
 
@@ -21,8 +21,8 @@ SECONDS = 60.0
 async def how_it_died(folder: Path) -> str:
     from ray.util.placement_group import placement_group
 
-    from palestra.runtime.ray.process_host import Bundles
-    from palestra.runtime.ray.runners import runner_actors
+    from palestra_service.ray.process_host import Bundles
+    from palestra_service.ray.runners import runner_actors
 
     group = placement_group([{"CPU": 1.0}])
     order = BundleOrder(role="runner", node="here", resources=ProcessResources(cpus=1.0), memory_gib=0.001)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from palestra.backend.base import SamplerSpec
-from palestra.backend.engine import RemoteEngine
-from palestra.backend.link import Link
-from palestra.backend.trainer import RemoteTrainer
 from palestra.config import AdapterConfig
 from palestra.errors import Forbidden, InvalidRequest
 from palestra.models.saved_weights import SavedWeights
-from palestra.runtime.base import BaseOptions, base_server
 from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra_bases.base import SamplerSpec
+from palestra_bases.engine import RemoteEngine
+from palestra_bases.link import Link
+from palestra_bases.serving import BaseOptions, base_server
+from palestra_bases.trainer import RemoteTrainer
 from unit.building import engine_request
 
 ADAPTER = AdapterConfig(rank=2)

@@ -12,9 +12,7 @@ from dataclasses import replace
 import pytest
 
 from palestra.config import parse_config
-from palestra.control.jobs.launcher import Ending, ending_of
 from palestra.engine.cards import Card
-from palestra.engine.external import servers as checked_servers
 from palestra.envs import Environment, catalog
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, Conflict
@@ -25,6 +23,8 @@ from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
 from palestra.runtime.model_facts import model_facts
 from palestra.runtime.places import HERE
+from palestra_engines.external import servers as checked_servers
+from palestra_service.jobs.launcher import Ending, ending_of
 from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedVllm, listening, of_tiny_random
 from unit.engine.scripted_vllm import write_interpreter
@@ -205,7 +205,7 @@ async def test_each_of_several_servers_is_asked_and_named(monkeypatch):
 
 
 def test_servers_for_which_there_is_too_little_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("palestra.engine.vllm.places.available_bytes", lambda: 2**30)
+    monkeypatch.setattr("palestra_engines.vllm.places.available_bytes", lambda: 2**30)
     engine = {"kind": "vllm", "python": str(write_interpreter(tmp_path))}
     said = found(**TINY, engine=engine | {"replicas": 8})
     assert "for 8 servers, and 1.0 GiB are free" in said["engine.replicas"]

@@ -6,16 +6,16 @@ import types
 
 import pytest
 
-from palestra.control.jobs.scheduler import JobScheduler
 from palestra.errors import ConfigError, Superseded
-from palestra.runtime.ray import serve
+from palestra_service.jobs.scheduler import JobScheduler
+from palestra_service.ray import serve
 from unit.control.launching import FakeLauncher
 
 
 async def test_a_scheduler_that_is_superseded_ends_the_server_with_the_reason(tmp_path, monkeypatch):
-    fake = types.ModuleType("palestra.runtime.ray.servers")
+    fake = types.ModuleType("palestra_service.ray.servers")
     fake.RayServers = lambda *_: FakeLauncher()
-    monkeypatch.setitem(sys.modules, "palestra.runtime.ray.servers", fake)
+    monkeypatch.setitem(sys.modules, "palestra_service.ray.servers", fake)
     monkeypatch.setattr(serve, "connect", lambda *_: "fake")
     place, rounds = JobScheduler._place, []
 

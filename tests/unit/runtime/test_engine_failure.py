@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from palestra.config import JobConfig
-from palestra.control.jobs.launcher import Ended, Ending
 from palestra.engine.fake.engine import FakeEngine
 from palestra.errors import EngineFailure
 from palestra.runtime.local import local_job
-from palestra.runtime.model_server import ModelServer
 from palestra.types.states import JobState
+from palestra_service.jobs.launcher import Ended, Ending
+from palestra_service.model_server import ModelServer
 
 TRAINING = {
     "steps": 1,
@@ -49,7 +49,7 @@ async def test_a_job_fails_with_its_engine(broken, tmp_path, settings):
 
 
 async def test_a_server_whose_engine_failed_may_be_started_again(monkeypatch, tmp_path):
-    monkeypatch.setattr("palestra.runtime.model_server.logging.basicConfig", lambda **_: None)
+    monkeypatch.setattr("palestra_service.model_server.logging.basicConfig", lambda **_: None)
 
     async def failure(self) -> str:
         return "the engine failed: no memory"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-from palestra.runtime.ray.job_environment import job_environment, limit_environment
+from palestra_service.ray.job_environment import job_environment, limit_environment
 
 OPERATOR = {
     "PATH": "/bin",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from palestra.control.jobs.launcher import ENDED_FILE, Ended, Ending, ended_text, read_ended
-from palestra.runtime.ray import memory_watch
-from palestra.runtime.ray.memory_watch import USED, descendants, used_bytes
+from palestra_service.jobs.launcher import ENDED_FILE, Ended, Ending, ended_text, read_ended
+from palestra_service.ray import memory_watch
+from palestra_service.ray.memory_watch import USED, descendants, used_bytes
 
 MIB = 2**20
 TEXT = ended_text(Ended(ending=Ending.FAILED, reason=f"it had {USED} GiB"))

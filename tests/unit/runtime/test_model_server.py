@@ -9,12 +9,13 @@ import httpx2
 import pytest
 
 from palestra.config import reference_of
-from palestra.control.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
 from palestra.errors import EngineFailure, ModelError, PalestraError, ServerFailed, StoreError
 from palestra.models.catalog import model_folder
-from palestra.runtime import checkpoints, model_server
-from palestra.runtime.model_server import ModelServer
+from palestra.runtime import checkpoints
 from palestra.trainer.checkpoint import newest_path
+from palestra_service import model_server
+from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
+from palestra_service.model_server import ModelServer
 
 GAMES = {
     "steps": 1,

@@ -16,8 +16,6 @@ import torch
 
 from palestra.config import JobConfig, parse_config
 from palestra.engine.driver import EngineJob, Workers, driver_of
-from palestra.engine.external import served_models, servers, workers
-from palestra.engine.vllm.config import VllmEngineConfig
 from palestra.errors import ConfigError, EngineFailure, ServerFailed
 from palestra.models import device
 from palestra.models.loading import LoadedModels
@@ -28,6 +26,8 @@ from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.parts import pooled_parts, workers_of
 from palestra.runtime.places import HERE, JobPlaces
 from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra_engines.external import served_models, servers, workers
+from palestra_engines.vllm.config import VllmEngineConfig
 from unit.building import engine_request
 from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm, listening, of_tiny_random
@@ -234,7 +234,7 @@ def test_embedded_workers_beside_a_server_elsewhere_have_cards_of_their_own(tmp_
 
 def test_embedded_workers_and_vllm_on_the_same_cards_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "device_of", lambda name, key: torch.device("cpu" if name == "cpu" else "cuda"))
-    monkeypatch.setattr("palestra.engine.vllm.command.installed_vllm", lambda python: "vllm")
+    monkeypatch.setattr("palestra_engines.vllm.command.installed_vllm", lambda python: "vllm")
     monkeypatch.setattr(workers, "ServerWorkers", lambda driver, job, table, models: Scripted([], table))
     monkeypatch.setattr(served_models, "read_served_models", lambda job, images: [])
     started = {"kind": "vllm", "python": "/venv/bin/python"}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from palestra.control.jobs.launcher import BundleOrder
-from palestra.runtime.ray import process_host
-from palestra.runtime.ray.process_host import Bundles, _accepted, _interface, _variables
 from palestra.types.jobs import ProcessResources
+from palestra_service.jobs.launcher import BundleOrder
+from palestra_service.ray import process_host
+from palestra_service.ray.process_host import Bundles, _accepted, _interface, _variables
 
 SECRET = bytes(range(32))
 ORDER = BundleOrder(role="engine", node="n1", resources=ProcessResources(cpus=2.5), memory_gib=1.5)

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from palestra.errors import ConfigError
-from palestra.runtime.ray import cluster
-from palestra.runtime.ray.cluster import LocalRay, connect
+from palestra_service.ray import cluster
+from palestra_service.ray.cluster import LocalRay, connect
 
 
 @pytest.fixture(autouse=True)

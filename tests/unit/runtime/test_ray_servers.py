@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from palestra.runtime.ray import servers
+from palestra_service.ray import servers
 
 
 async def test_what_is_being_made_is_there_before_the_one_who_asked_for_it_is_cancelled():

@@ -6,9 +6,9 @@ import pytest
 
 import palestra
 from palestra import JobConfig
-from palestra.envs import Gomoku, KuhnPoker
 from palestra.errors import ConfigError
 from palestra.runtime import training
+from palestra_worlds import Gomoku, KuhnPoker
 
 
 def by_length(task, answer):

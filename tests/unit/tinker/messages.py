@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.tinker.protobuf import FLOAT32, INT64, new
+from palestra_bases.tinker.protobuf import FLOAT32, INT64, new
 
 
 def tensor(values: Sequence[Any] | np.ndarray, kind: str = "float32", shape: Sequence[int] | None = None) -> Any:

@@ -15,10 +15,10 @@ import numpy as np
 
 from palestra.config import TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.runtime.shared_models import SharedModelOptions, shared_models
-from palestra.runtime.tinker import TinkerOptions, TinkerServer, tinker_server
-from palestra.tinker import protobuf
-from palestra.tinker.limits import Limits
+from palestra_bases.models import SharedModelOptions, shared_models
+from palestra_bases.tinker import protobuf
+from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_server
 from unit.tinker.messages import batch_message, datum
 
 TINY = "tiny-random"

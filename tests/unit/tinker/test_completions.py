@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from palestra.tinker.limits import Limits
+from palestra_bases.tinker.limits import Limits
 from unit.tinker.serving import TINY, Client, running
 
 CLONE = 1_000_000_000

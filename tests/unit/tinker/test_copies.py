@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra.tinker.limits import Limits
+from palestra_bases.tinker.limits import Limits
 from unit.tinker.serving import Client, Model, running
 
 

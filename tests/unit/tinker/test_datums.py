@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.errors import InvalidRequest
-from palestra.tinker import protobuf
-from palestra.tinker.datums import read_batch
-from palestra.tinker.limits import Limits
-from palestra.tinker.protobuf import new
+from palestra_bases.tinker import protobuf
+from palestra_bases.tinker.datums import read_batch
+from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.protobuf import new
 from unit.tinker.messages import batch_message, datum, tensor
 
 GOOD = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.tinker import protobuf
-from palestra.tinker.datums import loss_without_gradient, output_of, read_batch
-from palestra.tinker.limits import Limits
+from palestra_bases.tinker import protobuf
+from palestra_bases.tinker.datums import loss_without_gradient, output_of, read_batch
+from palestra_bases.tinker.limits import Limits
 from unit.tinker.messages import batch_message, datum, logprobs_of
 from unit.trainer.networks import networks, transformers_model
 from unit.trainer.test_torch_trainer import close, gradients

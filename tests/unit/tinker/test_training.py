@@ -16,7 +16,7 @@ from palestra.cli.top_view import view_of
 from palestra.dashboard.runs import runs_of
 from palestra.models.adapter_files import read_adapter
 from palestra.runtime.run_dir import weights_of_policy
-from palestra.tinker.limits import Limits
+from palestra_bases.tinker.limits import Limits
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, data_of, running
 

@@ -179,12 +179,10 @@ async def test_a_plug_in_of_another_package_is_found_by_its_name(tmp_path, monke
     await record(tmp_path)
 
     class Point:
-        name = "mine"
-
         def load(self):
             return lambda run: (Kept(), run)
 
-    monkeypatch.setattr("palestra.tracking.registry.entry_points", lambda group: [Point()])
+    monkeypatch.setattr("palestra.tracking.registry.extensions", lambda group: {"mine": Point()})
     run = tracked_run(tmp_path, "mine")
     assert known_trackers()[-1] == "mine"
     kept, given = create_tracker("mine", run)

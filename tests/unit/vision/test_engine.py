@@ -15,8 +15,8 @@ from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.models.catalog import model_folder
 from palestra.models.loading import LoadedModels
 from palestra.models.weights import LocalWeights
-from palestra.runtime.shared_models import SharedModelOptions, SharedModels
 from palestra.types.calls import PolicyVersion, TokenSequence
+from palestra_bases.models import SharedModelOptions, SharedModels
 from unit.engine.calling import DRAWN, serving
 from unit.vision.seeing import (
     NAME,

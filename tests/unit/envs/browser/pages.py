@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from palestra.envs import BrowserEnvironment, Progress
-from palestra.envs.browser.page import BrowserPage
+from palestra.envs import Progress
+from palestra_screens import BrowserEnvironment
+from palestra_screens.browser.page import BrowserPage
 
 KINDS = {".js": "text/javascript", ".svg": "image/svg+xml"}
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from machine import require
 
-from palestra.envs.browser.chromium import _started, checked_hosts, shared_driver
-from palestra.envs.browser.page import BrowserPage
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
+from palestra_screens.browser.chromium import _started, checked_hosts, shared_driver
+from palestra_screens.browser.page import BrowserPage
 from unit.envs.browser.pages import Visit, site
 
 require("chromium")

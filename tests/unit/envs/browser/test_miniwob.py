@@ -11,11 +11,12 @@ import time
 import pytest
 from machine import require
 
-from palestra.envs import MiniWoB, catalog_entry, check_environment
-from palestra.envs.browser.chromium import shared_driver
-from palestra.envs.browser.miniwob import PAGES, checked_page, page_server
+from palestra.envs import catalog_entry, check_environment
 from palestra.errors import ConfigError
 from palestra.types.messages import text_message
+from palestra_screens import MiniWoB
+from palestra_screens.browser.chromium import shared_driver
+from palestra_screens.browser.miniwob import PAGES, checked_page, page_server
 
 require("chromium", packages=("miniwob", "playwright"))
 pytestmark = pytest.mark.browser

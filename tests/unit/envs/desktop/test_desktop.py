@@ -16,11 +16,12 @@ import pytest
 from machine import require
 from PIL import Image
 
-from palestra.envs import DesktopEnvironment, catalog_entry, check_environment
-from palestra.envs.desktop.tasks import desktop_tasks
+from palestra.envs import catalog_entry, check_environment
 from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.tools import ToolFailure
 from palestra.types.messages import FunctionCall, ToolCall, text_message
+from palestra_screens import DesktopEnvironment
+from palestra_screens.desktop.tasks import desktop_tasks
 
 require("Xvfb", "xdotool", "bwrap")
 TASK = {

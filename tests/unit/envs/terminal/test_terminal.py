@@ -11,11 +11,12 @@ import time
 import pytest
 from machine import require
 
-from palestra.envs import TerminalEnvironment, catalog_entry, check_environment
-from palestra.envs.terminal import shell
-from palestra.envs.terminal.tasks import KINDS, terminal_tasks
+from palestra.envs import catalog_entry, check_environment
 from palestra.errors import EnvironmentFailed
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
+from palestra_screens import TerminalEnvironment
+from palestra_screens.terminal import shell
+from palestra_screens.terminal.tasks import KINDS, terminal_tasks
 
 require("bwrap", "git")
 TASK = {"id": "t", "kind": "count", "prompt": "Count.", "files": {"a": "1\n"}, "begin": "", "expected": "7"}

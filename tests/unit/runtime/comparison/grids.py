@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from palestra.cli.options import load_function
-from palestra.config.comparison import ComparisonConfig, load_comparison
-from palestra.runtime.comparison.one_run import FINISHED, write_record
-from palestra.runtime.comparison.plan import PlannedRun, plan_runs
+from palestra_lab.comparison.one_run import FINISHED, write_record
+from palestra_lab.comparison.plan import PlannedRun, plan_runs
+from palestra_lab.config import ComparisonConfig, load_comparison
 
 JOB = """
 steps = 7

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from palestra.errors import ConfigError
-from palestra.runtime.comparison.kept import KeptResults
-from palestra.runtime.comparison.results import machine, read_results
+from palestra_lab.comparison.kept import KeptResults
+from palestra_lab.comparison.results import machine, read_results
 from unit.runtime.comparison.grids import GRID, finish, planned, rows
 
 

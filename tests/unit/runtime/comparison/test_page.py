@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from palestra.runtime.comparison.one_run import FAILED, write_record
-from palestra.runtime.comparison.page import write_page
-from palestra.runtime.comparison.results import read_results
+from palestra_lab.comparison.one_run import FAILED, write_record
+from palestra_lab.comparison.page import write_page
+from palestra_lab.comparison.results import read_results
 from unit.runtime.comparison.grids import GRID, finish, planned, rows
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from palestra.cli.options import load_function
-from palestra.config.comparison import ComparisonConfig, load_comparison
 from palestra.errors import ConfigError
-from palestra.runtime.comparison.execution import check_records
-from palestra.runtime.comparison.plan import plan_runs
+from palestra_lab.comparison.execution import check_records
+from palestra_lab.comparison.plan import plan_runs
+from palestra_lab.config import ComparisonConfig, load_comparison
 from unit.runtime.comparison.grids import GRID, finish, planned, rows, write_grid
 
 

@@ -7,11 +7,11 @@ import pytest
 from palestra.cli.options import load_function
 from palestra.disk import writing
 from palestra.errors import ConfigError
-from palestra.runtime.comparison import one_run
-from palestra.runtime.comparison.execution import check_records
-from palestra.runtime.comparison.one_run import FAILED, STARTED, read_record, run_recorded, write_record
-from palestra.runtime.comparison.picture import curve_of
-from palestra.runtime.comparison.results import Point, read_results, result_of
+from palestra_lab.comparison import one_run
+from palestra_lab.comparison.execution import check_records
+from palestra_lab.comparison.one_run import FAILED, STARTED, read_record, run_recorded, write_record
+from palestra_lab.comparison.picture import curve_of
+from palestra_lab.comparison.results import Point, read_results, result_of
 from unit.runtime.comparison.grids import finish, planned, rows
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import ConfigError
-from palestra.runtime.comparison.one_run import checkpoint_folders
-from palestra.runtime.comparison.page import write_page
-from palestra.runtime.comparison.progress import reached
-from palestra.runtime.comparison.results import Point, read_results
-from palestra.runtime.comparison.submitted import newest_below
+from palestra_lab.comparison.one_run import checkpoint_folders
+from palestra_lab.comparison.page import write_page
+from palestra_lab.comparison.progress import reached
+from palestra_lab.comparison.results import Point, read_results
+from palestra_lab.comparison.submitted import newest_below
 from unit.runtime.comparison import grids
 from unit.runtime.comparison.grids import GRID, finish, planned, rows
 

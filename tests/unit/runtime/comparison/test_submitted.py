@@ -14,18 +14,18 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.client.control import ControlClient
-from palestra.control.api import create_control_app
-from palestra.control.jobs.launcher import Ending
-from palestra.control.jobs.scheduler import RUN
-from palestra.control.store.control_store import ControlStore
 from palestra.errors import ConfigError, ConnectionLost
 from palestra.http.server import listen, served, url_of
-from palestra.runtime.comparison.execution import GridStopped
-from palestra.runtime.comparison.one_run import read_record, write_record
-from palestra.runtime.comparison.plan import PlannedRun
-from palestra.runtime.comparison.results import read_results
-from palestra.runtime.comparison.submitted import SubmittedGrid, check_not_submitted, check_submittable
 from palestra.types.control_wire import ResourcesBody
+from palestra_lab.comparison.execution import GridStopped
+from palestra_lab.comparison.one_run import read_record, write_record
+from palestra_lab.comparison.plan import PlannedRun
+from palestra_lab.comparison.results import read_results
+from palestra_lab.comparison.submitted import SubmittedGrid, check_not_submitted, check_submittable
+from palestra_service.api import create_control_app
+from palestra_service.jobs.launcher import Ending
+from palestra_service.jobs.scheduler import RUN
+from palestra_service.store.control_store import ControlStore
 from unit.control.building import control_plane
 from unit.control.launching import FakeLauncher
 from unit.runtime.comparison.grids import GRID, planned

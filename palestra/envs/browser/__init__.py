@@ -1,6 +1,0 @@
-"""Environments in a browser: web pages that an agent reads and acts on, and the tasks of MiniWoB++."""
-
-from palestra.envs.browser.environment import BrowserEnvironment
-from palestra.envs.browser.miniwob import MiniWoB
-
-__all__ = ["BrowserEnvironment", "MiniWoB"]

@@ -1,6 +1,0 @@
-"""Retrieval: a tool that finds passages by meaning, and questions that can be answered with it alone."""
-
-from palestra.envs.retrieval.environment import RetrievalEnvironment, retrieval_tasks
-from palestra.envs.retrieval.search import PassageSearch
-
-__all__ = ["PassageSearch", "RetrievalEnvironment", "retrieval_tasks"]

@@ -1,6 +1,0 @@
-"""Environments in a terminal: a shell in a sandbox, and tasks that are scored by what is left in it."""
-
-from palestra.envs.terminal.environment import TerminalEnvironment
-from palestra.envs.terminal.tasks import terminal_tasks
-
-__all__ = ["TerminalEnvironment", "terminal_tasks"]

@@ -1,0 +1,53 @@
+"""What other packages add to Palestra, found by entry points. The packages beside the core are found in the same way.
+
+An entry point's name is what users write, and it leads to one object:
+
+| group | object |
+|---|---|
+| `palestra.algorithms` | a class derived from `palestra.Algorithm` |
+| `palestra.base_servers` | what connects a job to a shared base; see `palestra.runtime.parts.BaseConnection` |
+| `palestra.commands` | a module with `add(commands)`, for `palestra NAME` |
+| `palestra.engines` | a `palestra.engine.driver.EngineDriver` |
+| `palestra.environment_servers` | an environment at another project's server: `(url, key=, system=, **settings)` |
+| `palestra.environments` | a `palestra.envs.CatalogEntry` |
+| `palestra.kernels` | a function that returns a `palestra.models.kernels.Kernels` |
+| `palestra.rewards` | a function, as `reward=` of `palestra.train` takes it |
+| `palestra.tools` | tools of an agent; see `palestra.tools.installed` |
+| `palestra.trackers` | a `palestra.tracking.base.Tracker` |
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from palestra.errors import ConfigError
+from palestra.extras import missing_extra
+
+
+def extensions(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name, in the order of their names.
+
+    Raises:
+        ConfigError: two packages have one of the same name.
+    """
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        if (first := found.setdefault(point.name, point)).value != point.value:
+            raise ConfigError(f"two packages have {point.name!r} in {group}: {first.value} and {point.value}")
+    return found
+
+
+def load(point: EntryPoint) -> Any:
+    """Return what an entry point leads to.
+
+    Raises:
+        ConfigError: it can't be imported.
+        ModuleNotFoundError: it needs a part of Palestra that is not installed.
+    """
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and missing_extra(error) is not None:
+            raise
+        raise ConfigError(f"{point.name!r} of {point.group} can't be loaded from {point.value}: {error}") from error

@@ -1,0 +1,114 @@
+"""`palestra base`: one base model for many jobs, each of which trains adapters of it, and for the Tinker API."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import command
+from palestra.errors import ConfigError
+from palestra.terminal import say
+from palestra_bases.commands.options import (
+    add_server_options,
+    add_tinker_options,
+    check_positive,
+    given_tinker_option,
+    model_options,
+    say_keys,
+    say_tinker,
+    serve_until_stopped,
+    tinker_options,
+)
+
+if TYPE_CHECKING:
+    from palestra_bases.serving import BaseServer
+
+TINKER = "tinker"  # folder of the Tinker API in that of the server
+
+
+def add(commands: Any) -> None:
+    """Add the command `base`, which takes the name of a model."""
+    parser = command(
+        commands,
+        "base",
+        run,
+        "have a base model in memory once, for many jobs that train adapters of it",
+        "  palestra base SmolLM2-135M-Instruct\n"
+        "  palestra base ./my-model --tenant ada --tenant ben --port 7413\n"
+        "  palestra base SmolLM2-135M-Instruct --tinker-port 7412     # scripts of the Tinker SDK as well\n\n"
+        "then, in another terminal, with `base` and `adapter` in the job's policy:\n"
+        "  PALESTRA_BASE_KEY_FILE=runs/base/keys/default palestra run job.toml",
+    )
+    parser.set_defaults(trains=True)
+    parser.add_argument("model", metavar="MODEL", help="the base, as `model` of a job has it")
+    add_server_options(
+        parser,
+        "runs/base",
+        "the keys and of the socket",
+        "address to listen on with --port and --tinker-port; TLS is a proxy's work",
+    )
+    parser.add_argument(
+        "--runs",
+        metavar="DIR",
+        type=Path,
+        default=Path("runs"),
+        help="folder below which all jobs have theirs, those of several tenants in DIR/NAME; no file elsewhere is "
+        "read or written for them",
+    )
+    parser.add_argument(
+        "--port", type=int, help="listen on this port, 0: any free one; without it, on the Unix socket DIR/socket"
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="how long a job whose connection is lost keeps its policies",
+    )
+    parser.add_argument(
+        "--max-policies", metavar="POLICIES", type=int, default=16, help="policies of a job, past versions included"
+    )
+    group = parser.add_argument_group("Tinker API")
+    group.add_argument(
+        "--tinker-port",
+        metavar="PORT",
+        type=int,
+        help="serve the Tinker API on this port, 0: any free one, with its keys in DIR/tinker/keys; without it, not",
+    )
+    add_tinker_options(group)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    from palestra_bases.serving import BaseOptions, serve_base
+
+    check_positive(arguments, "lease_seconds", "max_policies")
+    models, tinker = model_options(arguments, [arguments.model]), None
+    if arguments.tinker_port is not None:
+        tinker = tinker_options(arguments, arguments.dir / TINKER, arguments.tinker_port)
+    elif (given := given_tinker_option(arguments)) is not None:
+        raise ConfigError(f"{given} is of the Tinker API, which is served with --tinker-port")
+    options = BaseOptions(
+        model=arguments.model,
+        folder=arguments.dir,
+        port=arguments.port,
+        host=arguments.host,
+        runs=arguments.runs,
+        tenants=arguments.tenant or ["default"],
+        engine=models.engine,
+        trainer=models.trainer,
+        deterministic=models.deterministic,
+        lease_seconds=arguments.lease_seconds,
+        most_policies=arguments.max_policies,
+        loaded_adapters=models.loaded_adapters,
+        tinker=tinker,
+    )
+
+    def ready(server: BaseServer) -> None:
+        if server.tinker is not None:
+            say_tinker(server.tinker)
+        say(f"base {options.model} at {server.address}")
+        say_keys(server.tenants)
+
+    return serve_until_stopped(lambda stop: serve_base(options, ready, stop))

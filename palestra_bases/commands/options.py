@@ -1,0 +1,187 @@
+"""What commands have in common that serve base models, to jobs or to scripts of the Tinker SDK."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.errors import ConfigError
+from palestra.terminal import say
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from palestra.http.tenant_keys import Tenants
+    from palestra_bases.models import SharedModelOptions
+    from palestra_bases.tinker.serving import TinkerOptions, TinkerServer
+
+_TINKER_DEFAULTS = {"max_models": 16, "checkpoint_steps": 16, "loaded_models": 8}
+
+
+def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, host: str) -> None:
+    """Add the options of every such server.
+
+    Args:
+        has: what is in it, for the help.
+    """
+    parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(folder), help=f"folder of {has}")
+    parser.add_argument("--host", default="127.0.0.1", help=host)
+    parser.add_argument(
+        "--tenant",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="has a key of its own, in DIR/keys/NAME, and sees nothing of other tenants; may be given several times. "
+        "Without it: default",
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="precision of products")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of engine and trainer")
+    parser.add_argument("--threads", metavar="CORES", type=int, help="CPU threads; without it, all cores")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="same bits of samples and weights with any other work beside them; for jobs with deterministic = true",
+    )
+    parser.add_argument(
+        "--slots",
+        metavar="POLICIES",
+        type=int,
+        help="trained adapters in memory with their moments; others wait on disk. Without it, all",
+    )
+    parser.add_argument(
+        "--loaded-adapters",
+        metavar="POLICIES",
+        type=int,
+        default=16,
+        help="saved adapters in memory that are sampled from; others are loaded again when they are used",
+    )
+
+
+def add_tinker_options(parser: Any) -> None:
+    """Add the options of the Tinker API.
+
+    Args:
+        parser: of the command, or a group of it.
+    """
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        action="append",
+        default=[],
+        help="an adapter in PEFT's format, such as a checkpoint of a job, which every tenant may load as "
+        "tinker://imported:train:0/weights/NAME; may be given several times",
+    )
+    known = _TINKER_DEFAULTS
+    for name, metavar, said in (
+        ("max_models", "MODELS", "models that a tenant may train"),
+        (
+            "checkpoint_steps",
+            "STEPS",
+            "steps of a model between two checkpoints; after a kill, what came after the newest is computed again",
+        ),
+        ("loaded_models", "MODELS", "models in training that are in memory, of all tenants"),
+    ):
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, metavar=metavar, type=int, help=f"{said} (default: {known[name]})")
+
+
+def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> SharedModelOptions:
+    """Return which base models are served, and how the server computes.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    from palestra.config import TrainerConfig
+    from palestra.engine.embedded.config import EmbeddedEngineConfig
+    from palestra_bases.models import SharedModelOptions
+
+    check_positive(arguments, "threads", "slots", "loaded_adapters")
+    parts = {"dtype": arguments.dtype, "device": arguments.device, "threads": arguments.threads}
+    return SharedModelOptions(
+        models=models,
+        engine=EmbeddedEngineConfig.model_validate(parts),
+        trainer=TrainerConfig.model_validate(parts | {"adapter_slots": arguments.slots}),
+        deterministic=arguments.deterministic,
+        loaded_adapters=arguments.loaded_adapters,
+    )
+
+
+def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> TinkerOptions:
+    """Return how the Tinker API is served.
+
+    Raises:
+        ConfigError: an option can't be used.
+    """
+    from palestra_bases.tinker.limits import Limits
+    from palestra_bases.tinker.serving import TinkerOptions
+
+    check_positive(arguments, *_TINKER_DEFAULTS)
+    given = {name: getattr(arguments, name) or default for name, default in _TINKER_DEFAULTS.items()}
+    return TinkerOptions(
+        folder=folder,
+        host=arguments.host,
+        port=port,
+        tenants=arguments.tenant or ["default"],
+        limits=Limits(
+            models=given["max_models"],
+            loaded_models=given["loaded_models"],
+            checkpoint_steps=given["checkpoint_steps"],
+        ),
+        adapters=dict(_named(text) for text in arguments.adapter),
+    )
+
+
+def given_tinker_option(arguments: argparse.Namespace) -> str | None:
+    """Return an option of the Tinker API that was given; None: none was."""
+    for name in ("adapter", *_TINKER_DEFAULTS):
+        if getattr(arguments, name):
+            return f"--{name.replace('_', '-')}"
+    return None
+
+
+def check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError unless numbers that were given are at least 1."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, and has to be at least 1")
+
+
+def say_keys(tenants: Tenants) -> None:
+    """Say where each tenant's key is."""
+    for path in tenants.files:
+        say(f"key of {path.name}: {path}")
+
+
+def say_tinker(server: TinkerServer) -> None:
+    """Say where the Tinker API is, and where each tenant's key for it is."""
+    say(f"Tinker API of {', '.join(base.name for base in server.bases)} at {server.url}")
+    say_keys(server.tenants)
+
+
+def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    """Serve until Ctrl-C or SIGTERM, and return the exit code."""
+    import asyncio
+
+    from palestra.models.device import tune_malloc
+    from palestra.runtime.event_loop import run_on_uvloop
+
+    async def main() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        await serve(stop)
+
+    tune_malloc()
+    run_on_uvloop(main())
+    return 0
+
+
+def _named(text: str) -> tuple[str, Path]:
+    """Return name and folder of `NAME=FOLDER`."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ConfigError(f"--adapter takes NAME=FOLDER, and not {text!r}")
+    return name, Path(folder).absolute()

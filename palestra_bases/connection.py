@@ -1,0 +1,205 @@
+"""The parts of a light job, whose engine and trainer are a base server's, and how it goes on when that is lost.
+
+Nothing here loads torch: the tokenizer comes from the server as files, and grammars and weights stay there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from palestra.backend.typed import typed
+from palestra.config import DEFAULT_CONTEXT, JobConfig, PolicyConfig
+from palestra.config.shared_base import PLACED
+from palestra.errors import ConfigError
+from palestra.grammars.pool import Grammars
+from palestra.grammars.vocabulary import vocabulary_of
+from palestra.models.numerics import check_numerics
+from palestra.renderers import select_renderer
+from palestra.runtime.parts import Parts
+from palestra.session import PolicyRuntime, PolicySet
+from palestra.threads import in_thread
+from palestra_bases.base import BaseDescription, SamplerSpec
+from palestra_bases.engine import RemoteEngine
+from palestra_bases.link import Link
+from palestra_bases.trainer import RemoteTrainer
+
+KEY, KEY_FILE = "PALESTRA_BASE_KEY", "PALESTRA_BASE_KEY_FILE"
+
+
+class BaseConnection:
+    """A job's connection to its base server; see `Renewable`."""
+
+    event_of_loss = "base_lost"
+    loss = "the base server was started again"
+
+    def __init__(
+        self,
+        link: Link,
+        engine: RemoteEngine,
+        trainer: RemoteTrainer,
+        samplers: Mapping[str, SamplerSpec],
+        deterministic: bool,
+    ) -> None:
+        """Keep what is needed to begin anew at a server that has forgotten the job.
+
+        Args:
+            samplers: what each policy of the job is sampled from, by its name.
+            deterministic: whether the job's numbers have to be the same bit by bit after a restart.
+        """
+        self._link, self._engine, self._trainer, self._samplers = link, engine, trainer, samplers
+        self._deterministic = deterministic
+        self.numerics: dict[str, str] = {}
+
+    async def describe(self) -> BaseDescription:
+        """Return what the server says of its model.
+
+        Raises:
+            ConfigError: the job is deterministic, and the server is not, or computes otherwise than before.
+        """
+        frame = await self._link.call("base.describe", {})
+        found: BaseDescription = typed(BaseDescription, frame.header["result"], frame.arrays, "description")
+        if self._deterministic:
+            if not found.deterministic:
+                raise ConfigError(
+                    f"deterministic = true, and the base server at {self._link.address} is not; start it with "
+                    "--deterministic"
+                )
+            if self.numerics:
+                check_numerics(self.numerics, found.numerics, f"the base server at {self._link.address} computed")
+        self.numerics = dict(found.numerics)
+        return found
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the server has forgotten the job, so that all calls fail until `renew`."""
+        return self._link.is_lost
+
+    async def lost(self) -> None:
+        """Return when the server has forgotten the job."""
+        await self._link.lost()
+
+    async def renew(self) -> None:
+        """Give the server the policies to sample from, in the place of those that it has forgotten.
+
+        Calls that wait for the engine do so until `resume`.
+
+        Raises:
+            BaseServerLost: it was lost again.
+            ConfigError: the server has another model now, or does not keep what the job asks for.
+        """
+        self._trainer.forget()
+        self._link.renew()
+        await self.describe()
+        await self.sample()
+
+    async def sample(self) -> None:
+        """Have the server load what the job's policies are sampled from; see `RemoteEngine.sample`."""
+        for name, spec in self._samplers.items():
+            await self._engine.sample(name, spec)
+
+
+async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, BaseConnection]:
+    """Connect to the base server that a job names, and return the parts of the job.
+
+    Args:
+        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+
+    Raises:
+        ConfigError: there is no key, or the server has another model, or can't keep what the job asks for.
+        Unauthorized: the key is not known there.
+        EngineFailure: the server can't be reached.
+    """
+    assert config.base is not None
+    if config.base == PLACED:
+        raise ConfigError(
+            f"policies.*.base is {PLACED!r}, for which a service chooses a base server; for a job of its own name the "
+            "address that `palestra base` prints"
+        )
+    link = Link(config.base, base_key(), _job_id(config))
+    engine, trainer = RemoteEngine(link), RemoteTrainer(link, config.checkpoint.keep)
+    try:
+        await link.open()
+        samplers = {
+            name: SamplerSpec(
+                model=weights.get(name, policy.model),
+                adapter=policy.adapter if config.kind == "training" and not policy.frozen else None,
+            )
+            for name, policy in config.policies.items()
+        }
+        base = BaseConnection(link, engine, trainer, samplers, config.deterministic)
+        found = await base.describe()
+        await base.sample()
+        runtimes = await in_thread(lambda: _runtimes(config, engine, found))
+    except BaseException:
+        await engine.close()
+        raise
+    parts = Parts(
+        engine=engine,
+        trainer=trainer if config.kind == "training" else None,
+        policies=PolicySet.of(config, runtimes),
+    )
+    return parts, base
+
+
+def base_key() -> str:
+    """Return the key for base servers, which no configuration holds.
+
+    Raises:
+        ConfigError: neither variable is set, or the file can't be read.
+    """
+    if key := os.environ.get(KEY):
+        return key
+    if (file := os.environ.get(KEY_FILE)) is None:
+        raise ConfigError(f"the base server wants a key: set {KEY} to it, or {KEY_FILE} to a file such as keys/default")
+    try:
+        return Path(file).read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{KEY_FILE}: {file} can't be read: {error}") from error
+
+
+def _job_id(config: JobConfig) -> str:
+    """Return the name of a job at its base server, which stays when it is started again in its folder."""
+    return f"{config.name}-{hashlib.sha256(str(config.folder.resolve()).encode()).hexdigest()[:12]}"
+
+
+def _runtimes(config: JobConfig, engine: RemoteEngine, base: BaseDescription) -> dict[str, PolicyRuntime]:
+    """Return what sessions need of each policy."""
+    tokenizer = _tokenizer(base)
+    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
+    vocabulary = vocabulary_of(tokenizer, base.vocab_size)
+    return {
+        name: PolicyRuntime(
+            name=name,
+            config=policy.model_copy(update={"max_context": _context(policy, base)}),
+            renderer=renderer,
+            engine=engine,
+            grammars=Grammars(vocabulary),
+        )
+        for name, policy in config.policies.items()
+    }
+
+
+def _context(policy: PolicyConfig, base: BaseDescription) -> int:
+    """Return the most tokens of prompt and reply together."""
+    longest = min(base.max_positions, base.max_context)
+    if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
+        raise ConfigError(f"max_context is {policy.max_context}, and the base server has room for {longest} tokens")
+    return min(policy.max_context, longest)
+
+
+def _tokenizer(base: BaseDescription) -> Any:
+    """Return the base's tokenizer, made of its files."""
+    # Not AutoTokenizer, whose import loads torch.
+    from transformers import PreTrainedTokenizerFast
+
+    with tempfile.TemporaryDirectory(prefix="palestra-tokenizer-") as folder:
+        for name, content in base.tokenizer.items():
+            (Path(folder) / Path(name).name).write_bytes(content.tobytes())
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.name_or_path = base.tokenizer_name
+    return tokenizer

@@ -1,0 +1,142 @@
+"""The engine of a base server, as a job uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from palestra.backend.typed import typed
+from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.replay import Replay
+from palestra.errors import BaseServerLost, EngineFailure
+from palestra.models.weights import WeightSource
+from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
+from palestra_bases.base import SamplerSpec
+from palestra_bases.link import Link
+from palestra_bases.weights import place_of_weights
+
+
+class RemoteEngine:
+    """Implements `Engine` with the engine of a base server.
+
+    Pausing holds this job's calls back, and nothing of other jobs. A reply whose connection is lost is sampled again
+    under its seed, and continues where it stood. After the server has forgotten the job, calls wait until `resume`.
+    """
+
+    def __init__(self, link: Link) -> None:
+        """Use a connection.
+
+        Args:
+            link: to the base server; this object closes it.
+        """
+        self._link = link
+        self._versions: dict[str, PolicyVersion] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+        self._waiting = self._running = self._sampled_tokens = 0
+        link.on_lost = self._open.clear
+
+    async def sample(self, policy: str, spec: SamplerSpec) -> None:
+        """Give the base server's engine one of the job's policies, of version 0.0.
+
+        Raises:
+            ConfigError: the model is of another base than the server's, or the adapter does not fit.
+        """
+        await self._link.call("base.sample", {"policy": policy, "spec": spec})
+        self._versions[policy] = FIRST_VERSION
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[SampledTokens, None]:
+        """Stream a reply; see `Engine.generate`.
+
+        Raises:
+            ReplyLost: the reply was sampled again, and came out differently.
+        """
+        replay = Replay()
+        while True:
+            await self._begin()
+            try:
+                async with contextlib.aclosing(self._link.generate(request)) as frames:
+                    async for frame in frames:
+                        piece = typed(SampledTokens, frame.header["piece"], frame.arrays, "piece")
+                        if (fresh := replay.take(piece)) is not None:
+                            self._sampled_tokens += len(fresh.ids)
+                            yield fresh
+                replay.end()
+                return
+            except BaseServerLost:
+                replay.begin_again()
+            finally:
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
+
+    async def _begin(self) -> None:
+        """Return when a call may begin, which then counts as running."""
+        self._waiting += 1
+        try:
+            await self._open.wait()
+        finally:
+            self._waiting -= 1
+        if self._closed:
+            raise EngineFailure("the engine was stopped")
+        self._running += 1
+        self._idle.clear()
+
+    async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
+        """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
+        frame = await self._link.call("base.score", {"policy": policy, "prompt": prompt})
+        return typed(list[float], frame.header["result"], frame.arrays, "result")  # type: ignore[no-any-return]
+
+    async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
+        """Have the base server hand weights from its trainer, or from a folder, to its engine.
+
+        See `Engine.sync_weights`.
+        """
+        arguments = {"policy": policy, "version": version, "source": place_of_weights(source)}
+        await self._link.call("base.sync_weights", arguments)
+        self._versions[policy] = version
+
+    async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
+        """Let requests be sampled from one more policy; see `Engine.add_policy`."""
+        place = None if source is None else place_of_weights(source)
+        arguments: dict[str, Any] = {"name": name, "like": like, "version": version, "source": place}
+        await self._link.call("base.add_policy", arguments)
+        self._versions[name] = version
+
+    async def remove_policy(self, name: str) -> None:
+        """Free the memory of a policy; see `Engine.remove_policy`."""
+        await self._link.call("base.remove_policy", {"name": name})
+        self._versions.pop(name, None)
+
+    async def pause(self) -> None:
+        """Let no call of this job begin until `resume`, and return when those that have begun are finished."""
+        self._open.clear()
+        await self._idle.wait()
+
+    async def resume(self) -> None:
+        """Let calls begin again after `pause`, or after the base server had forgotten the job."""
+        if not self._link.is_lost:
+            self._open.set()
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the version of the weights that a policy is sampled from now."""
+        return self._versions.get(policy, FIRST_VERSION)
+
+    def load(self) -> EngineLoad:
+        """Return the calls of this job, and the tokens that were sampled for it; passes are common to all jobs."""
+        return EngineLoad(waiting=self._waiting, running=self._running, sampled_tokens=self._sampled_tokens)
+
+    async def failure(self) -> str:
+        """Wait until the base server is given up, and return the reason."""
+        return str(await self._link.failure())
+
+    async def close(self) -> None:
+        """Fail the calls that are open, and say goodbye to the base server."""
+        self._closed = True
+        self._open.set()
+        await self._link.close()

@@ -1,0 +1,274 @@
+"""Serves one base to the jobs of several tenants, over WebSockets.
+
+A job has one connection. Its first message says which job and which process it is; then each call is a message, and
+each has one answer, but for replies, which come in pieces. A job whose connection is lost keeps its policies for the
+time of a lease, within which the same process may come back; calls that it sends again are not executed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from websockets.asyncio.server import Server, ServerConnection, serve, unix_serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from palestra.backend.errors import error_fields
+from palestra.backend.frames import MOST_BYTES, PROTOCOL, REFUSED, TAKEN_OVER, Frame, read_frame, write_frame
+from palestra.backend.typed import typed
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError, TooManyRequests, Unauthorized
+from palestra.waiting import cancelled
+from palestra_bases.base import SharedBase
+from palestra_bases.job import HostedJob, check_name
+
+log = logging.getLogger("palestra.base")
+HELLO_SECONDS = 20.0  # from a connection to its first message
+MOST_CALLS = 4096  # of a job that are being executed
+
+
+class BackendServer:
+    """The jobs of one base server."""
+
+    def __init__(
+        self,
+        base: SharedBase,
+        tenant_of: Callable[[str | None], str],
+        lease_seconds: float = 60.0,
+        most_policies: int = 16,
+    ) -> None:
+        """Begin without jobs; `listen` takes connections.
+
+        Args:
+            tenant_of: returns the tenant of a key, and raises Unauthorized for one that is not known.
+            lease_seconds: how long a job whose connection is lost keeps its policies.
+            most_policies: how many policies a job may have.
+        """
+        self._base, self._tenant_of = base, tenant_of
+        self._lease_seconds, self._most = lease_seconds, most_policies
+        self._jobs: dict[tuple[str, str], HostedJob] = {}
+        self._connections: dict[HostedJob, ServerConnection] = {}
+        self._leases: dict[HostedJob, asyncio.TimerHandle] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._opening = asyncio.Lock()
+
+    @property
+    def jobs(self) -> list[tuple[str, str, int]]:
+        """Return tenant, name and number of policies of each job that is here."""
+        return [(tenant, name, job.policies) for (tenant, name), job in self._jobs.items()]
+
+    async def remove(self, tenant: str) -> None:
+        """End the jobs of a tenant, also in the middle of their requests, and free what they have.
+
+        Args:
+            tenant: its key is not known any more.
+        """
+        async with self._opening:  # a connection that was let in before the key was forgotten is there, or refused
+            jobs = [job for (owner, _), job in self._jobs.items() if owner == tenant]
+            for job in jobs:
+                if (connection := self._connections.get(job)) is not None:
+                    await connection.close(REFUSED, "the key of this job is not good any more")
+            await self._base.remove(tenant)
+            for job in jobs:
+                await self._end(job)
+
+    @contextlib.asynccontextmanager
+    async def listen(self, socket: Path | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+        """Take connections inside of the block, and yield the address that jobs name.
+
+        Args:
+            socket: path of a Unix socket; None: `host` and `port` are listened on.
+            port: 0: any free one.
+
+        Raises:
+            ConfigError: the address can't be listened on.
+        """
+        options: dict[str, Any] = {
+            "process_request": self._check_key,
+            "max_size": MOST_BYTES,
+            "compression": None,
+            "server_header": None,
+            "logger": logging.getLogger("palestra.base.socket"),
+        }
+        try:
+            if socket is not None:
+                server = await unix_serve(self._handle, socket, **options)
+                os.chmod(socket, 0o600)
+            else:
+                server = await serve(self._handle, host, port, **options)
+        except OSError as error:
+            raise ConfigError(
+                f"{socket or f'{host}:{port}'} can't be listened on ({error.strerror or error}); choose another"
+            ) from error
+        try:
+            yield f"unix:{socket}" if socket is not None else _url(server)
+        finally:
+            server.close()
+            await server.wait_closed()
+            for lease in self._leases.values():
+                lease.cancel()
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _check_key(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Refuse a connection without a good key, before it can send a message."""
+        try:
+            self._tenant(request)
+        except Unauthorized as error:
+            return connection.respond(HTTPStatus.UNAUTHORIZED, str(error))
+        return None
+
+    def _tenant(self, request: Request) -> str:
+        given = request.headers.get_all("authorization")
+        scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
+        return self._tenant_of(key if scheme.lower() == "bearer" else None)
+
+    # One connection
+
+    async def _handle(self, connection: ServerConnection) -> None:
+        """Serve a connection until it ends."""
+        assert connection.request is not None
+        job: HostedJob | None = None
+        try:
+            try:
+                async with asyncio.timeout(HELLO_SECONDS):
+                    hello = _read(await connection.recv())
+                async with self._opening:
+                    job = await self._open(self._tenant(connection.request), hello, connection)
+            except PalestraError as error:
+                await connection.send(write_frame({"error": error_fields(error)}))
+                await connection.close(REFUSED, "refused")
+                return
+            await self._serve(job, connection)
+        except (ConnectionClosed, TimeoutError):
+            return
+        finally:
+            if job is not None and self._connections.get(job) is connection:
+                self._left(job)
+
+    async def _open(self, tenant: str, hello: Frame, connection: ServerConnection) -> HostedJob:
+        """Return the job of a connection, and answer its first message."""
+        given = hello.header
+        if given.get("protocol") != PROTOCOL:
+            raise ConfigError(
+                f"the job speaks protocol {given.get('protocol')!r} and this base server {PROTOCOL}; install the same "
+                "version of Palestra for both"
+            )
+        name, process = typed(str, given.get("job"), (), "job"), typed(str, given.get("process"), (), "process")
+        check_name(name, "a job")
+        job = self._jobs.get((tenant, name))
+        known = job is not None and job.process == process
+        if job is not None:
+            before = self._connections.pop(job, None)
+            if before is not None:
+                await before.close(TAKEN_OVER, "another process of this job has connected")
+            if not known:
+                await self._end(job)
+        if job is None or not known:
+            job = self._jobs[tenant, name] = HostedJob(self._base, tenant, name, process, self._most)
+        else:
+            job.keep_answers(typed(list[int], given.get("waiting"), (), "waiting"))
+        if (lease := self._leases.pop(job, None)) is not None:
+            lease.cancel()
+        self._connections[job] = connection
+        await connection.send(write_frame({"protocol": PROTOCOL, "known": known, "most_bytes": MOST_BYTES}))
+        return job
+
+    async def _serve(self, job: HostedJob, connection: ServerConnection) -> None:
+        """Execute the calls of a connection until it ends, or the job says goodbye."""
+        replies: dict[int, asyncio.Task[None]] = {}
+        calls: set[asyncio.Task[None]] = set()
+        try:
+            async for data in connection:
+                frame = _read(data)
+                if frame.header.get("goodbye"):
+                    await self._end(job)
+                    return
+                if (cancel := frame.header.get("cancel")) is not None:
+                    if (task := replies.get(typed(int, cancel, (), "cancel"))) is not None:
+                        task.cancel()
+                    continue
+                number = typed(int, frame.header.get("id"), (), "id")
+                job.forget_answers(typed(int, frame.header.get("oldest", 0), (), "oldest"))
+                if len(replies) + len(calls) >= MOST_CALLS:
+                    busy = TooManyRequests(f"{MOST_CALLS} calls of this job are being executed; send fewer")
+                    await connection.send(write_frame({"id": number, "error": error_fields(busy)}))
+                elif frame.header.get("do") == "generate":
+                    task = replies[number] = asyncio.create_task(self._generate(job, connection, number, frame))
+                    task.add_done_callback(partial(_dropped, replies, number))
+                else:
+                    task = asyncio.create_task(self._send(connection, job.answer(number, frame)))
+                    calls.add(task)
+                    task.add_done_callback(calls.discard)
+        except InvalidRequest as error:
+            await connection.send(write_frame({"error": error_fields(error)}))
+            await connection.close(REFUSED, "refused")
+        finally:
+            await cancelled(*replies.values(), *calls)
+
+    async def _send(self, connection: ServerConnection, answer: asyncio.Task[bytes]) -> None:
+        """Send the answer of a call when there is one; a connection that is lost gets it when the job is back."""
+        data = await asyncio.shield(answer)
+        with contextlib.suppress(ConnectionClosed):
+            await connection.send(data)
+
+    async def _generate(self, job: HostedJob, connection: ServerConnection, number: int, frame: Frame) -> None:
+        """Send a reply in pieces, and then its end."""
+        try:
+            async with contextlib.aclosing(job.generate(frame)) as pieces:
+                async for piece in pieces:
+                    await connection.send(write_frame({"id": number, "piece": piece}))
+            await connection.send(write_frame({"id": number, "result": None}))
+        except ConnectionClosed:
+            return
+        except Exception as error:
+            if not isinstance(error, PalestraError):
+                log.exception("a reply of job %s of %s failed", job.name, job.tenant)
+            known = error if isinstance(error, PalestraError) else EngineFailure(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(ConnectionClosed):
+                await connection.send(write_frame({"id": number, "error": error_fields(known)}))
+
+    # Leases
+
+    def _left(self, job: HostedJob) -> None:
+        """Keep the policies of a job whose connection was lost for the time of its lease."""
+        del self._connections[job]
+        self._leases[job] = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, job)
+
+    def _expire(self, job: HostedJob) -> None:
+        if job.policies:
+            log.warning("job %s of %s did not come back; its policies are freed", job.name, job.tenant)
+        task = asyncio.create_task(self._end(job))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _end(self, job: HostedJob) -> None:
+        """Free what a job has."""
+        self._connections.pop(job, None)
+        if (lease := self._leases.pop(job, None)) is not None:
+            lease.cancel()
+        if self._jobs.get((job.tenant, job.name)) is job:
+            del self._jobs[job.tenant, job.name]
+        await job.close()
+
+
+def _dropped(replies: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    replies.pop(number, None)
+
+
+def _read(data: str | bytes) -> Frame:
+    """Return a message."""
+    if isinstance(data, str):
+        raise InvalidRequest("a message of this protocol is bytes, and not text")
+    return read_frame(data)
+
+
+def _url(server: Server) -> str:
+    host, port = next(iter(server.sockets)).getsockname()[:2]
+    return f"ws://{f'[{host}]' if ':' in host else host}:{port}"

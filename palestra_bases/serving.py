@@ -1,0 +1,276 @@
+"""Wires a base server: the socket for jobs over one model, its engine and its trainer, and perhaps the Tinker API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from palestra.config import TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.errors import ConfigError, EngineFailure
+from palestra.http.tenant_keys import Tenants
+from palestra.runtime.run_dir import starting_in
+from palestra.threads import in_thread
+from palestra.waiting import race
+from palestra_bases.adapter_engine import AdapterEngine
+from palestra_bases.base import BaseDescription, SamplerSpec
+from palestra_bases.models import LOADED_ADAPTERS, SharedModelOptions, SharedModels, shared_models
+from palestra_bases.server import BackendServer
+from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_failure, tinker_server
+
+if TYPE_CHECKING:
+    from palestra.engine.base import Engine
+    from palestra.grammars.pool import Grammars
+    from palestra.trainer.base import PolicySpec, Trainer
+    from palestra.trainer.queue_load import QueueLoad
+
+KEYS, SOCKET, PREFIX = "keys", "socket", "pb-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseOptions:
+    """How a base server is started.
+
+    Attributes:
+        model: name of the base, as `model` of a job has it.
+        folder: of the server: its keys, and its socket.
+        port: to listen on, 0: any free one; None: the socket in `folder`.
+        host: where it listens, with a port.
+        runs: the folder below which jobs have theirs, of several tenants each in that of the tenant's name; the server
+            reads and writes no file elsewhere.
+        tenants: names, each of which has a key in `folder/keys`.
+        engine, trainer: as a job has them.
+        deterministic: whether samples and weights must not depend on what is computed beside them.
+        lease_seconds: how long a job whose connection is lost keeps its policies.
+        most_policies: how many policies a job may have.
+        loaded_adapters: see `SharedModelOptions`.
+        tinker: how the Tinker API is served beside jobs, over the same model; None: it is not.
+    """
+
+    model: str
+    folder: Path
+    port: int | None = None
+    host: str = "127.0.0.1"
+    runs: Path = Path("runs")
+    tenants: Sequence[str] = ("default",)
+    engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    deterministic: bool = False
+    lease_seconds: float = 60.0
+    most_policies: int = 16
+    loaded_adapters: int = LOADED_ADAPTERS
+    tinker: TinkerOptions | None = None
+
+    @property
+    def shared_models(self) -> SharedModelOptions:
+        """Return how the model is loaded."""
+        return SharedModelOptions(
+            models=(self.model,),
+            engine=self.engine,
+            trainer=self.trainer,
+            deterministic=self.deterministic,
+            loaded_adapters=self.loaded_adapters,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseServer:
+    """A base server that listens.
+
+    Attributes:
+        address: for `policies.NAME.base` of jobs.
+        tenants: the keys.
+        jobs: those that are connected.
+        tinker: the Tinker API, if it is served as well.
+    """
+
+    address: str
+    tenants: Tenants
+    jobs: BackendServer
+    tinker: TinkerServer | None = None
+
+
+@contextlib.asynccontextmanager
+async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, LoadedBase]]:
+    """Serve a base inside of the block.
+
+    Raises:
+        RunInUse: another process serves from this folder.
+        ConfigError: an option can't be used.
+        ModelError: the model can't be loaded.
+    """
+    with starting_in(options.folder) as start:
+        tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
+        models = shared_models(options.shared_models)
+        async with contextlib.AsyncExitStack() as stack:
+            tinker = None
+            if options.tinker is not None:
+                tinker = await stack.enter_async_context(tinker_server(options.tinker, models))
+                shared = tinker.shared
+            else:
+                shared = await stack.enter_async_context(models)
+            own = len(tenants.files) > 1
+            base = await in_thread(lambda: LoadedBase(options, shared, own_folders=own), daemon=False)
+            stack.callback(base.close)
+            start.succeeded = True
+            server = BackendServer(base, tenants.of, options.lease_seconds, options.most_policies)
+            socket = options.folder / SOCKET if options.port is None else None
+            address = await stack.enter_async_context(server.listen(socket, options.host, options.port or 0))
+            yield BaseServer(address=address, tenants=tenants, jobs=server, tinker=tinker), base
+
+
+class LoadedBase:
+    """Implements `SharedBase` with a model of this process."""
+
+    def __init__(self, options: BaseOptions, shared: SharedModels, own_folders: bool = False) -> None:
+        """Prepare what jobs need of the model.
+
+        Args:
+            shared: has the model, and what computes with it.
+            own_folders: whether each tenant has the folder of its name in `options.runs`, in which all its files are.
+        """
+        from palestra.engine.embedded.engine import token_budget
+        from palestra.grammars.pool import Grammars
+        from palestra.grammars.vocabulary import vocabulary_of
+        from palestra.renderers import select_renderer
+
+        self._options, self._shared = options, shared
+        self._runs, self._own, self._own_folders = options.runs.resolve(), options.folder.resolve(), own_folders
+        self._weights: dict[str, float] = {}
+        self._tenants: set[str] = set()
+        model, tokenizer = shared.loaded[options.model]
+        self._stop_ids = frozenset(select_renderer(tokenizer).stop_ids)
+        self._grammars: Grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size))
+        self._engine = AdapterEngine(shared.engine, shared.adapters)
+        self.description = BaseDescription(
+            model=options.model,
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions,
+            max_context=token_budget(model, options.engine),
+            dtype=options.engine.dtype,
+            trainer_dtype=options.trainer.dtype,
+            deterministic=options.deterministic,
+            tokenizer=_files(tokenizer),
+            tokenizer_name=str(tokenizer.name_or_path),
+            numerics=shared.numerics(),
+        )
+
+    def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
+        """Return the engine, which is the same for all tenants, and the tenant's place in the queue of the trainer."""
+        self._tenants.add(tenant)
+        return self._engine, self._shared.trainer_of(tenant, self._weights.get(tenant, 1.0))
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the shares of tenants in the trainer's tokens, from the next round on; others have a weight of 1."""
+        self._weights = dict(weights)
+        for tenant in self._tenants & weights.keys():
+            self._shared.queue.add_tenant(tenant, weights[tenant])
+
+    async def remove(self, tenant: str) -> None:
+        """Forget a tenant in the queue, with its policies; see `SharedBase.remove`."""
+        if tenant in self._tenants:
+            self._tenants.discard(tenant)
+            await self._shared.queue.remove_tenant(tenant)
+
+    @property
+    def load(self) -> QueueLoad:
+        """Return what waits in the queue of the trainer."""
+        return self._shared.queue.load()
+
+    def folder_of(self, tenant: str) -> Path:
+        """Return the folder of all runs, or that of the tenant's."""
+        return self._runs / tenant if self._own_folders else self._runs
+
+    def own_folder(self) -> Path | None:
+        """Return the folder with the keys."""
+        return self._own
+
+    async def sample(self, name: str, spec: SamplerSpec) -> None:
+        """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`.
+
+        An adapter that is not trained need not stay in memory.
+        """
+        await in_thread(lambda: self._check_model(spec.model))
+        own = {"stop_ids": self._stop_ids, "grammars": self._grammars}
+
+        async def load(policy: str) -> None:
+            await self._shared.add_policy(policy, spec.model, spec.adapter, **own)
+
+        if spec.adapter is None and not self.is_base(spec.model):
+            await self._engine.add_adapter(name, load)
+        else:
+            await load(name)
+
+    def is_base(self, model: str) -> bool:
+        """Return whether a model is the base itself, under any of its names."""
+        from palestra.models.loading import place_of
+
+        return model == self._options.model or place_of(model) == place_of(self._options.model)
+
+    def check(self, spec: PolicySpec) -> None:
+        """Refuse a policy without an adapter, or of another base; see `SharedBase.check`."""
+        if spec.adapter is None:
+            raise ConfigError(
+                "a policy on a shared base trains an adapter, because the base never changes; give it one"
+            )
+        for model in (spec.model, spec.reference, spec.teacher):
+            if model is not None:
+                self._check_model(model)
+
+    def _check_model(self, model: str) -> None:
+        """Refuse a model that is neither the base nor an adapter of it."""
+        from palestra.models.adapter_files import base_of
+
+        of = model if self.is_base(model) else base_of(model)
+        if not self.is_base(of):
+            said = f"{model!r}" if of == model else f"{model!r}, an adapter of {of!r},"
+            raise ConfigError(
+                f"the job's model is {said} and this base server has {self._options.model!r}; name that, or another "
+                "server"
+            )
+
+    async def failure(self) -> str:
+        """Return when the engine can't continue, and say why."""
+        return await self._engine.failure()
+
+    def close(self) -> None:
+        """End the process that compiles grammars."""
+        self._grammars.close()
+
+
+def _files(tokenizer: Any) -> Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Return the files of a tokenizer by name, uint8 [bytes]."""
+    with tempfile.TemporaryDirectory(prefix="palestra-tokenizer-") as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: np.fromfile(path, np.uint8) for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], stop: asyncio.Event) -> None:
+    """Serve until `stop` is set.
+
+    Raises:
+        EngineFailure: the engine can't continue; jobs go on when the server is started again.
+        StoreError: the journal of the Tinker API can't be written any more.
+        ConfigError, ModelError: see `base_server`.
+    """
+    async with base_server(options) as (server, base):
+        ready(server)
+        parts = [_stopped(stop), _failed(base)]
+        if server.tinker is not None:
+            parts.append(tinker_failure(server.tinker))
+        await race(*parts)
+
+
+async def _stopped(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _failed(base: LoadedBase) -> None:
+    raise EngineFailure(await base.failure())

@@ -1,0 +1,181 @@
+"""The routes of the Tinker API that list, delete and keep: training runs, checkpoints, sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from palestra.errors import InvalidRequest
+from palestra.http.bodies import parse_body
+from palestra_bases.tinker.records import SCHEME, Checkpoint, ModelRecord
+from palestra_bases.tinker.service import TinkerService
+from palestra_bases.tinker.training import usable
+from palestra_bases.tinker.wire import SetTTL, WeightsInfo
+
+API = "/api/v1"
+MOST_LISTED = 1000
+TenantOf = Callable[[Request], str]
+
+
+def add_listing(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None:
+    """Add the routes."""
+    _add_runs(app, service, tenant_of)
+    _add_checkpoints(app, service, tenant_of)
+    _add_sessions(app, service, tenant_of)
+
+
+def _add_runs(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None:
+    async def described(record: ModelRecord) -> dict[str, Any]:
+        saved = await service.saved.checkpoints(record.tenant, record.model_id)
+        newest = {kind: next((c for c in saved if c.kind == kind), None) for kind in ("training", "sampler")}
+        return {
+            "training_run_id": record.model_id,
+            "base_model": record.base,
+            "model_owner": record.tenant,
+            "is_lora": True,
+            "lora_rank": record.adapter.rank,
+            "corrupted": False,
+            "last_request_time": _time(record.used_at),
+            "last_checkpoint": _checkpoint(newest["training"]),
+            "last_sampler_checkpoint": _checkpoint(newest["sampler"]),
+            "user_metadata": _texts(record.data.get("user_metadata")),
+        }
+
+    @app.get(f"{API}/training_runs")
+    async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> Response:
+        """List the models of the key, newest first."""
+        found = await service.sessions.models(tenant_of(request))
+        shown, cursor = _page(found, limit, offset)
+        return _json({"training_runs": [await described(record) for record in shown], "cursor": cursor})
+
+    @app.get(f"{API}/training_runs/{{model_id}}")
+    async def training_run(model_id: str, request: Request) -> Response:
+        """Describe one model of the key, with its newest checkpoints."""
+        return _json(await described(await service.sessions.model(tenant_of(request), model_id)))
+
+
+def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None:
+    def path_of(model_id: str, checkpoint_id: str) -> str:
+        return f"{SCHEME}{model_id}/{checkpoint_id}"
+
+    @app.get(f"{API}/training_runs/{{model_id}}/checkpoints")
+    async def of_run(model_id: str, request: Request) -> Response:
+        """List the checkpoints of one model, newest first."""
+        tenant = tenant_of(request)
+        await service.sessions.model(tenant, model_id)
+        found = await service.saved.checkpoints(tenant, model_id)
+        return _json({"checkpoints": [_checkpoint(one) for one in found]})
+
+    @app.get(f"{API}/checkpoints")
+    async def of_user(request: Request, limit: int = 100, offset: int = 0) -> Response:
+        """List the checkpoints of the key, newest first."""
+        shown, cursor = _page(await service.saved.checkpoints(tenant_of(request)), limit, offset)
+        return _json({"checkpoints": [_checkpoint(one) for one in shown], "cursor": cursor})
+
+    @app.put(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}/ttl")
+    async def set_ttl(model_id: str, checkpoint_id: str, request: Request) -> Response:
+        """Set how long a checkpoint is kept."""
+        asked = parse_body(SetTTL, await request.body())
+        await service.set_ttl(tenant_of(request), path_of(model_id, checkpoint_id), asked.ttl_seconds)
+        return _json({})
+
+    def add_publish(method: str, public: bool) -> None:
+        @app.api_route(
+            f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}/publish",
+            methods=[method],
+            name="publish" if public else "unpublish",
+        )
+        async def publish(model_id: str, checkpoint_id: str, request: Request) -> Response:
+            """Let all tenants load and sample a checkpoint, or its own tenant alone."""
+            await service.publish(tenant_of(request), path_of(model_id, checkpoint_id), public)
+            return _json({})
+
+    add_publish("POST", public=True)
+    add_publish("DELETE", public=False)
+
+    @app.delete(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}")
+    async def delete(model_id: str, checkpoint_id: str, request: Request) -> Response:
+        """Delete a checkpoint of the key, with its files."""
+        await service.delete_checkpoint(tenant_of(request), path_of(model_id, checkpoint_id))
+        return _json({})
+
+    @app.post(f"{API}/weights_info")
+    async def weights_info(request: Request) -> Response:
+        """Say what a checkpoint is of."""
+        asked = parse_body(WeightsInfo, await request.body())
+        found = await usable(service.saved, tenant_of(request), asked.tinker_path)
+        layers: Mapping[str, Any] = found.data.get("layers", {})
+        return _json(
+            {
+                "base_model": found.base,
+                "optimizer_config": {"type": "adamw"},
+                "is_lora": True,
+                "lora_rank": found.adapter.rank,
+                **{name: layers.get(name) for name in ("train_unembed", "train_mlp", "train_attn")},
+            }
+        )
+
+
+def _add_sessions(app: FastAPI, service: TinkerService, tenant_of: TenantOf) -> None:
+    @app.get(f"{API}/sessions")
+    async def sessions(request: Request, limit: int = 20, offset: int = 0) -> Response:
+        """List the sessions of the key, newest first."""
+        shown, _ = _page(await service.sessions.sessions(tenant_of(request)), limit, offset)
+        return _json({"sessions": shown})
+
+    @app.get(f"{API}/sessions/{{session_id}}")
+    async def session(session_id: str, request: Request) -> Response:
+        """Describe one session of the key: its models and samplers."""
+        tenant = tenant_of(request)
+        data = orjson.loads((await service.sessions.session(tenant, session_id)).data)
+        return _json(
+            {
+                "training_run_ids": [m.model_id for m in await service.sessions.models(tenant, session_id)],
+                "sampler_ids": [s.sampler_id for s in await service.saved.samplers(session_id)],
+                "user_metadata": _texts(data.get("user_metadata")),
+                "display_name": data.get("display_name"),
+            }
+        )
+
+
+def _page(found: Sequence[Any], limit: int, offset: int) -> tuple[Sequence[Any], dict[str, int]]:
+    """Return a part of a list, and where it is."""
+    if limit < 0 or offset < 0:
+        raise InvalidRequest("limit and offset are not negative", "limit")
+    most = min(limit, MOST_LISTED)
+    return found[offset : offset + most], {"offset": offset, "limit": most, "total_count": len(found)}
+
+
+def _checkpoint(found: Checkpoint | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "checkpoint_id": found.name,
+        "checkpoint_type": found.kind,
+        "time": _time(found.created_at),
+        "tinker_path": found.path,
+        "size_bytes": found.bytes,
+        "public": found.public,
+        "user_metadata": found.user_metadata,
+        "expires_at": None if found.expires_at is None else _time(found.expires_at),
+    }
+
+
+def _time(seconds: float) -> str:
+    """Return a time as the API writes it: ISO 8601, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _texts(metadata: Any) -> dict[str, str] | None:
+    """Return a user's metadata as texts, which is what clients read."""
+    return {key: str(value) for key, value in metadata.items()} if isinstance(metadata, Mapping) else None
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,224 @@
+"""The models of all tenants: they are made, get their requests, and leave the memory when there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import orjson
+
+from palestra.config import AdapterConfig
+from palestra.errors import InvalidRequest
+from palestra.http.bodies import parse_body
+from palestra_bases.tinker.bases import Base
+from palestra_bases.tinker.journal import Journal
+from palestra_bases.tinker.model import Model
+from palestra_bases.tinker.records import COPIED, ModelRecord
+from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.training import Workshop, usable
+from palestra_bases.tinker.wire import CreateModel, LoadWeights
+
+Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class Models:
+    """Accepts requests to models, and has them executed."""
+
+    def __init__(
+        self, workshop: Workshop, journal: Journal, sessions: Sessions, settled: Callable[[str], None], spawn: Spawn
+    ) -> None:
+        """Begin without a model in memory.
+
+        Args:
+            settled: is called with the id of each request that has a result.
+        """
+        self._shop, self._journal, self._sessions = workshop, journal, sessions
+        self._settled, self._spawn = settled, spawn
+        self._models: dict[str, Model] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by model
+        self._room = asyncio.Condition()
+
+    def in_memory(self) -> list[Model]:
+        """Return the models that execute requests, or wait for some."""
+        return list(self._models.values())
+
+    async def unload(self, model_id: str) -> None:
+        """Take a model out of memory unless it is busy; it comes back when it is used."""
+        model = self._models.get(model_id)
+        if model is not None and not model.is_busy:
+            await model.unload()
+            present = self._models.get(model_id)
+            if present is not model or present.is_busy:  # a request has come meanwhile
+                return
+            self._models.pop(model_id)
+            self._tasks.pop(model_id).cancel()
+            # A request that has come meanwhile may have woken the task that has just been cancelled.
+            if await self._journal.next_request(model_id) is not None:
+                self.notify(await self._sessions.model(model.record.tenant, model_id))
+
+    async def create(self, tenant: str, body: bytes) -> tuple[str, str]:
+        """Accept the creation of a model; return the ids of the request and of the model.
+
+        Args:
+            body: see `wire.CreateModel`.
+
+        Raises:
+            NotFound: no such session or base model.
+            InvalidRequest: the adapter can't be made.
+            TooManyRequests: the tenant has too many models.
+        """
+        asked = parse_body(CreateModel, body)
+        _check_adam(asked.optimizer_config.type)
+        lora = asked.lora_config
+        if lora is None:
+            raise InvalidRequest("lora_config is missing, and only adapters are trained here", "lora_config")
+        base = self._shop.bases.of(asked.base_model)
+        adapter = base.adapter(lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        data = {"layers": lora.model_dump(include={"train_attn", "train_mlp", "train_unembed"})}
+        record = await self._new_model(
+            tenant, (asked.session_id, asked.model_seq_id), base, adapter, lora.seed, data, asked.user_metadata
+        )
+        return await self._accept_first("create_model", record, body), record.model_id
+
+    async def load(self, tenant: str, body: bytes) -> tuple[str, str]:
+        """Accept the loading of a checkpoint; return the ids of the request and of the model.
+
+        Args:
+            body: see `wire.LoadWeights`; with a session a new model is made of the checkpoint.
+
+        Raises:
+            NotFound: no such session, model or checkpoint.
+            InvalidRequest: the checkpoint is of another base model.
+            TooManyRequests: the tenant has too many models.
+        """
+        asked = parse_body(LoadWeights, body)
+        if asked.optimizer_config is not None:
+            _check_adam(asked.optimizer_config.type)
+        if asked.session_id is None or asked.model_seq_id is None:
+            if asked.model_id is None or asked.seq_id is None:
+                raise InvalidRequest("load_weights has session_id and model_seq_id, or model_id and seq_id")
+            return await self.train(tenant, "load_weights", asked.model_id, asked.seq_id, body), asked.model_id
+        found = await usable(self._shop.saved, tenant, asked.path)
+        if asked.base_model is not None and asked.base_model != found.base:
+            raise InvalidRequest(
+                f"{asked.path} is an adapter of {found.base}, and base_model is {asked.base_model}", "base_model"
+            )
+        record = await self._new_model(
+            tenant,
+            (asked.session_id, asked.model_seq_id),
+            self._shop.bases.of(found.base),
+            found.adapter,
+            0,
+            {name: value for name, value in found.data.items() if name not in ("user_metadata", COPIED)},
+            asked.user_metadata,
+        )
+        return await self._accept_first("load_weights", record, body), record.model_id
+
+    async def _new_model(
+        self,
+        tenant: str,
+        number: tuple[str, int],
+        base: Base,
+        adapter: AdapterConfig,
+        seed: int | None,
+        data: Mapping[str, Any],
+        user_metadata: Mapping[str, Any] | None,
+    ) -> ModelRecord:
+        """Return the record of a model that is to be made."""
+        session = await self._sessions.session(tenant, number[0])
+        if session.finished_at is not None:
+            raise InvalidRequest(f"the session {number[0]} is finished; make another ServiceClient", "session_id")
+        now = self._sessions.clock.now()
+        return ModelRecord(
+            model_id=f"{number[0]}:train:{number[1]}",
+            tenant=tenant,
+            session_id=number[0],
+            base=base.name,
+            adapter=adapter,
+            seed=secrets.randbits(31) if seed is None else seed % 2**31,
+            data={**data, "user_metadata": user_metadata},
+            created_at=now,
+            used_at=now,
+        )
+
+    async def _accept_first(self, kind: str, record: ModelRecord, body: bytes) -> str:
+        """Accept the request that makes a model, and return its id."""
+        limits = self._shop.limits
+        insert = self._sessions.insert_model(record, limits.models, limits.session_seconds)
+        request_id, is_new = await self._journal.accept(record.tenant, kind, record.model_id, 0, body, limits, insert)
+        if is_new:
+            self.notify(record)
+        return request_id
+
+    async def train(self, tenant: str, kind: str, model_id: str, seq_id: int, body: bytes) -> str:
+        """Accept a request to a model, and return its id; it is executed when all before it are.
+
+        Args:
+            seq_id: number among the requests to the model.
+
+        Raises:
+            NotFound: the tenant has no such model.
+            InvalidRequest: another request had the number, or the model is one of a copied checkpoint.
+            TooManyRequests: too many requests of the tenant wait.
+        """
+        record = await self._sessions.model(tenant, model_id)
+        if COPIED in record.data:
+            raise InvalidRequest(
+                f"{model_id} has a copy of {record.data[COPIED]}, and is never trained; make a training client from "
+                "the copy's path"
+            )
+        limits, identity = self._shop.limits, _identity(kind, body)
+        request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, limits, identity=identity)
+        self.notify(record)
+        return request_id
+
+    def notify(self, record: ModelRecord) -> None:
+        """Have a model look for its requests."""
+        name = record.model_id
+        if name not in self._models:
+            self._models[name] = Model(
+                record, self._shop, self._journal, self._sessions, self._settled, self._make_room
+            )
+            self._tasks[name] = self._spawn(name, self._run(self._models[name]))
+        self._models[name].notify()
+
+    async def _run(self, model: Model) -> None:
+        try:
+            await model.run(self._room_changed)
+        finally:
+            name = model.record.model_id
+            if self._models.get(name) is model:  # there may be another by now
+                del self._models[name], self._tasks[name]
+
+    async def _room_changed(self) -> None:
+        async with self._room:
+            self._room.notify_all()
+
+    async def _make_room(self) -> None:
+        """Return when one more model may be loaded; those that were not used for longest are unloaded."""
+        async with self._room:
+            while sum(model.is_loaded for model in self._models.values()) >= self._shop.limits.loaded_models:
+                idle = [model for model in self._models.values() if model.is_loaded and not model.is_busy]
+                if idle:
+                    await min(idle, key=lambda model: model.used_at).unload()
+                else:
+                    await self._room.wait()
+
+
+def _identity(kind: str, body: bytes) -> bytes | None:
+    """Return what is the same in a request that is sent again; None: the whole body.
+
+    The SDK gives weights for a sampler without a name another number each time it sends the request; the first counts.
+    """
+    if kind != "save_for_sampler":
+        return None
+    fields = orjson.loads(body)
+    fields.pop("sampling_session_seq_id", None)
+    return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+
+
+def _check_adam(kind: str) -> None:
+    if kind != "adamw":
+        raise InvalidRequest(f"the optimizer {kind!r} is not supported here; adamw is", "optimizer_config.type")

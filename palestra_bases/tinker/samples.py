@@ -1,0 +1,199 @@
+"""The samplers of all tenants: they are made, and requests for samples are accepted and executed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from palestra.engine.base import Engine
+from palestra.errors import InvalidRequest, PalestraError, StoreError, TooManyRequests
+from palestra.http.bodies import parse_body
+from palestra.threads import in_thread
+from palestra_bases.adapter_cache import AdapterCache
+from palestra_bases.tinker.bases import Base, Bases
+from palestra_bases.tinker.journal import Journal
+from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.model import INTERNAL
+from palestra_bases.tinker.records import Request, Sampler
+from palestra_bases.tinker.sampling import Plan, plan_of, policy_name, sample
+from palestra_bases.tinker.saved import Saved
+from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.tables import PENDING
+from palestra_bases.tinker.training import sampler_id, usable
+from palestra_bases.tinker.wire import CreateSamplingSession, Sample
+
+log = logging.getLogger("palestra.tinker")
+Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
+# Loads an adapter's folder into the engine, as a policy of the given name.
+LoadFolder = Callable[[str, Path], Awaitable[None]]
+
+
+class Samples:
+    """Accepts requests for samples, and has the engine answer them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        adapters: AdapterCache,
+        load: LoadFolder,
+        bases: Bases,
+        limits: Limits,
+        parts: tuple[Journal, Sessions, Saved],
+        settled: Callable[[str], None],
+        spawn: Spawn,
+    ) -> None:
+        """Begin without a request.
+
+        Args:
+            settled: is called with the id of each request that has a result, and with that of its sampler.
+        """
+        self._engine, self._adapters, self._load = engine, adapters, load
+        self._bases, self._limits = bases, limits
+        self._journal, self._sessions, self._saved = parts
+        self._settled, self._spawn = settled, spawn
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request
+
+    async def create(self, tenant: str, body: bytes) -> Sampler:
+        """Make a sampling session of a base model or of a checkpoint, and return it.
+
+        Args:
+            body: see `wire.CreateSamplingSession`.
+
+        Raises:
+            NotFound: no such session, base model or checkpoint.
+            InvalidRequest: the session has a sampler of other weights with this number.
+            TooManyRequests: the session has too many samplers.
+        """
+        asked = parse_body(CreateSamplingSession, body)
+        await self._sessions.session(tenant, asked.session_id)
+        folder = None
+        if asked.model_path is not None:
+            found = await usable(self._saved, tenant, asked.model_path)
+            if asked.base_model not in (None, found.base):
+                raise InvalidRequest(
+                    f"{asked.model_path} is an adapter of {found.base}, and base_model is {asked.base_model}",
+                    "base_model",
+                )
+            name, folder = self._bases.of(found.base).name, found.folder
+        elif asked.base_model is not None:
+            name = self._bases.of(asked.base_model).name
+        else:
+            raise InvalidRequest("either base_model or model_path has to be given", "base_model")
+        sampler = Sampler(
+            sampler_id=sampler_id(asked.session_id, asked.sampling_session_seq_id),
+            tenant=tenant,
+            session_id=asked.session_id,
+            base=name,
+            model_path=asked.model_path,
+            folder=folder,
+        )
+        known, there = await self._saved.known_sampler(asked.session_id, sampler.sampler_id)
+        if known is not None and known != sampler:
+            raise InvalidRequest(
+                f"{known.sampler_id} is a sampler of {known.model_path or 'other weights'}", "sampling_session_seq_id"
+            )
+        if known is None and there >= self._limits.samplers:
+            raise TooManyRequests(
+                f"the session has {self._limits.samplers} samplers, which is the most; another ServiceClient has others"
+            )
+        if known is None:
+            await self._saved.write(self._saved.insert_sampler(sampler))
+        return sampler
+
+    async def accept(self, tenant: str, asked: Sample, body: bytes) -> str:
+        """Accept a request for samples, and return its id.
+
+        Raises:
+            NotFound: no such sampling session, or its checkpoint is gone.
+            InvalidRequest: it can't be answered.
+            TooManyRequests: too many requests of the tenant wait, or too many sequences in them.
+        """
+        sampler = await self._sampler(tenant, asked.sampling_session_id)
+        plan_of(asked, self._bases.of(sampler.base), self._limits, "")
+        request_id, is_new = await self._journal.accept(
+            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits, sequences=asked.num_samples
+        )
+        if is_new:
+            self.start(await self._journal.with_body(request_id))
+        return request_id
+
+    async def _sampler(self, tenant: str, name: str) -> Sampler:
+        """Return a sampler of which the weights are there."""
+        sampler = await self._saved.sampler(tenant, name)
+        if sampler.model_path is not None:
+            await usable(self._saved, tenant, sampler.model_path)
+        return sampler
+
+    def start(self, request: Request) -> None:
+        """Execute a request that was accepted."""
+        self._tasks[request.request_id] = self._spawn(request.request_id, self._sample(request))
+
+    async def _sample(self, request: Request) -> None:
+        """Execute a request for samples, and record its result."""
+        try:
+            sampler = await self._sampler(request.tenant, request.target)
+            base = self._bases.of(sampler.base)
+            plan: Plan = plan_of(parse_body(Sample, request.body or b""), base, self._limits, request.request_id)
+            async with self._policy_of(sampler, base) as policy:
+                result = await sample(self._engine, policy, plan, base)
+        except StoreError:
+            raise
+        except PalestraError as error:
+            await self._journal.fail(request, str(error), "user" if error.http_status < 500 else "server")
+        except Exception:
+            log.exception("sampling from %s failed", request.target)
+            await self._journal.fail(request, INTERNAL, "server")
+        else:
+            await self._journal.finish(request, result)
+        finally:
+            self._tasks.pop(request.request_id, None)
+        self._settle(request)
+
+    @contextlib.asynccontextmanager
+    async def _policy_of(self, sampler: Sampler, base: Base) -> AsyncIterator[str]:
+        """Have the engine's policy of a sampler loaded inside of the block, and yield its name."""
+        folder = sampler.folder
+        if folder is None:
+            yield base.policy
+            return
+        name = policy_name(folder)
+        async with self._adapters.loaded(name, lambda policy: self._load(policy, folder)):
+            yield name
+
+    async def cancel(self, tenant: str, request_id: str) -> None:
+        """Stop a request for samples; one of another kind, or that has a result, is left as it is.
+
+        Raises:
+            NotFound: the tenant has no such request.
+        """
+        request = await self._journal.request(tenant, request_id)
+        task = self._tasks.get(request_id)
+        if request.kind != "sample" or task is None:
+            return
+        task.cancel()
+        await asyncio.wait((task,))
+        if (await self._journal.request(tenant, request_id)).state == PENDING:
+            await self._journal.fail(request, "the request was cancelled", "user")
+            self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        """Wake those who wait for a request, or for any of its sampler."""
+        self._settled(request.request_id)
+        self._settled(request.target)
+
+    async def remove(self, folder: Path) -> None:
+        """Remove the files of an adapter, and free its memory in the engine."""
+        await self._adapters.remove(policy_name(folder))
+        await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    async def end_session(self, session_id: str) -> None:
+        """Remove the samplers of a session, with the weights that are theirs alone."""
+        for sampler in await self._saved.samplers(session_id):
+            await self._saved.remove_sampler(sampler.sampler_id)
+            if sampler.is_private and sampler.folder is not None:
+                await self.remove(sampler.folder)

@@ -1,0 +1,190 @@
+"""What a Tinker server has saved: checkpoints by their paths, and samplers of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy import Connection, select
+
+from palestra.config import AdapterConfig
+from palestra.database import Database, to_json
+from palestra.errors import NotFound
+from palestra.types.clock import Clock
+from palestra_bases.tinker import tables
+from palestra_bases.tinker.journal import Operation
+from palestra_bases.tinker.records import Checkpoint, Sampler
+
+_CHECKPOINT_FIELDS = ("path", "tenant", "model_id", "name", "base", "step", "bytes", "created_at", "expires_at")
+
+
+class Saved:
+    """Checkpoints and samplers of all tenants. A method that changes something returns when it is on the disk."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        """Work on a database.
+
+        Args:
+            db: see `tables.open_journal`.
+        """
+        self.db, self.clock = db, clock
+
+    def insert_checkpoint(self, saved: Checkpoint) -> Operation:
+        """Return an operation that adds a checkpoint, in place of one of the same path."""
+        row = {name: getattr(saved, name) for name in _CHECKPOINT_FIELDS} | {
+            "folder": str(saved.folder),
+            "adapter": saved.adapter.model_dump_json(),
+            "data": to_json(dict(saved.data)),
+            "user_metadata": None if saved.user_metadata is None else to_json(dict(saved.user_metadata)),
+            "public": int(saved.public),
+        }
+
+        def insert(connection: Connection) -> None:
+            connection.execute(sa.delete(tables.checkpoints).where(tables.checkpoints.c.path == saved.path))
+            connection.execute(tables.checkpoints.insert(), row)
+
+        return insert
+
+    async def checkpoint(self, tenant: str, path: str) -> Checkpoint | None:
+        """Return a checkpoint that a tenant may use, also an expired one; None: there is none."""
+        table = tables.checkpoints
+        may = sa.or_(table.c.tenant.in_((tenant, "")), table.c.public == 1)
+        query = select(table).where(table.c.path == path, may)
+        row = await self.db.read(lambda c: c.execute(query).first())
+        return None if row is None else _checkpoint(row)
+
+    async def checkpoints(self, tenant: str, model_id: str | None = None) -> list[Checkpoint]:
+        """Return the checkpoints of a tenant, or of one of its models, that have not expired, newest first."""
+        table, now = tables.checkpoints, self.clock.now()
+        query = select(table).where(
+            table.c.tenant == tenant, sa.or_(table.c.expires_at.is_(None), table.c.expires_at > now)
+        )
+        if model_id is not None:
+            query = query.where(table.c.model_id == model_id)
+        query = query.order_by(table.c.created_at.desc(), table.c.path)
+        return await self.db.read(lambda c: [_checkpoint(row) for row in c.execute(query)])
+
+    async def expired(self) -> list[Checkpoint]:
+        """Return the checkpoints of all tenants whose time is over."""
+        query = select(tables.checkpoints).where(tables.checkpoints.c.expires_at <= self.clock.now())
+        return await self.db.read(lambda c: [_checkpoint(row) for row in c.execute(query)])
+
+    async def remove_checkpoint(self, path: str) -> None:
+        """Forget a checkpoint; its files are the caller's to remove."""
+        await self.db.write(
+            lambda c: tables.execute(c, sa.delete(tables.checkpoints).where(tables.checkpoints.c.path == path))
+        )
+
+    async def forget_brought(self) -> None:
+        """Forget the checkpoints that are everybody's; the operator says at each start which there are."""
+        await self.db.write(
+            lambda c: tables.execute(c, sa.delete(tables.checkpoints).where(tables.checkpoints.c.tenant == ""))
+        )
+
+    async def set_expiry(self, path: str, expires_at: float | None) -> None:
+        """Set when a checkpoint expires; None: never."""
+        here = sa.update(tables.checkpoints).where(tables.checkpoints.c.path == path)
+        await self.db.write(lambda c: tables.execute(c, here.values(expires_at=expires_at)))
+
+    async def set_public(self, path: str, public: bool) -> None:
+        """Set whether all tenants may use a checkpoint."""
+        here = sa.update(tables.checkpoints).where(tables.checkpoints.c.path == path)
+        await self.db.write(lambda c: tables.execute(c, here.values(public=int(public))))
+
+    async def write(self, operation: Operation) -> None:
+        """Do one of the operations that other methods return."""
+        await self.db.write(operation)
+
+    # Samplers.
+
+    def insert_sampler(self, sampler: Sampler) -> Operation:
+        """Return an operation that adds a sampler, in place of one of the same id."""
+        row = {
+            "sampler_id": sampler.sampler_id,
+            "tenant": sampler.tenant,
+            "session_id": sampler.session_id,
+            "base": sampler.base,
+            "model_path": sampler.model_path,
+            "folder": None if sampler.folder is None else str(sampler.folder),
+            "is_private": int(sampler.is_private),
+            "created_at": self.clock.now(),
+        }
+
+        def insert(connection: Connection) -> None:
+            connection.execute(sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler.sampler_id))
+            connection.execute(tables.samplers.insert(), row)
+
+        return insert
+
+    async def sampler(self, tenant: str, sampler_id: str) -> Sampler:
+        """Return a sampler.
+
+        Raises:
+            NotFound: the tenant has none of this id.
+        """
+        table = tables.samplers
+        query = select(table).where(table.c.sampler_id == sampler_id, table.c.tenant == tenant)
+        row = await self.db.read(lambda c: c.execute(query).first())
+        if row is None:
+            raise NotFound(f"there is no sampling session {sampler_id!r} of this key")
+        return _sampler(row)
+
+    async def join_sampler(self, tenant: str, sampler_id: str) -> int:
+        """Return the number of one more client of a sampler, from 1 on; no other client gets it.
+
+        Raises:
+            NotFound: the tenant has no such sampler.
+        """
+        await self.sampler(tenant, sampler_id)
+        table = tables.samplers
+        here = sa.update(table).where(table.c.sampler_id == sampler_id)
+        joined = here.values(clones=table.c.clones + 1).returning(table.c.clones)
+        return int(await self.db.write(lambda c: c.execute(joined).scalar_one()))
+
+    async def samplers(self, session_id: str) -> list[Sampler]:
+        """Return the samplers of a session."""
+        query = select(tables.samplers).where(tables.samplers.c.session_id == session_id)
+        return await self.db.read(lambda c: [_sampler(row) for row in c.execute(query)])
+
+    async def known_sampler(self, session_id: str, name: str) -> tuple[Sampler | None, int]:
+        """Return a sampler of a session, if there is one of its id, and how many the session has."""
+        table = tables.samplers
+        query = select(table).where(table.c.sampler_id == name)
+        count = select(sa.func.count()).where(table.c.session_id == session_id)
+
+        def find(connection: Connection) -> tuple[Sampler | None, int]:
+            row = connection.execute(query).first()
+            return None if row is None else _sampler(row), connection.execute(count).scalar_one()
+
+        return await self.db.read(find)
+
+    async def remove_sampler(self, sampler_id: str) -> None:
+        """Forget a sampler; its files are the caller's to remove."""
+        here = sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler_id)
+        await self.db.write(lambda c: tables.execute(c, here))
+
+
+def _checkpoint(row: Any) -> Checkpoint:
+    values = {name: getattr(row, name) for name in _CHECKPOINT_FIELDS}
+    return Checkpoint(
+        **values,
+        folder=Path(row.folder),
+        adapter=AdapterConfig.model_validate_json(row.adapter),
+        data=orjson.loads(row.data),
+        user_metadata=None if row.user_metadata is None else orjson.loads(row.user_metadata),
+        public=bool(row.public),
+    )
+
+
+def _sampler(row: Any) -> Sampler:
+    return Sampler(
+        sampler_id=row.sampler_id,
+        tenant=row.tenant,
+        session_id=row.session_id,
+        base=row.base,
+        model_path=row.model_path,
+        folder=None if row.folder is None else Path(row.folder),
+        is_private=bool(row.is_private),
+    )

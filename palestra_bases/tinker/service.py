@@ -1,0 +1,252 @@
+"""The Tinker API of one process, without HTTP: sessions, models, samplers, and the results of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from palestra.config import AdapterConfig
+from palestra.database import Database
+from palestra.engine.base import Engine
+from palestra.errors import Conflict, Forbidden, StoreError
+from palestra.threads import in_thread
+from palestra.trainer.base import Trainer
+from palestra.types.clock import Clock, SystemClock
+from palestra.waiting import cancelled
+from palestra_bases.adapter_cache import AdapterCache
+from palestra_bases.tinker.bases import Bases
+from palestra_bases.tinker.copies import Copies
+from palestra_bases.tinker.futures import Futures
+from palestra_bases.tinker.journal import Journal
+from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.models import Models
+from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint
+from palestra_bases.tinker.samples import LoadFolder, Samples
+from palestra_bases.tinker.saved import Saved
+from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.training import Workshop, check_ttl, files_of, usable
+
+log = logging.getLogger("palestra.tinker")
+SWEEP_SECONDS = 30.0  # between two looks for what has expired
+IMPORTED = "imported:train:0"  # stands in paths for checkpoints that the operator has brought
+
+
+class TinkerService:
+    """Everything behind the routes.
+
+    Attributes:
+        journal, sessions, saved: what is on the disk.
+        futures: waits for results.
+        models: accepts requests to models.
+        samples: accepts requests for samples.
+        copies: copies checkpoints.
+        bases: the base models.
+        limits: of the tenants.
+    """
+
+    def __init__(
+        self,
+        trainer_of: Callable[[str], Trainer],
+        engine: Engine,
+        adapters: AdapterCache,
+        load: LoadFolder,
+        bases: Bases,
+        db: Database,
+        folder: Path,
+        limits: Limits,
+        clock: Clock | None = None,
+    ) -> None:
+        """Assemble the parts; `start` continues what was interrupted.
+
+        Args:
+            trainer_of: returns a tenant's trainer, without a policy of this server yet; it keeps all checkpoints.
+            engine: has a policy for each base model.
+            adapters: those that the engine has without their being trained.
+            db: see `tables.open_journal`.
+            clock: of all recorded times; None: the system's.
+        """
+        known = clock or SystemClock()
+        self.journal, self.sessions, self.saved = Journal(db, known), Sessions(db, known), Saved(db, known)
+        self.futures, self.bases, self.limits = Futures(self.journal), bases, limits
+        self._clock = known
+        workshop = Workshop(trainer_of=trainer_of, bases=bases, saved=self.saved, limits=limits, folder=folder)
+        self._tasks: set[asyncio.Task[None]] = set()
+        settled = self.futures.settled
+        self.models = Models(workshop, self.journal, self.sessions, settled, self._spawn)
+        parts = (self.journal, self.sessions, self.saved)
+        self.samples = Samples(engine, adapters, load, bases, limits, parts, settled, self._spawn)
+        self.copies = Copies(self.sessions, self.saved, limits, folder)
+        self._failed: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Execute what was acknowledged before the server ended, and look for what has expired from here on."""
+        await self.sessions.restarted()
+        for request in await self.journal.pending():
+            if request.kind == "sample":
+                self.samples.start(await self.journal.with_body(request.request_id))
+            else:
+                self.models.notify(await self.sessions.model(request.tenant, request.target))
+        self._spawn("sweep", self._sweep_for_ever())
+
+    async def stop(self) -> None:
+        """End what runs, and write a checkpoint of each model that is in memory."""
+        models = self.models.in_memory()
+        await cancelled(*self._tasks)
+        for model in models:
+            await model.unload()
+
+    async def failure(self) -> StoreError:
+        """Wait until the journal can't be written, which ends the server, and return why."""
+        return await self._failed
+
+    # Sessions.
+
+    async def create_session(self, tenant: str, data: Mapping[str, Any]) -> str:
+        """Begin a session of a tenant, and return its id.
+
+        Raises:
+            TooManyRequests: the tenant has too many sessions.
+        """
+        return await self.sessions.add_session(tenant, data, self.limits)
+
+    async def heartbeat(self, tenant: str, session_id: str) -> bool:
+        """Keep a session alive. False: it is finished.
+
+        Raises:
+            NotFound: the tenant has none of this id.
+        """
+        if (await self.sessions.session(tenant, session_id)).finished_at is not None:
+            return False
+        await self.sessions.touch_session(session_id)
+        return True
+
+    async def finish_session(self, tenant: str, session_id: str) -> None:
+        """End a session: its models leave the memory, and its samplers without a name end.
+
+        Raises:
+            NotFound: the tenant has none of this id.
+        """
+        await self.sessions.session(tenant, session_id)
+        await self.sessions.touch_session(session_id, finished=True)
+        await self._end_session(tenant, session_id)
+
+    # Checkpoints.
+
+    async def delete_checkpoint(self, tenant: str, path: str) -> None:
+        """Delete a checkpoint.
+
+        Raises:
+            NotFound: the tenant has none of this path.
+            Forbidden: it is everybody's.
+        """
+        await self._remove(await self._own(tenant, path))
+
+    async def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
+        """Set how long from now on a checkpoint is kept; None: for ever.
+
+        Raises:
+            NotFound: the tenant has none of this path.
+            Forbidden: it is everybody's.
+            InvalidRequest: the time is too short or too long.
+        """
+        check_ttl(seconds)
+        await self._own(tenant, path)
+        await self.saved.set_expiry(path, None if seconds is None else self._clock.now() + seconds)
+
+    async def publish(self, tenant: str, path: str, public: bool) -> None:
+        """Let all tenants load and sample a checkpoint, or its own tenant alone.
+
+        Args:
+            public: whether all may.
+
+        Raises:
+            NotFound: the tenant has none of this path.
+            Forbidden: it is another's, who has published it.
+            Conflict: it is so already.
+        """
+        found = await self._own(tenant, path)
+        if found.public == public:
+            raise Conflict(f"the checkpoint {path} is {'public' if public else 'private'} already")
+        await self.saved.set_public(path, public)
+
+    async def _own(self, tenant: str, path: str) -> Checkpoint:
+        found = await usable(self.saved, tenant, path)
+        if found.tenant != tenant:
+            raise Forbidden(f"{path} belongs to another, who lets all tenants use it; they can't change it")
+        return found
+
+    async def _remove(self, checkpoint: Checkpoint) -> None:
+        await self.saved.remove_checkpoint(checkpoint.path)
+        await self.samples.remove(checkpoint.folder)
+        if checkpoint.kind == "training":  # each of which has a folder of its own around it
+            await in_thread(lambda: shutil.rmtree(files_of(checkpoint), ignore_errors=True))
+
+    async def bring(self, name: str, folder: Path, adapter: AdapterConfig, base: str) -> list[str]:
+        """Let every tenant load and sample an adapter of the operator's; return its paths.
+
+        Args:
+            folder: of the adapter, in PEFT's format; it stays where it is, and is never deleted.
+            base: name of the base model, which is served here.
+        """
+        paths = []
+        for kind in (TRAINING, SAMPLER):
+            path = f"{SCHEME}{IMPORTED}/{kind}/{name}"
+            paths.append(path)
+            brought = Checkpoint(
+                path=path,
+                tenant="",
+                model_id=IMPORTED,
+                name=f"{kind}/{name}",
+                folder=folder,
+                base=self.bases.of(base).name,
+                adapter=adapter,
+                data={},
+                step=0,
+                bytes=0,
+                created_at=self._clock.now(),
+                expires_at=None,
+                user_metadata=None,
+            )
+            await self.saved.write(self.saved.insert_checkpoint(brought))
+        return paths
+
+    # What is done beside requests.
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failed.done():
+            found = error if isinstance(error, StoreError) else StoreError(f"{task.get_name()} failed: {error!r}")
+            self._failed.set_result(found)
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await self.sweep()
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    async def sweep(self) -> None:
+        """Remove what has expired, and what nothing can ask for any more."""
+        for checkpoint in await self.saved.expired():
+            await self._remove(checkpoint)
+        for tenant, session_id in await self.sessions.dead(self.limits.session_seconds):
+            await self._end_session(tenant, session_id)
+        await self.journal.forget_results(self.limits)
+        for _, model_id in await self.sessions.unused(self.limits.kept_seconds):
+            await self.models.unload(model_id)
+        await self.sessions.forget(self.limits.kept_seconds)
+
+    async def _end_session(self, tenant: str, session_id: str) -> None:
+        """Take a session's models out of memory, and remove its samplers."""
+        for record in await self.sessions.models(tenant, session_id):
+            await self.models.unload(record.model_id)
+        await self.samples.end_session(session_id)

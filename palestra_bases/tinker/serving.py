@@ -1,0 +1,178 @@
+"""Wires the Tinker API over base models of this process: the journal, the keys, and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import ConfigError, EngineFailure
+from palestra.http.server import listen, served, url_of
+from palestra.http.tenant_keys import Tenants
+from palestra.runtime.run_dir import starting_in
+from palestra.threads import in_thread
+from palestra.waiting import race
+from palestra_bases.models import SharedModelOptions, SharedModels, policy_of_base, shared_models
+from palestra_bases.tinker.bases import Base, Bases
+from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.routes import create_tinker_app
+from palestra_bases.tinker.service import TinkerService
+from palestra_bases.tinker.tables import open_journal
+
+JOURNAL, KEYS = "tinker.db", "keys"
+PREFIX = "tml-"  # clients refuse keys that begin with something else
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinkerOptions:
+    """How the Tinker API is served.
+
+    Attributes:
+        folder: of the API: its journal, its keys, and what is trained.
+        host, port: where it listens.
+        tenants: names, each of which has a key in `folder/keys`.
+        limits: of the tenants.
+        adapters: folders of adapters that every tenant may load, by name.
+    """
+
+    folder: Path
+    host: str = "127.0.0.1"
+    port: int = 7412
+    tenants: Sequence[str] = ("default",)
+    limits: Limits = field(default_factory=Limits)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinkerServer:
+    """A server that listens.
+
+    Attributes:
+        url: for `base_url` of a client.
+        tenants: the keys.
+        service: behind the routes.
+        bases: the base models.
+        shared: what computes.
+    """
+
+    url: str
+    tenants: Tenants
+    service: TinkerService
+    bases: Bases
+    shared: SharedModels
+
+
+@contextlib.asynccontextmanager
+async def tinker_server(
+    options: TinkerOptions, models: AbstractAsyncContextManager[SharedModels]
+) -> AsyncIterator[TinkerServer]:
+    """Serve the Tinker API inside of the block.
+
+    Args:
+        models: is entered when folder and port are known to be free; then the base models are loaded.
+
+    Raises:
+        RunInUse: another process serves from this folder.
+        ConfigError: an option can't be used.
+        ModelError: a base model can't be loaded.
+    """
+    with starting_in(options.folder) as start:
+        tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
+        listener = listen(options.host, options.port)
+        with contextlib.closing(listener):
+            async with models as shared:
+                db = open_journal(options.folder / JOURNAL)
+                start.succeeded = True
+                try:
+                    bases = Bases([_base(name, *loaded) for name, loaded in shared.loaded.items()])
+                    service = await _service(options, shared, bases, db)
+                    try:
+                        async with served(create_tinker_app(service, tenants), listener):
+                            yield TinkerServer(
+                                url=url_of(listener), tenants=tenants, service=service, bases=bases, shared=shared
+                            )
+                    finally:
+                        await service.stop()
+                finally:
+                    db.close()
+
+
+def _base(name: str, model: Any, tokenizer: Any) -> Base:
+    """Return what clients and adapters need to know of a loaded model."""
+    from palestra.models.adapters import head_layer, linear_layers
+    from palestra.models.catalog import model_folder
+
+    return Base(
+        name=name,
+        policy=policy_of_base(name),
+        tokenizer_id=str(model_folder(name)),
+        tokenizer=tokenizer,
+        architecture=type(model.model).__name__,
+        vocab_size=model.vocab_size,
+        max_context=model.max_positions,
+        layers=tuple(linear_layers(model.model)),
+        head=next(iter(head_layer(model.model)), None),
+    )
+
+
+async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, db: Any) -> TinkerService:
+    """Return the service, which continues what was interrupted."""
+
+    async def load(policy: str, folder: Path) -> None:
+        await shared.add_policy(policy, str(folder))
+
+    parts = (shared.trainer_of, shared.engine, shared.adapters, load)
+    service = TinkerService(*parts, bases, db, options.folder, options.limits)
+    await service.saved.forget_brought()
+    for name, folder in options.adapters.items():
+        await _bring(service, name, folder)
+    await service.start()
+    return service
+
+
+async def _bring(service: TinkerService, name: str, folder: Path) -> None:
+    """Let every tenant load an adapter of the operator's."""
+    from palestra.models.adapter_files import saved_adapter
+
+    found = await in_thread(lambda: saved_adapter(str(folder)))
+    if found is None:
+        raise ConfigError(f"{folder} is no adapter: it has no adapter_config.json")
+    await service.bring(name, folder, found.config, found.base)
+
+
+async def tinker_failure(server: TinkerServer) -> None:
+    """Wait until a server can't continue, and raise why.
+
+    Raises:
+        StoreError: the journal can't be written any more.
+        EngineFailure: the engine has failed.
+    """
+    winner = await race(server.service.failure(), _engine_failure(server.shared))
+    raise winner.result
+
+
+async def _engine_failure(shared: SharedModels) -> Exception:
+    return EngineFailure(await shared.engine.failure())
+
+
+async def serve_tinker(
+    models: SharedModelOptions, options: TinkerOptions, ready: Callable[[TinkerServer], None], stop: asyncio.Event
+) -> None:
+    """Serve until `stop` is set.
+
+    Raises:
+        StoreError: the journal can't be written any more.
+        EngineFailure: the engine has failed.
+        ConfigError, ModelError: see `tinker_server`.
+    """
+    async with tinker_server(options, shared_models(models)) as server:
+        ready(server)
+        await race(_stopped(stop), tinker_failure(server))
+
+
+async def _stopped(stop: asyncio.Event) -> None:
+    await stop.wait()

@@ -1,0 +1,1 @@
+"""Engines that are programs of other projects: vLLM and SGLang."""

@@ -1,0 +1,258 @@
+"""HTTP to the server of an engine: JSON, streams of server-sent events, and one class of error for what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx2
+
+from palestra.engine.shown import shown
+from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest, causes_of
+from palestra.http_clients import async_http_client
+from palestra.proxies import through_proxy
+from palestra_engines.external.bounded import read_body, read_lines
+
+CONNECT_SECONDS = 10.0
+_REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
+_JSON = {"content-type": "application/json"}
+_MARKUP = (b"<!doctype", b"<html", b"<?xml")  # pages for a browser, which say no more than the status
+_REFUSES = "the engine refuses this request: "
+_OTHER_KEY = (401, 403)  # statuses that say that the key is missing or another one
+
+# Of a request: what becomes JSON, or the pieces of JSON that is made already, which are not kept once they are sent.
+Body = Mapping[str, Any] | AsyncIterator[bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        url: without a slash at its end.
+        socket: Unix socket to connect to instead of the URL's host; None: by TCP.
+        key: sent as a bearer token; "": none.
+    """
+
+    url: str
+    socket: Path | None = None
+    key: str = ""
+
+    def __str__(self) -> str:
+        return self.url if self.socket is None else str(self.socket)
+
+
+class EngineConnection:
+    """Sends requests to one server. All of them come from one event loop."""
+
+    def __init__(self, address: Address) -> None:
+        """Prepare to connect; nothing is sent yet."""
+        self._address = address
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        socket = address.socket
+        self._http = async_http_client(
+            base_url=address.url,
+            headers={"authorization": f"Bearer {address.key}"} if address.key else {},
+            transport=None if socket is None else httpx2.AsyncHTTPTransport(uds=str(socket), limits=limits),
+            limits=limits,
+        )
+
+    @property
+    def address(self) -> str:
+        """Return where the server listens, for messages."""
+        return str(self._address)
+
+    async def get(self, path: str, seconds: float) -> Any:
+        """Return the JSON of the answer to a GET request; None: the answer is empty.
+
+        Args:
+            seconds: how long the server may take.
+
+        Raises:
+            EngineFailure: there is no answer in time, or an error.
+        """
+        return self._json(path, await self._sent("GET", path, None, seconds))
+
+    async def identify(self, path: str, seconds: float, program: str) -> Any:
+        """Return the JSON of a route that says what a server is.
+
+        Args:
+            seconds: how long the server may take.
+            program: that the server has to be, such as `vLLM`.
+
+        Raises:
+            ConfigError: the server does not have the route, or answers with something else than JSON.
+            EngineFailure: there is no answer in time, or another error.
+        """
+        try:
+            body = await self._sent("GET", path, None, seconds)
+        except InvalidRequest as error:
+            said = str(error).removeprefix(_REFUSES)
+        else:
+            try:
+                return json.loads(body)
+            except (ValueError, RecursionError):
+                said = f"{_shown(body)}, which is no JSON"
+        raise ConfigError(
+            f"{self._address} answers, but is no {program} server (GET {path}: {said}); start {program} there as "
+            "docs/engines.md says, or correct engine.url"
+        )
+
+    async def get_text(self, path: str, seconds: float) -> str:
+        """Return the answer to a GET request as it is; see `get`."""
+        return (await self._sent("GET", path, None, seconds)).decode(errors="replace")
+
+    async def post(self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None) -> Any:
+        """Return the JSON of the answer to a POST request; None: the answer is empty.
+
+        Args:
+            seconds: how long the server may take, and the sending.
+
+        Raises:
+            InvalidRequest: the server refuses the request.
+            EngineFailure: there is no answer in time, or another error.
+        """
+        return self._json(path, await self._sent("POST", path, body, seconds, query))
+
+    async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
+        """Send a POST request, and return when the server has answered that it succeeded. The answer's text is ignored.
+
+        Args:
+            seconds: how long the server may take.
+
+        Raises:
+            InvalidRequest: the server refuses the request.
+            EngineFailure: there is no answer in time, or another error.
+        """
+        await self._sent("POST", path, body, seconds)
+
+    async def stream(self, path: str, body: Body) -> AsyncGenerator[Any, None]:
+        """Yield the JSON of each event of an answer, until `[DONE]`. Closing the iterator closes the connection.
+
+        There is no limit on the time between two events: a paused engine sends none.
+
+        Raises:
+            InvalidRequest: the server refuses the request.
+            EngineFailure: the stream ends without `[DONE]`, or has something else than events in it.
+        """
+        timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
+        try:
+            async with self._http.stream("POST", path, **_sent(body), timeout=timeout) as answer:
+                if not answer.is_success:
+                    self._refuse(path, answer, await read_body(answer, f"{self._address}{path}"))
+                async with aclosing(read_lines(answer, f"{self._address}{path}")) as lines:
+                    async for line in lines:
+                        if not line.startswith(b"data:"):
+                            continue
+                        if (data := line[5:].strip()) == b"[DONE]":
+                            return
+                        yield self._event(path, data)
+        except (httpx2.RequestError, httpx2.StreamError) as error:
+            raise self._failure(path, error) from error
+        raise EngineFailure(f"{self._address}{path}: the stream ended before the reply")
+
+    async def close(self) -> None:
+        """Close all connections; streams that are open end with EngineFailure."""
+        await self._http.aclose()
+
+    async def _sent(
+        self, method: str, path: str, body: Body | None, seconds: float, query: Mapping[str, str] | None = None
+    ) -> bytes:
+        """Return the body of a good answer, all of which has to be there in time."""
+        timeout = httpx2.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._http.stream(method, path, **_sent(body), params=query, timeout=timeout) as answer,
+            ):
+                found = await read_body(answer, f"{self._address}{path}")
+        except TimeoutError as error:
+            raise EngineFailure(f"{self._address}{path} has not answered within {seconds:g} s") from error
+        except (httpx2.RequestError, httpx2.StreamError) as error:
+            raise self._failure(path, error) from error
+        if not answer.is_success:
+            self._refuse(path, answer, found)
+        return found
+
+    def _json(self, path: str, body: bytes) -> Any:
+        try:
+            return json.loads(body) if body else None
+        except (ValueError, RecursionError) as error:
+            raise EngineFailure(f"{self._address}{path} answered with no JSON: {_shown(body)}") from error
+
+    def _failure(self, path: str, error: Exception) -> EngineFailure:
+        where = f"{self._address}{path}: {type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) and self._address.socket is None:
+            where += f"; {_remedy(error)}"
+        return EngineFailure(where)
+
+    def _refuse(self, path: str, answer: httpx2.Response, body: bytes) -> NoReturn:
+        """Raise the error that an answer is."""
+        if answer.status_code in _REFUSED:
+            status = shown(f"{answer.status_code} {answer.reason_phrase}".rstrip())
+            raise InvalidRequest(f"{_REFUSES}{_message(body) or status}")
+        said = _message(body) or shown(answer.reason_phrase)
+        proxy = "" if self._address.socket is not None else through_proxy(self._address.url)
+        if answer.status_code in _OTHER_KEY:
+            raise EngineKeyRefused(
+                f"{self._address}{path} answered {answer.status_code}{proxy}: {said}; engine.key_variable has to name "
+                "the variable with the key that the engine's server was given"
+            )
+        raise EngineFailure(f"{self._address}{path} answered {answer.status_code}{proxy}: {said}")
+
+    def _event(self, path: str, data: bytes) -> Any:
+        try:
+            event = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise EngineFailure(f"{self._address}{path} sent an event that is no JSON: {_shown(data)}") from error
+        if isinstance(event, dict) and (refused := event.get("error")):
+            # A stream has begun with 200 before the request was looked at.
+            if isinstance(refused, dict) and refused.get("code") in _REFUSED:
+                raise InvalidRequest(f"{_REFUSES}{_said(event)}")
+            raise EngineFailure(f"{self._address}{path}: {_said(event)}")
+        return event
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to do where no connection to a server is made."""
+    causes = causes_of(error)
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return "the name of the machine in engine.url is not known here: correct it"
+    if any(isinstance(cause, ssl.SSLError) for cause in causes):
+        return "the server at engine.url has no certificate that holds here, or speaks plain HTTP: is it http://?"
+    return "no server listens at engine.url: start the engine's server, or correct the address"
+
+
+def _sent(body: Body | None) -> dict[str, Any]:
+    """Return httpx's arguments for a body."""
+    return {"content": body, "headers": _JSON} if isinstance(body, AsyncIterator) else {"json": body}
+
+
+def _shown(body: bytes) -> str:
+    """Return the beginning of what a server has sent, for a message."""
+    return repr(shown(body[:200].decode(errors="replace")))
+
+
+def _message(body: bytes) -> str:
+    """Return what a server says of an error, in one line; "": nothing, or a page for a browser."""
+    if body.lstrip()[:20].lower().startswith(_MARKUP):
+        return ""
+    try:
+        return _said(json.loads(body))
+    except (ValueError, RecursionError):
+        return shown(body[:1000].decode(errors="replace"))
+
+
+def _said(body: Any) -> str:
+    """Return the message in the body of an error, which every server has in another place."""
+    found = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(found, dict):
+        found = found.get("message", found.get("detail", found))
+    return shown(found)

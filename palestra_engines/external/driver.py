@@ -1,0 +1,190 @@
+"""Drivers of engines that are servers of other projects, which run already or which the job starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from palestra.config import JobConfig
+from palestra.engine.driver import EngineDriver, EngineJob, LoadedEngine, WorkerHost, Workers
+from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, PalestraError, ServerFailed
+from palestra_engines.external.config import ServerEngineConfig
+
+if TYPE_CHECKING:
+    from palestra.models.vision.processor import PictureProcessor
+    from palestra.types.pictures import Pictures
+    from palestra_engines.external.api import EngineApi
+    from palestra_engines.external.connection import Address
+    from palestra_engines.external.served_models import ServedModel
+    from palestra_engines.external.served_policy import ServedPolicy
+    from palestra_engines.external.servers import OneServer
+    from palestra_engines.external.workers import ServerPlaces
+
+Servers = TypeVar("Servers", bound=ServerEngineConfig)
+CONNECT_SECONDS = 3.0
+
+
+class ServerDriver(EngineDriver[Servers]):
+    """Servers of another project, one for each policy of a worker. A kind has its routes, and perhaps a command."""
+
+    # What a kind has
+
+    @abstractmethod
+    def api(self, table: Servers, model: ServedModel, address: Address, rounds: Any, *, is_started: bool) -> EngineApi:
+        """Return the routes of a policy's server.
+
+        Args:
+            rounds: what `rounds` has returned.
+            is_started: whether the job has started the server.
+        """
+
+    def images(self, processor: PictureProcessor, pictures: Pictures, trained: bool) -> Any:
+        """Return what prepares the images of prompts for a server, where `reads_images`.
+
+        Args:
+            processor: of the model.
+            pictures: where the images are found.
+            trained: whether the tower changes with the weights.
+        """
+        raise NotImplementedError
+
+    def finishes(self, table: Servers) -> bool:
+        """Return whether new weights wait until the replies that are being sampled are complete."""
+        return True
+
+    def rounds(self, table: Servers) -> Any:
+        """Return in which rounds whole weights are broadcast to all servers; None: they are sent as files.
+
+        Raises:
+            ConfigError: this process can't broadcast.
+        """
+        return None
+
+    def broadcast(self, known: Mapping[str, Any], rounds: Any) -> ServedPolicy:
+        """Return a policy whose weights are broadcast.
+
+        Args:
+            known: the fields of `ServedPolicy`.
+        """
+        raise NotImplementedError
+
+    def places(self, job: EngineJob, table: Servers, models: Sequence[ServedModel]) -> ServerPlaces:
+        """Return what each server that the job starts computes with. Blocks for a moment.
+
+        Raises:
+            ConfigError: the servers can't be started here.
+        """
+        raise NotImplementedError
+
+    def command(
+        self, table: Servers, model: ServedModel, address: Address, private: Path, place: Any
+    ) -> tuple[Sequence[str], Mapping[str, str], int]:
+        """Return the command and the environment variables of a server that is started, and its bytes for a cache.
+
+        Args:
+            private: folder of this server alone.
+            place: what `ServerPlaces.of_worker` has of this server.
+        """
+        raise NotImplementedError
+
+    def wait_until_ready(self, table: Servers, server: OneServer) -> None:
+        """Block until a server answers that the job has started.
+
+        Raises:
+            ModelError: the server has ended; the message has the reason that its log names.
+            EngineFailure: it does not answer in time, and was ended.
+        """
+        raise NotImplementedError
+
+    # What all kinds have in common
+
+    def check(self, job: JobConfig, key: str, table: Servers) -> Iterator[tuple[str, str]]:
+        """Yield what makes the servers impossible; see `EngineDriver`."""
+        rounds = None
+        try:
+            rounds = self.rounds(table)
+        except ConfigError as error:
+            address = getattr(table, "weights_address", None)
+            yield f"{key}.{'weight_transfer' if address is None else 'weights_address'}", str(error)
+        if table.urls:
+            yield from self._impossible_urls(job, key, table, rounds)
+        variable = table.key_variable
+        if variable is not None and not os.environ.get(variable):
+            yield f"{key}.key_variable", f"{key}.key_variable is {variable!r}, and that variable is not set here"
+
+    def _impossible_urls(self, job: JobConfig, key: str, table: Servers, rounds: Any) -> Iterator[tuple[str, str]]:
+        """Yield why servers that run already are not there, or do not fit the job's policy."""
+        from palestra_engines.external.served_models import read_served_models
+        from palestra_engines.external.servers import inspect_servers
+
+        silent = {url: problem for url in table.urls if (problem := _unreachable(url)) is not None}
+        for url, problem in silent.items():
+            yield f"{key}.url", f"nothing answers at {url} ({problem}); start the server first, or correct {key}.url"
+        if table.key_variable is not None and not os.environ.get(table.key_variable):
+            return
+        answering = table.model_copy(update={"url": tuple(url for url in table.urls if url not in silent)})
+        try:
+            models = read_served_models(EngineJob(config=job), self.images)
+        except PalestraError:  # a model, or a key of a policy, that other checks name
+            return
+        try:
+            wrong = asyncio.run(inspect_servers(self, answering, models[0], rounds))
+        except ConfigError as error:
+            yield f"{key}.key_variable", str(error)
+            return
+        for refused in wrong:
+            yield f"{key}.{'key_variable' if isinstance(refused, EngineKeyRefused) else 'url'}", str(refused)
+
+    def load(self, job: EngineJob, table: Servers) -> LoadedEngine:
+        """Start a server for each policy beside this process, which is that of a worker with a bundle of its own.
+
+        The servers listen on Unix sockets, so that no other machine reaches them, and end with this process. New
+        weights come in a file of a folder that all machines of the job see, where the server itself reads it.
+        """
+        from palestra_engines.external.served_models import read_served_models, sampled_policies
+        from palestra_engines.external.servers import EngineServers
+
+        models = read_served_models(job, self.images)
+        places = self.places(job, table, models)
+        places.check_memory([0])
+        try:
+            engine = EngineServers(self, table, models, job.worker, job.config.folder, places.of_worker(0)).engine()
+        except EngineFailure as error:
+            raise ServerFailed(str(error)) from error  # what takes too long would take as long five times
+        return LoadedEngine(engine, sampled_policies(job, models), engine.check_servers)
+
+    def workers(self, job: EngineJob, table: Servers, host: WorkerHost, others: int = 0) -> Workers:
+        """Return what starts or finds the servers: in this process, or in those of bundles; see `EngineDriver`."""
+        from palestra_engines.external.served_models import read_served_models, sampled_policies
+        from palestra_engines.external.workers import ServerWorkers
+
+        models = read_served_models(job, self.images)
+        if host.in_bundles and table.started_count:
+            hosted = super().workers(job, table, host, others)
+            return replace(hosted, policies=lambda: sampled_policies(job, models))
+        servers = ServerWorkers(self, job, table, models)
+        return Workers(
+            start=servers.start,
+            count=table.worker_count,
+            most=servers.most,
+            policies=lambda: sampled_policies(job, models),
+            check_room=servers.check_room,
+        )
+
+
+def _unreachable(url: str) -> str | None:
+    """Return why no connection to a server is taken; None: one is."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None

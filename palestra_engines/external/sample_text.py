@@ -1,0 +1,54 @@
+"""Another tokenizer behind a server, found by a short text of which both sides say the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.engine.checks import SAMPLE_TEXT
+from palestra.errors import ConfigError, InvalidRequest
+from palestra_engines.external.connection import EngineConnection
+
+OTHER_MODEL = "start it with the policy's model, or correct engine.url or the policy's model"  # what to do
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """A text, and its tokens by the tokenizer of the policy's model.
+
+    Attributes:
+        text: `SAMPLE_TEXT`, for instance.
+        ids: its tokens, no special ones among them.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def tokenized(tokenizer: Any) -> SampleText:
+    """Return the sample text with the tokens of a tokenizer of transformers."""
+    return SampleText(SAMPLE_TEXT, tuple(map(int, tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))))
+
+
+async def check_tokenizer(http: EngineConnection, sample: SampleText, seconds: float) -> None:
+    """Have a server tokenize the sample text; vLLM and SGLang have the same route for that.
+
+    Args:
+        sample: the text, and what its tokens have to be.
+        seconds: how long the server may take.
+
+    Raises:
+        ConfigError: its tokens are others.
+        EngineFailure: the server does not answer.
+    """
+    try:
+        found = await http.post("/tokenize", {"prompt": sample.text, "add_special_tokens": False}, seconds)
+    except InvalidRequest:
+        return  # a server that was started without a tokenizer, which can't be another one
+    said = found.get("tokens") if isinstance(found, dict) else None
+    if said != list(sample.ids):
+        shown = f"{len(said)} other tokens" if isinstance(said, list) else "no tokens"
+        raise ConfigError(
+            f"the engine's server has another tokenizer than the policy's model: it makes {shown} of a text of "
+            f"{len(sample.ids)}; {OTHER_MODEL}"
+        )

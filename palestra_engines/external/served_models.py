@@ -1,0 +1,133 @@
+"""What a job knows of the models that servers sample from: their files, without their weights being loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.config import DEFAULT_CONTEXT, AdapterConfig
+from palestra.engine.driver import EngineJob, SampledPolicy
+from palestra.errors import ConfigError, ModelError
+from palestra.models.adapter_files import adapter_folder, saved_adapter
+from palestra.models.catalog import exact_model, model_folder
+from palestra.models.vision.processor import PictureProcessor
+from palestra.renderers import PictureTokens, Renderer, select_renderer
+from palestra.types.pictures import Pictures
+from palestra_engines.external.model_files import ModelFiles, read_model_files
+from palestra_engines.external.reply import Bounds
+
+Images = Callable[[PictureProcessor, Pictures, bool], Any]  # see `ServerDriver.images`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """What a server, a session and the engine have to know of a policy.
+
+    Attributes:
+        name: of the policy.
+        files: of the model whose whole weights the server loads.
+        tokenizer: of the model.
+        renderer: of the tokenizer.
+        bounds: what replies have to keep.
+        pictures: prepares those of prompts for the server; None: the model reads text only.
+        adapter: rank and scale of the adapters that the server gets; None: it gets whole weights.
+        first_adapter: folder of the adapter with which the policy begins; None: it begins with the model itself.
+    """
+
+    name: str
+    files: ModelFiles
+    tokenizer: Any
+    renderer: Renderer
+    bounds: Bounds
+    pictures: Any
+    adapter: AdapterConfig | None
+    first_adapter: Path | None
+
+
+def read_served_models(job: EngineJob, images: Images) -> list[ServedModel]:
+    """Read the files of all policies' models, except for their weights.
+
+    Args:
+        images: returns what prepares the images of prompts for a server.
+
+    Raises:
+        ModelError: files are missing, the tokenizer does not fit the model, or the trainer can't have it.
+        ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, or a
+            model reads images, and its engine or its adapter does not; or `vision` is given, and the model reads text
+            only.
+    """
+    return [_read(job, name, images) for name in job.config.policies]
+
+
+def sampled_policies(job: EngineJob, models: Sequence[ServedModel]) -> dict[str, SampledPolicy]:
+    """Return what sessions have to know of the policies, by name."""
+    from palestra.grammars.pool import Grammars
+    from palestra.grammars.vocabulary import vocabulary_of
+
+    return {
+        each.name: SampledPolicy(
+            renderer=each.renderer,
+            grammars=Grammars(vocabulary_of(each.tokenizer, each.bounds.vocab_size)),
+            vocab_size=each.bounds.vocab_size,
+            max_context=each.bounds.max_context,
+        )
+        for each in models
+    }
+
+
+def _read(job: EngineJob, name: str, images: Images) -> ServedModel:
+    from palestra.models.causal_lm import check_architecture, load_tokenizer
+
+    config, model, pictures = job.config, job.model_of(name), job.pictures
+    policy, saved = config.policies[name], saved_adapter(model)
+    is_trained = config.kind == "training" and not policy.frozen
+    if saved is not None and policy.adapter is None and is_trained:
+        raise ConfigError(
+            f"{model} is an adapter, and engine.kind = {config.engine.kind!r} trains it as one only: set "
+            f"policies.{name}.adapter"
+        )
+    base = model if saved is None else saved.base
+    found = model_folder(base)
+    files = read_model_files(found if isinstance(found, Path) else exact_model(base))
+    if files.sees and (blind := [table.kind for table in config.engine.tables if not table.reads_images]):
+        raise ConfigError(
+            f"{model} sees pictures, and engine.kind = {blind[0]!r} is for models that read text only; take "
+            "engine.kind = 'vllm' or 'embedded'"
+        )
+    if files.sees and (policy.adapter is not None or saved is not None):
+        raise ConfigError(f"{model} sees, and adapters of models that see are not supported; leave `adapter` out")
+    if policy.vision is not None and not files.sees:  # which a trainer would find after the server has loaded the model
+        raise ConfigError(f"vision is {policy.vision!r}, and {model} reads text only; leave `vision` out")
+    if policy.max_context > files.max_positions and policy.max_context != DEFAULT_CONTEXT:
+        raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {files.max_positions} positions")
+    tokenizer = load_tokenizer(model)
+    if len(tokenizer) > files.vocab_size:
+        raise ModelError(f"the tokenizer of {model} has {len(tokenizer)} tokens, and its weights {files.vocab_size}")
+    if is_trained:
+        check_architecture(files.folder)  # before a server that may well have it takes minutes to load it
+    seen = shown = None
+    if files.sees and pictures is not None:
+        processor = PictureProcessor(files.folder)
+        seen = images(processor, pictures, is_trained and policy.vision == "trained")
+        shown = PictureTokens(tokenizer, processor.layout, pictures)
+    renderer = select_renderer(
+        tokenizer,
+        keep_reasoning=config.rollout.dropped_reasoning == "keep",
+        pictures=shown,
+    )
+    return ServedModel(
+        name=name,
+        files=files,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        bounds=Bounds(
+            vocab_size=files.vocab_size,
+            stop_ids=frozenset(renderer.stop_ids),
+            max_context=min(policy.max_context, files.max_positions),
+        ),
+        pictures=seen,
+        adapter=policy.adapter if saved is None else saved.config,
+        first_adapter=adapter_folder(model),
+    )

@@ -1,0 +1,226 @@
+"""Engines that are servers of other projects: starts the servers or finds them, one for each policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from palestra.errors import ConfigError, EngineFailure, PalestraError
+from palestra.models.weight_file import weight_folder
+from palestra.types.calls import PolicyVersion
+from palestra_engines.external.config import ServerEngineConfig
+from palestra_engines.external.connection import Address
+from palestra_engines.external.engine import ExternalEngine
+from palestra_engines.external.process import ServerProcess
+from palestra_engines.external.served_adapter import ServedAdapter
+from palestra_engines.external.served_models import ServedModel
+from palestra_engines.external.served_policy import ServedPolicy
+
+if TYPE_CHECKING:
+    from palestra_engines.external.driver import ServerDriver
+
+INSPECT_SECONDS = 20.0  # for a server to say what it is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneServer:
+    """The server of a policy.
+
+    Attributes:
+        model: of the policy.
+        address: of the server.
+        folder: for new weights.
+        process: the server's; None: it runs already.
+        kv_bytes: its memory for keys and values; 0: unknown.
+    """
+
+    model: ServedModel
+    address: Address
+    folder: Path
+    process: ServerProcess | None
+    kv_bytes: int
+
+
+class EngineServers:
+    """The servers of one inference worker, one for each policy."""
+
+    def __init__(
+        self,
+        driver: ServerDriver[Any],
+        settings: ServerEngineConfig,
+        models: Sequence[ServedModel],
+        worker: int,
+        logs: Path,
+        places: Sequence[Any] | None,
+        rounds: Any = None,
+    ) -> None:
+        """Start the servers, or find them; `engine` waits until they are ready.
+
+        Args:
+            driver: of the servers.
+            worker: number of the worker among those of the job, from 0.
+            logs: folder for the logs of servers that are started.
+            places: what the servers of the policies compute with, which are started; None: they run already.
+            rounds: in which the servers of all workers receive whole weights; None: they read them from files.
+
+        Raises:
+            ConfigError: a server can't be found or started: its key is not there, say.
+            EngineFailure: its process can't be started.
+        """
+        self._driver, self._settings, self._rounds = driver, settings, rounds
+        self._servers: list[OneServer] = []
+        try:
+            for number, model in enumerate(models):
+                if places is None:
+                    self._servers.append(_found(settings, model, worker))
+                else:
+                    log = logs / f"engine-{model.name}-{worker}.log"
+                    self._servers.append(_started(driver, settings, model, places[number], log.absolute()))
+        except BaseException:
+            self.stop()
+            raise
+
+    def engine(self) -> ExternalEngine:
+        """Wait until all servers are ready, and return the engine on them; a server that runs already is not asked.
+
+        Raises:
+            ModelError: a server has ended, because it can't serve the model, say.
+            EngineFailure: a server was not ready in time.
+        """
+        try:
+            for each in self._servers:
+                if each.process is not None:
+                    self._driver.wait_until_ready(self._settings, each)
+        except BaseException:
+            self.stop()
+            raise
+        served = {each.model.name: self._served(each) for each in self._servers}
+        return ExternalEngine(served, self._driver.finishes(self._settings), self._settings.stuck_seconds)
+
+    def _served(self, server: OneServer) -> ServedPolicy:
+        """Return a policy and the server that samples from it; see `ServedPolicy`."""
+        model, settings, adapter = server.model, self._settings, server.model.adapter
+        known: dict[str, Any] = {
+            "name": model.name,
+            "api": self._driver.api(
+                settings, model, server.address, self._rounds, is_started=server.process is not None
+            ),
+            "bounds": model.bounds,
+            "shapes": model.files.shapes,
+            "folder": server.folder,
+            "dtype": getattr(torch, settings.dtype),
+            "process": server.process,
+            "kv_bytes": server.kv_bytes,
+            "most_calls": 2 * settings.max_batch,  # so that the server has the next request when one is over
+            "version": PolicyVersion(0, 0),
+        }
+        if adapter is not None:
+            return ServedAdapter(**known, adapter=adapter, base=str(model.files.folder), first=model.first_adapter)
+        return self._driver.broadcast(known, self._rounds) if self._rounds is not None else ServedPolicy(**known)
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Return where the servers listen, in the order of the policies."""
+        return [each.address for each in self._servers]
+
+    @property
+    def process(self) -> int | None:
+        """Return the number of the process that leads those of the first server; None: none was started here."""
+        first = self._servers[0].process
+        return None if first is None else first.pid
+
+    def kill(self) -> None:
+        """End all servers that were started, without waiting, even if they stand still."""
+        for each in self._servers:
+            if each.process is not None:
+                each.process.kill()
+
+    def stop(self) -> None:
+        """End all servers that were started, and wait for that."""
+        for each in self._servers:
+            if each.process is not None:
+                each.process.stop()
+
+
+def _started(
+    driver: ServerDriver[Any], settings: ServerEngineConfig, model: ServedModel, place: Any, log: Path
+) -> OneServer:
+    """Start a server of a policy; `EngineServers.engine` waits for it."""
+    private = Path(tempfile.mkdtemp(prefix="palestra-", dir="/tmp"))  # short: a socket's path is limited
+    weights = _weights_folder(None)
+    address = Address(url="http://engine", socket=private / "http", key=secrets.token_urlsafe(24))
+    command, variables, kv_bytes = driver.command(settings, model, address, private, place)
+    process = ServerProcess(settings.product, command, variables, log, (private, weights))
+    return OneServer(model=model, address=address, folder=weights, process=process, kv_bytes=kv_bytes)
+
+
+def _found(settings: ServerEngineConfig, model: ServedModel, worker: int) -> OneServer:
+    """Return the server of a policy that runs already."""
+    address = Address(url=settings.urls[worker], key=_key(settings))
+    return OneServer(
+        model=model, address=address, folder=_weights_folder(settings.weights_dir), process=None, kv_bytes=0
+    )
+
+
+def _key(settings: ServerEngineConfig) -> str:
+    """Return the key of servers that run already; "": they need none."""
+    variable = settings.key_variable
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(f"engine.key_variable is {variable!r}, and that variable is not set here")
+    if not (key.isascii() and key.isprintable()) or key != key.strip():  # which no header of HTTP can have
+        raise ConfigError(
+            f"engine.key_variable is {variable!r}, and what that variable has can't be a key: it has a letter beyond "
+            "ASCII, or a line break or a space around it"
+        )
+    return key
+
+
+async def inspect_servers(
+    driver: ServerDriver[Any], settings: ServerEngineConfig, model: ServedModel, rounds: Any
+) -> list[PalestraError]:
+    """Return why servers that run already can't serve a policy, in the order of their addresses; none: all fit.
+
+    Nothing is changed in a server, and a job that it works for notices nothing.
+
+    Args:
+        rounds: see `EngineServers`; a server that could not take part in them does not fit.
+
+    Raises:
+        ConfigError: the key of the servers is not there, or can't be one.
+    """
+    key = _key(settings)
+
+    async def look(url: str) -> PalestraError | None:
+        api = driver.api(settings, model, Address(url=url, key=key), rounds, is_started=False)
+        try:
+            async with asyncio.timeout(INSPECT_SECONDS):
+                await api.inspect(getattr(torch, settings.dtype))
+        except TimeoutError:
+            return EngineFailure(f"{url} takes connections, and has not answered within {INSPECT_SECONDS:g} s")
+        except PalestraError as error:
+            return error if url in str(error) else ConfigError(f"{url}: {error}")
+        finally:
+            await api.close()
+        return None
+
+    found = await asyncio.gather(*map(look, settings.urls))
+    return [error for error in found if error is not None]
+
+
+def _weights_folder(parent: Path | None) -> Path:
+    """Make an empty folder for new weights, below one that is given, or in shared memory."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="palestra-weights-", dir=parent or weight_folder()))
+    except OSError as error:
+        raise ConfigError(f"there is no folder for new weights (engine.weights_dir): {error}") from error

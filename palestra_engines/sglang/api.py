@@ -1,0 +1,254 @@
+"""The routes of an SGLang server, as its documentation has them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.engine.base import EngineRequest
+from palestra.engine.shown import problem, shown
+from palestra.errors import ConfigError, EngineFailure, InvalidRequest
+from palestra.threads import in_thread
+from palestra.types.calls import PolicyVersion, TokenSequence
+from palestra_engines.external.api import Chunk, Counters
+from palestra_engines.external.connection import EngineConnection
+from palestra_engines.external.reply import Bounds
+from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
+from palestra_engines.external.versions import dotted, version_of
+from palestra_engines.sglang.sampling import sglang_sampling
+
+OLDEST = (0, 5)  # it names versions of weights
+_KEPT_FREE = 6  # of the context beside the longest prompt, at most
+_QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
+_OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+class SglangApi:
+    """Implements `EngineApi` with SGLang, which does not say which version of the weights has sampled a token."""
+
+    splits_versions = sees = False
+
+    def __init__(
+        self,
+        connection: EngineConnection,
+        bounds: Bounds,
+        stop_ids: Collection[int],
+        folder: Path,
+        sample: SampleText | None = None,
+    ) -> None:
+        """Prepare to ask a server.
+
+        Args:
+            stop_ids: tokens that end every reply of the policy.
+            folder: of the policy's model, whose configuration lies beside new weights.
+            sample: by which another tokenizer is found; None: the tokenizer is not looked at.
+        """
+        self._sample = sample
+        self._http, self._bounds, self._stop_ids, self._folder = connection, bounds, stop_ids, folder
+
+    async def inspect(self, dtype: torch.dtype) -> None:
+        """Compare the server's version, context and tokenizer with what the policy needs; see `EngineApi`.
+
+        Args:
+            dtype: of the weights; not compared, because SGLang says only the precision that it was started with, which
+                is `auto` in general.
+
+        Raises:
+            ConfigError: one of them does not fit.
+        """
+        found = await self._http.identify("/get_model_info", _QUICK, "SGLang")
+        if not isinstance(found, dict) or not found.get("is_generation", True):
+            raise ConfigError("the engine's server has a model that does not generate")
+        settings = await self._settings()
+        said = str(settings.get("version", ""))
+        if version_of(said) < OLDEST:
+            raise ConfigError(
+                f"the engine's server is SGLang {shown(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+            )
+        self._check_context(settings)
+        if self._sample is not None:
+            await check_tokenizer(self._http, self._sample, _QUICK)
+
+    async def check(self, dtype: torch.dtype) -> None:
+        """Inspect the server, and compare its vocabulary with that of the policy's model; see `EngineApi`.
+
+        Args:
+            dtype: see `inspect`.
+
+        Raises:
+            ConfigError: one of them does not fit.
+        """
+        await self.inspect(dtype)
+        await self.resume()  # a server that is paused would not answer what is asked next
+        await self._check_vocabulary()
+
+    async def _settings(self) -> Mapping[str, Any]:
+        """Return what the server says of its settings and limits."""
+        try:
+            found = await self._http.get("/get_server_info", _QUICK)
+        except InvalidRequest:  # newer documentation has a shorter name
+            found = await self._http.get("/server_info", _QUICK)
+        if not isinstance(found, dict):
+            raise ConfigError("the engine's server describes itself in a way that can't be read")
+        return found
+
+    def _check_context(self, settings: Mapping[str, Any]) -> None:
+        """Refuse a server with less context than the policy, as far as it says how much it has."""
+        needed = self._bounds.max_context
+        # `context_length` is what the server was started with, none where it has the model's own. The longest prompt is
+        # a few tokens less than the context, how many depends on the version.
+        limits = {"context_length": 0, "max_total_num_tokens": 0, "max_req_input_len": _KEPT_FREE}
+        for key, more in limits.items():
+            limit = settings.get(key)
+            if isinstance(limit, int) and limit + more < needed:
+                raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {shown(limit)}")
+
+    async def _check_vocabulary(self) -> None:
+        """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
+        size = self._bounds.vocab_size
+        body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        try:
+            await self._http.post("/generate", {"input_ids": [size - 1], **body}, _QUICK)
+        except InvalidRequest as error:
+            raise ConfigError(
+                f"the engine's server has another vocabulary than the policy's model ({error}); {OTHER_MODEL}"
+            ) from error
+        try:
+            await self._http.post("/generate", {"input_ids": [size], **body}, _QUICK)
+        except InvalidRequest:
+            return
+        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
+
+    async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
+        """Stream a reply; each event repeats what came before it, unless the server is set to repeat nothing."""
+        top = request.sampling.top_logprobs
+        body = {
+            "input_ids": request.prompt.ids.tolist(),
+            "sampling_params": sglang_sampling(request.sampling, self._stop_ids),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": top,
+            "stream": True,
+        } | _adapter(adapter)
+        seen = 0
+        async with aclosing(self._http.stream("/generate", body)) as events:
+            async for event in events:
+                _check_echo(event, body["input_ids"])
+                chunk, seen = _chunk(event, seen, top)
+                yield chunk
+
+    async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
+        """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
+        ids = prompt.ids.tolist()
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        } | _adapter(adapter)
+        found = await self._http.post("/generate", body, _LOADING)
+        _check_echo(found, ids)
+        try:
+            said = found["meta_info"]["input_token_logprobs"]
+            if [each[1] for each in said] != ids:
+                raise EngineFailure("the engine scored other tokens than those that it was asked for")
+            return [float(each[0]) for each in said[1:]]
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise EngineFailure(f"the engine's scores can't be read: {problem(error)}") from error
+
+    async def pause(self) -> None:
+        """Stop, and put running replies back into the queue, from where they are computed again; see `EngineApi`."""
+        await self._http.post("/pause_generation", {"mode": "retract"}, _QUICK)
+
+    async def resume(self) -> None:
+        """Go on after `pause`; see `EngineApi`."""
+        await self._http.post("/continue_generation", {}, _QUICK)
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        """Let the server read a folder with the new weights and the model's other files; see `EngineApi`."""
+        folder = path.with_suffix("")
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        try:
+            await in_thread(lambda: self._fill(folder, path))
+            answer = await self._http.post("/update_weights_from_disk", body, _LOADING)
+            if not isinstance(answer, dict) or answer.get("success") is not True:
+                raise EngineFailure(f"the server did not take version {version}: {shown(answer)}")
+        finally:
+            await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    def _fill(self, folder: Path, weights: Path) -> None:
+        """Make a model's folder around a file of weights."""
+        folder.mkdir()
+        os.link(weights, folder / "model.safetensors")
+        for file in self._folder.iterdir():
+            if file.is_file() and not file.name.endswith(_OF_WEIGHTS):
+                shutil.copy(file, folder)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Let the server read the folder; see `EngineApi`."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        answer = await self._http.post("/load_lora_adapter", body, _LOADING)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineFailure(
+                f"the server did not take the adapter: {shown(answer)}; docs/engines.md has its command"
+            )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let the server forget an adapter; see `EngineApi`."""
+        await self._http.post("/unload_lora_adapter", {"lora_name": name}, _QUICK)
+
+    async def set_version(self, version: PolicyVersion) -> None:
+        """Do nothing: no answer names a version, see `EngineApi`."""
+
+    async def counters(self) -> Counters:
+        """Ask for the server's health; see `EngineApi`."""
+        await self._http.get_text("/health", _QUICK)
+        return Counters()
+
+    async def close(self) -> None:
+        """Close the connections; see `EngineApi`."""
+        await self._http.close()
+
+
+def _adapter(name: str | None) -> dict[str, str]:
+    """Return the field of a request that names an adapter."""
+    return {} if name is None else {"lora_path": name}
+
+
+def _check_echo(event: Any, ids: list[int]) -> None:
+    """Refuse an answer to another prompt than was sent, where the server says which it answers, or its length."""
+    meta = event.get("meta_info") if isinstance(event, dict) else None
+    count = meta.get("prompt_tokens") if isinstance(meta, dict) else None
+    said = event.get("prompt_token_ids") if isinstance(event, dict) else None
+    if count not in (None, len(ids)) or said not in (None, ids):
+        raise EngineFailure("the engine answers to another prompt than the one that it was sent")
+
+
+def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
+    """Return what is new in an event, and how many tokens the reply has with it."""
+    try:
+        meta = event["meta_info"]
+        said, count = meta.get("output_token_logprobs") or [], meta["completion_tokens"]
+        first = seen if len(said) == count else 0  # with --stream-output an event has only what is new
+        new = said[first:]
+        if seen + len(new) != count:
+            raise EngineFailure(f"the engine sent {len(new)} tokens after {seen}, and says that there are {count}")
+        tops = (meta.get("output_top_logprobs") or [])[first:] if top else []
+        finish = meta.get("finish_reason")
+        return (
+            Chunk(
+                ids=tuple(each[1] for each in new),
+                logprobs=tuple(float(each[0]) for each in new),
+                top=tuple(tuple((int(one[1]), float(one[0])) for one in (each or ())) for each in tops),
+                finish=None if finish is None else str(finish["type"]),
+            ),
+            count,
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise EngineFailure(f"the engine sent a reply that can't be read: {problem(error)}") from error

@@ -1,0 +1,69 @@
+"""A policy whose server gets whole weights by a broadcast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from palestra.models.weights import WeightSource
+from palestra.types.calls import PolicyVersion
+from palestra_engines.external.served_policy import NewWeights, ServedPolicy
+from palestra_engines.vllm.api import VllmApi
+from palestra_engines.vllm.weight_rounds import Receiver, WeightRounds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsToSend:
+    """New weights where the trainer has them, from where they are sent.
+
+    Attributes:
+        source: of the weights.
+        named: all of them, [n, d] or [d], with their names.
+    """
+
+    source: WeightSource
+    named: Sequence[tuple[str, Tensor]]
+
+    def discard(self) -> None:
+        """Do nothing: nothing was made for the update."""
+
+
+@dataclass(kw_only=True, eq=False)
+class ServedBroadcast(ServedPolicy):
+    """A policy whose server receives weights together with the other servers that take them; see `WeightRounds`.
+
+    Attributes:
+        api: of a vLLM server.
+        rounds: in which the servers of the engine receive weights.
+    """
+
+    api: VllmApi
+    rounds: WeightRounds
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._receiver = Receiver(self.api, self._moved)
+
+    def expecting(self, source: WeightSource) -> contextlib.AbstractContextManager[None]:
+        """Let the round of these weights wait for this server; see `ServedPolicy`."""
+        return self.rounds.expecting(self._receiver, source)
+
+    def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
+        """Compare the weights with the server's model, and leave them where they are; see `ServedPolicy`."""
+        return WeightsToSend(source, self.fitting(source))
+
+    async def _load(self, new: NewWeights, version: PolicyVersion) -> None:
+        assert isinstance(new, WeightsToSend)
+        await self.rounds.receive(self._receiver, new.source, new.named, self.dtype)
+        await self.api.finish_update(version)
+
+    def _moved(self, size: int) -> None:
+        self.moved_bytes += size
+
+    async def close(self) -> None:
+        """Leave the groups of this server, and end it; see `ServedPolicy`."""
+        self.rounds.forget(self._receiver)
+        await super().close()

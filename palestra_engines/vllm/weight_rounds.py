@@ -1,0 +1,272 @@
+"""Rounds: servers that take the same weights at the same time receive them by one broadcast."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.engine.shown import shown
+from palestra.errors import EngineFailure, EngineServerError, PalestraError
+from palestra.models.weights import WeightSource
+from palestra.threads import in_thread
+from palestra_engines.vllm.api import VllmApi
+from palestra_engines.vllm.rendezvous import Rendezvous
+from palestra_engines.vllm.worker.palestra_weight_group import BUCKET_BYTES, WeightGroup, WeightLayout
+
+log = logging.getLogger("palestra.engine")
+MOST_TRIES = 2  # with one server alone, which answers
+Problems = dict["Receiver", PalestraError]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Receiver:
+    """A server that receives weights.
+
+    Attributes:
+        api: of the server.
+        moved: called with the bytes of each bucket that was sent to the server.
+    """
+
+    api: VllmApi
+    moved: Callable[[int], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Round:
+    """Servers that wait for the same weights.
+
+    Attributes:
+        source: of the weights; it is kept, so that no other source gets its id.
+        joined: servers that are paused and wait.
+        news: set when a server has joined, or is not expected any more.
+        over: set when there is an outcome for every server, or the round was given up.
+        outcomes: of servers: None, or why the server did not get the weights.
+    """
+
+    source: WeightSource
+    joined: list[Receiver] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    outcomes: dict[Receiver, PalestraError | None] = field(default_factory=dict)
+
+
+class WeightRounds:
+    """Sends weights to the servers of one engine, or of all workers of a pool.
+
+    A round has the servers that take weights from the same source at the same time: all of a pool with
+    `sync = "all"`, one with `"rolling"`, and one that has come later. It is led by the call of the server that came
+    first. The servers of a round are a group together with this process, which stays for the next round of the same
+    servers. Where one is lost in the middle, the others get all weights again, over a group without it; where all
+    answer that something has failed, each gets them over a group of its own.
+
+    Attributes:
+        rendezvous: where the servers meet this process; its time limit is that of every wait here.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Begin without groups.
+
+        Args:
+            bucket_bytes: see `WeightLayout`.
+        """
+        self.rendezvous, self._bucket_bytes = rendezvous, bucket_bytes
+        self._expected: dict[int, set[Receiver]] = {}  # by the id of the source
+        self._open: dict[int, _Round] = {}  # rounds that have not begun, by the id of the source
+        self._groups: dict[frozenset[Receiver], WeightGroup] = {}
+
+    @contextlib.contextmanager
+    def expecting(self, receiver: Receiver, source: WeightSource) -> Iterator[None]:
+        """Let the round of a source wait for a server, while the block is open and the server has not got the weights.
+
+        Args:
+            receiver: the server.
+            source: of the weights.
+        """
+        key = id(source)
+        expected = self._expected.setdefault(key, set())
+        expected.add(receiver)
+        try:
+            yield
+        finally:
+            expected.discard(receiver)
+            if not expected and self._expected.get(key) is expected:
+                del self._expected[key]
+            if (waits := self._open.get(key)) is not None:
+                waits.news.set()
+
+    async def receive(
+        self, receiver: Receiver, source: WeightSource, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype
+    ) -> None:
+        """Return when a paused server has received all weights.
+
+        Args:
+            named: all of them, [n, d] or [d], with their names.
+
+        Raises:
+            EngineFailure: the server did not get them; what it has is not to be used.
+        """
+        while True:
+            joined = self._open.get(id(source))
+            if joined is None:
+                joined = self._open[id(source)] = _Round(source)
+                joined.joined.append(receiver)
+                try:
+                    await self._lead(joined, named, dtype)
+                finally:
+                    joined.over.set()
+            else:
+                joined.joined.append(receiver)
+                joined.news.set()
+                await joined.over.wait()
+            if receiver in joined.outcomes:  # otherwise the call that led was cancelled
+                if (problem := joined.outcomes[receiver]) is not None:
+                    raise problem
+                return
+
+    def forget(self, receiver: Receiver) -> None:
+        """Leave the groups in which a server is."""
+        self._leave([receiver])
+
+    async def _lead(self, led: _Round, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+        """Wait for the servers that are expected, and send the weights until each has got them or is given up."""
+        key, limit = id(led.source), self.rendezvous.seconds
+        try:
+            with contextlib.suppress(TimeoutError):  # those that are late get a round of their own
+                async with asyncio.timeout(limit):
+                    while self._expected.get(key, set()).difference(led.joined):
+                        led.news.clear()
+                        await led.news.wait()
+        finally:
+            del self._open[key]
+        self._expected.get(key, set()).difference_update(led.joined)
+        layout = WeightLayout(
+            names=[name for name, _ in named],
+            shapes=[list(weight.shape) for _, weight in named],
+            dtype=str(dtype).removeprefix("torch."),
+            bucket_bytes=self._bucket_bytes,
+        )
+        batches, alone = [list(led.joined)], Counter[Receiver]()
+        while batches:
+            batch = batches.pop()
+            alone.update(batch if len(batch) == 1 else ())
+            problems = await self._send(batch, named, layout)
+            led.outcomes |= {one: problems.get(one) for one in batch}
+            for problem in problems.values():
+                log.warning("a server did not get new weights: %s", problem)
+            answer = {one for one, problem in problems.items() if isinstance(problem, EngineServerError)}
+            again = [one for one in batch if one in answer and alone[one] < MOST_TRIES]
+            # A server that is lost was the reason for the others' errors; otherwise it shows which one is at fault.
+            batches += [again] if again and len(answer) < len(problems) else [[one] for one in again]
+
+    async def _send(
+        self, receivers: Sequence[Receiver], named: Sequence[tuple[str, Tensor]], layout: WeightLayout
+    ) -> Problems:
+        """Send the weights, [n, d] or [d], once, and return why servers did not get them, by server.
+
+        A server whose problem is an EngineServerError has answered, so it can be sent them again.
+        """
+        is_whole = False
+        try:
+            group = self._groups.get(frozenset(receivers))
+            if group is None:
+                group, problems = await self._meet(receivers)
+                if group is None:
+                    return problems
+            is_whole, problems = await self._broadcast(group, receivers, named, layout)
+            return problems
+        finally:
+            if not is_whole:
+                self._leave(receivers)
+
+    async def _meet(self, receivers: Sequence[Receiver]) -> tuple[WeightGroup | None, Problems]:
+        """Return a group of this process and the workers of all servers; None: a server does not come, and why."""
+        self._leave(receivers)
+        name, sizes = self.rendezvous.new_name(), [one.api.ranks for one in receivers]
+        *firsts, size = itertools.accumulate(sizes, initial=1)
+        meeting = asyncio.ensure_future(in_thread(lambda: self.rendezvous.meet(name, size), "palestra-weights"))
+        joins = [asyncio.ensure_future(one.api.join(name, at, size)) for one, at in zip(receivers, firsts, strict=True)]
+        try:
+            await asyncio.wait(joins)
+            problems = _problems(receivers, joins)
+            if not problems:
+                self._groups[frozenset(receivers)] = found = await meeting
+                return found, problems
+            why = "another server did not come"
+        except RuntimeError as error:
+            problems, why = {}, shown(error)
+        finally:
+            await _end(meeting, *joins)  # the thread of a meeting that fails ends at its time limit
+        left = f"was not sent weights, because the servers have not met: {why}"
+        return None, {one: EngineServerError(f"{one.api.address} {left}") for one in receivers} | problems
+
+    async def _broadcast(
+        self,
+        group: WeightGroup,
+        receivers: Sequence[Receiver],
+        named: Sequence[tuple[str, Tensor]],
+        layout: WeightLayout,
+    ) -> tuple[bool, Problems]:
+        """Send the weights over a group, and return whether it can be used again, and which servers did not get all."""
+        loop, limit, moved = asyncio.get_running_loop(), 2 * self.rendezvous.seconds, [0]
+
+        def sent(size: int) -> None:
+            moved[0] += size
+            for one in receivers:
+                loop.call_soon_threadsafe(one.moved, size)
+
+        sending = asyncio.ensure_future(in_thread(lambda: group.send(named, layout, sent), "palestra-weights"))
+        answers = [asyncio.ensure_future(one.api.receive(layout)) for one in receivers]
+        try:
+            before = -1
+            while not sending.done() and before != moved[0]:
+                before = moved[0]
+                await asyncio.wait([sending], timeout=limit)
+            error = sending.exception() if sending.done() else TimeoutError("it stands still, and is left behind")
+            if not isinstance(error, RuntimeError | TimeoutError | None):
+                raise error
+            if error is not None:
+                log.warning("a broadcast of weights has failed: %s", shown(error))
+                self._leave(receivers)  # so that no server waits for the rest of it
+            await asyncio.wait(answers, timeout=limit)
+            problems = _problems(receivers, answers)
+            return error is None and not problems, problems
+        finally:
+            await _end(sending, *answers)
+
+    def _leave(self, receivers: Sequence[Receiver]) -> None:
+        """Leave all groups that have one of these servers."""
+        for members in [one for one in self._groups if one.intersection(receivers)]:
+            group = self._groups.pop(members)
+            # It waits for a broadcast that runs, which may take until its time limit.
+            threading.Thread(target=partial(group.close), name="palestra-weights", daemon=True).start()
+
+
+def _problems(receivers: Sequence[Receiver], answers: Sequence[asyncio.Future[None]]) -> Problems:
+    """Return why the calls of servers have failed, by server; one that has not ended has not been answered."""
+    found: Problems = {}
+    for one, answer in zip(receivers, answers, strict=True):
+        if not answer.done():
+            found[one] = EngineFailure(f"{one.api.address} did not answer while it was sent weights")
+        elif (error := answer.exception()) is not None:
+            if not isinstance(error, PalestraError):
+                raise error
+            found[one] = error
+    return found
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks whose errors are known by now, and wait until all of them have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

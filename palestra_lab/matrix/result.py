@@ -1,0 +1,165 @@
+"""What a matrix of games has found: mean rewards of each pair, and ratings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.disk import write_whole
+from palestra.runtime.statistics import estimate
+from palestra_lab.matrix.ratings import Rating, comparable, ratings_of
+
+
+@dataclass(frozen=True, slots=True)
+class Game:
+    """One game of two players.
+
+    Attributes:
+        first: name of the player of the first role.
+        second: name of the player of the second role.
+        rewards: of both, in this order; None: every attempt failed, and neither has won.
+        replays: attempts that failed and were played again.
+    """
+
+    first: str
+    second: str
+    rewards: tuple[float, float] | None
+    replays: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one player has earned against another, in both seats together.
+
+    Attributes:
+        mean: mean reward.
+        half: half the width of its 95 % confidence interval, by Student's t; None: there is one game only, or all
+            rewards are equal, so that nothing is known of how they differ.
+        games: how many games it is of.
+    """
+
+    mean: float
+    half: float | None
+    games: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" if self.half is None else f"{self.mean:.2f} ± {self.half:.2f}"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Every player against every other one.
+
+    Attributes:
+        players: their names, in the order of rows and columns.
+        roles: the two roles of the environment; every pair has played in both seatings.
+        games: all games.
+    """
+
+    players: tuple[str, ...]
+    roles: tuple[str, str]
+    games: tuple[Game, ...]
+
+    def __repr__(self) -> str:
+        """Return the number of games, and not the games."""
+        counts = f"games={len(self.games)}, failed={self.failed}, replays={self.replays}"
+        return f"Matrix(players={self.players!r}, {counts})"
+
+    @property
+    def failed(self) -> int:
+        """Return how many games have no result, because every attempt failed."""
+        return sum(game.rewards is None for game in self.games)
+
+    @property
+    def replays(self) -> int:
+        """Return how many attempts at games have failed and were played again."""
+        return sum(game.replays for game in self.games)
+
+    def cell(self, row: str, column: str) -> Cell | None:
+        """Return what the player `row` has earned against `column`; None: they have no finished game."""
+        earned = [own for own, _ in self._rewards(row, column)]
+        if not earned:
+            return None
+        found = estimate(earned)
+        return Cell(found.mean, None if min(earned) == max(earned) else found.half, found.count)
+
+    def points(self, row: str, column: str) -> float:
+        """Return the points of `row` against `column`: 1 where its reward is higher, 0.5 where it is equal."""
+        return sum(0.5 if own == other else float(own > other) for own, other in self._rewards(row, column))
+
+    @cached_property
+    def ratings(self) -> dict[str, Rating | None]:
+        """Return the Elo rating of each player; see `ratings_of`.
+
+        Players whose games have failed may have no result against the others, not even through third ones. Only the
+        largest part of the players that can be compared is rated; the rating of the others is None.
+        """
+        points = np.array([[0.0 if a == b else self.points(a, b) for b in self.players] for a in self.players])
+        rated = comparable(points + points.T)
+        found: dict[str, Rating | None] = dict.fromkeys(self.players)
+        if len(rated) > 1:
+            names = [self.players[place] for place in rated]
+            found.update(zip(names, ratings_of(points[np.ix_(rated, rated)]), strict=True))
+        return found
+
+    @property
+    def order(self) -> list[str]:
+        """Return the players, the strongest first; those without a rating are last."""
+        elos = {player: -math.inf if one is None else one.elo for player, one in self.ratings.items()}
+        return sorted(self.players, key=lambda player: (-elos[player], self.players.index(player)))
+
+    def lines(self) -> list[list[str]]:
+        """Return the matrix as the cells of a table: a header, and a line for each player, the strongest first."""
+        header = ["player", "Elo", *self.order]
+        found = [header]
+        for row in self.order:
+            rating = self.ratings[row]
+            cells = ["" if row == column else str(self.cell(row, column) or "-") for column in self.order]
+            found.append([row, "–" if rating is None else f"{rating.elo:+.0f} ± {rating.half:.0f}", *cells])
+        return found
+
+    def text(self) -> str:
+        """Return the matrix as lines of text."""
+        lines = self.lines()
+        widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+        return "\n".join(_aligned(line, widths) for line in lines)
+
+    def write_json(self, path: Path) -> None:
+        """Write the whole matrix, with its games, as JSON."""
+        write_whole(path, json.dumps(self.as_json(), indent=1).encode())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the matrix as JSON: ratings, cells and games."""
+        pairs = [(a, b) for a in self.players for b in self.players if a != b]
+        cells = {f"{a} / {b}": cell for a, b in pairs if (cell := self.cell(a, b)) is not None}
+        return {
+            "players": list(self.players),
+            "roles": list(self.roles),
+            "failed": self.failed,
+            "replays": self.replays,
+            "ratings": {name: one and {"elo": one.elo, "half": one.half} for name, one in self.ratings.items()},
+            "cells": {name: {"mean": one.mean, "half": one.half, "games": one.games} for name, one in cells.items()},
+            "games": [[game.first, game.second, game.rewards and list(game.rewards)] for game in self.games],
+        }
+
+    def _rewards(self, row: str, column: str) -> Iterator[tuple[float, float]]:
+        """Yield the rewards (of `row`, of `column`) of each of their finished games."""
+        for game in self.games:
+            if game.rewards is None:
+                continue
+            if (game.first, game.second) == (row, column):
+                yield game.rewards
+            elif (game.second, game.first) == (row, column):
+                yield game.rewards[::-1]
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+    return "  ".join([first, *rest]).rstrip()

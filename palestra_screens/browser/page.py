@@ -1,0 +1,223 @@
+"""`BrowserPage`: one page of one episode, in a context of its own, and what an agent sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from palestra.errors import EnvironmentFailed, PalestraError
+from palestra.tools import BadArguments
+from palestra_screens.browser.chromium import EpisodeBrowser, first_line
+
+if TYPE_CHECKING:
+    from playwright.async_api import BrowserContext, ElementHandle, Page
+
+log = logging.getLogger("palestra.envs")
+T = TypeVar("T")
+View = Literal["dom", "accessibility", "screenshot"]
+VIEWPORT = (1024, 768)  # pixels, wide and high
+_NAVIGATED = ("Execution context was destroyed", "Cannot find context", "navigating and changing")
+_DESCRIBE = "asked => window.__palestra?.snapshot(asked) ?? ['(no page)', 0]"
+_SETTLE = "most => window.__palestra?.settle(most)"
+_SETTLE_MS = 1000  # at most, for pictures to come and for what opens or closes to be there
+_TRIES = 5  # of reading a page that is being replaced by another
+_SNAPSHOT = files("palestra_screens.browser").joinpath("snapshot.js").read_text(encoding="utf-8")
+
+
+class BrowserPage:
+    """A page in a context of its own, which no other episode shares.
+
+    Each operation has a time limit. What fails for another reason than the arguments of an action is kept in `failure`,
+    and every operation after it raises it again: a page that crashes, hangs or is closed is a forfeit, and a browser
+    that has died is a failure of its own.
+
+    Attributes:
+        failure: why the page can't be used any more; None: it can.
+    """
+
+    def __init__(
+        self,
+        browser: EpisodeBrowser,
+        context: BrowserContext,
+        page: Page,
+        *,
+        view: View,
+        max_chars: int,
+        seconds: float,
+    ) -> None:
+        """Take a page; `open_page` makes one.
+
+        Args:
+            max_chars: a longer description is cut, and says so.
+        """
+        self.page = page
+        self._browser, self._context, self._view, self._max_chars, self._seconds = (
+            browser,
+            context,
+            view,
+            max_chars,
+            seconds,
+        )
+        self.failure: PalestraError | None = None
+        self._noted: str | None = None  # what the browser has said of the page's end
+        page.on("crash", lambda _: self._note("the page has crashed"))
+        page.on("close", lambda _: self._note("the page was closed"))
+
+    async def close(self) -> None:
+        """Close the page and its context, with all that they have stored."""
+        await close_context(self._context, self._seconds)
+
+    async def describe(self, leave_out: str = "") -> str:
+        """Return the page as text, in the form of `view`.
+
+        Args:
+            leave_out: CSS selector of elements that are not described.
+
+        Raises:
+            EpisodeForfeited: the page does not answer, has crashed or is closed.
+            EnvironmentFailed: the browser has died.
+        """
+        await self._settle()
+        if self._view == "accessibility":
+            text = await self.operate(lambda: self.page.aria_snapshot(mode="ai"))
+            length = len(text)
+        else:
+            text, length = await self.evaluate(_DESCRIBE, [leave_out, self._max_chars])
+        if length > self._max_chars:
+            text = f"{text[: self._max_chars]}… ({length:,} characters, cut)"
+        return text or "(an empty page)"
+
+    async def screenshot(self) -> bytes:
+        """Return what the page looks like, as PNG.
+
+        Raises:
+            EpisodeForfeited: the page does not answer, has crashed or is closed.
+            EnvironmentFailed: the browser has died.
+        """
+        await self._settle()
+        return await self.operate(lambda: self.page.screenshot(animations="disabled"))
+
+    async def goto(self, url: str) -> None:
+        """Load a page and wait until its resources are there.
+
+        Raises:
+            EpisodeForfeited: the page can't be loaded, which is no forfeit before the first action.
+            EnvironmentFailed: the browser has died.
+        """
+        await self.operate(lambda: self.page.goto(url, timeout=0))
+
+    async def evaluate(self, expression: str, argument: Any = None) -> Any:
+        """Return the value of JavaScript in the page, as JSON has it.
+
+        Args:
+            expression: an expression, or a function of `argument`.
+            argument: a value that has a JSON form.
+
+        Raises:
+            EpisodeForfeited: the page does not answer, has crashed or is closed.
+            EnvironmentFailed: the browser has died.
+        """
+        return await self.operate(lambda: self.page.evaluate(expression, argument))
+
+    async def operate(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Return what an operation of playwright returns; again, where the page was replaced by another meanwhile.
+
+        Args:
+            operation: begins the operation; called several times at most.
+
+        Raises:
+            BadArguments: playwright knows no such key.
+            EpisodeForfeited: the operation took too long, or failed.
+            EnvironmentFailed: the browser has died.
+        """
+        for attempt in range(_TRIES):
+            if self.failure is not None:
+                raise self.failure
+            if self._noted is not None:
+                raise await self._fail(self._noted)
+            try:
+                async with asyncio.timeout(self._seconds):
+                    return await operation()
+            except TimeoutError:
+                raise await self._fail(f"the page did not answer within {self._seconds:g} s") from None
+            except Exception as error:
+                if "Unknown key" in str(error):
+                    raise BadArguments(first_line(error)) from None
+                if attempt + 1 == _TRIES or not any(text in str(error) for text in _NAVIGATED):
+                    raise await self._fail(first_line(error)) from error
+                await asyncio.sleep(0.05 * (attempt + 1))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _settle(self) -> None:
+        """Wait until what was done to the page can be seen: otherwise a fast agent sees another one than a slow one."""
+        await self.evaluate(_SETTLE, _SETTLE_MS)
+
+    def _note(self, reason: str) -> None:
+        self._noted = self._noted or reason
+
+    async def _fail(self, reason: str) -> PalestraError:
+        self.failure = await self._browser.verdict(reason, self._seconds)
+        return self.failure
+
+    async def point(self, ref: int | str) -> tuple[float, float]:
+        """Return where to click on an element, in pixels."""
+        if str(ref).isdecimal():
+            found = await self.evaluate("n => window.__palestra?.point(window.__palestra.elements[n - 1])", int(ref))
+        else:
+            element = await self.element(ref)
+            found = await self.operate(lambda: element.evaluate("element => window.__palestra.point(element)"))
+        if found is None:
+            raise BadArguments(f"there is no element {ref} that can be clicked: it is gone, or behind another one")
+        return found[0], found[1]
+
+    async def element(self, ref: int | str) -> ElementHandle:
+        """Return an element by the number that the last description gave it."""
+        if str(ref).isdecimal():
+            expression = "n => window.__palestra?.elements[n - 1]"
+            found = await self.operate(lambda: self.page.evaluate_handle(expression, int(ref)))
+            element = found.as_element()
+        elif str(ref).isalnum():
+            element = await self.operate(lambda: self.page.query_selector(f"aria-ref={ref}"))
+        else:
+            element = None
+        if element is None:
+            raise BadArguments(f"there is no element {ref}")
+        return element
+
+
+async def open_page(
+    browser: EpisodeBrowser, context: BrowserContext, *, script: str = "", view: View, max_chars: int, seconds: float
+) -> BrowserPage:
+    """Open an empty page in a new context.
+
+    Args:
+        browser: of the episode.
+        context: the context, which the page takes over: where no page can be opened, it is closed.
+        script: JavaScript that runs in each document before the page's own.
+        view: what the agent sees.
+        max_chars: a longer description is cut, and says so.
+        seconds: limit for one operation.
+
+    Raises:
+        EnvironmentFailed: the browser has died, or does not answer.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            await context.add_init_script(_SNAPSHOT + script)
+            page = await context.new_page()
+    except Exception as error:
+        await close_context(context, seconds)
+        raise EnvironmentFailed(f"the browser opened no page: {first_line(error)}") from error
+    return BrowserPage(browser, context, page, view=view, max_chars=max_chars, seconds=seconds)
+
+
+async def close_context(context: BrowserContext, seconds: float) -> None:
+    """Close a context with all that it has stored; where the browser is dead, that has happened already."""
+    try:
+        async with asyncio.timeout(seconds):
+            await context.close()
+    except Exception as error:  # noqa: BLE001 - the episode is over; a browser that is dead is replaced
+        log.info("a context was not closed: %s", first_line(error))

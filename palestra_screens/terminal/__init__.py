@@ -1,0 +1,6 @@
+"""Environments in a terminal: a shell in a sandbox, and tasks that are scored by what is left in it."""
+
+from palestra_screens.terminal.environment import TerminalEnvironment
+from palestra_screens.terminal.tasks import terminal_tasks
+
+__all__ = ["TerminalEnvironment", "terminal_tasks"]

@@ -1,0 +1,125 @@
+"""Environment `terminal`: small tasks in a shell, in a sandbox that has no network and keeps nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
+from palestra.errors import EnvironmentFailed
+from palestra.tools import tool
+from palestra_screens.terminal.checkers import check
+from palestra_screens.terminal.sandbox import Limits, check_installed
+from palestra_screens.terminal.shell import MAX_COMMAND, Shell, start_shell
+
+MAX_SECONDS = 60.0  # of one command
+
+
+class TerminalEnvironment(ActingEnvironment):
+    """A task in a shell: the agent runs commands, and finishes with an answer.
+
+    Each episode has a sandbox of its own (`Sandbox`), which ends with it. All processes are killed before the task is
+    scored, from the files that are left and from the answer: 1 if the task is solved, else 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        actions: Actions = "tools",
+        max_steps: int = 10,
+        command_seconds: float = 10.0,
+        memory_mib: int = 512,
+        disk_mib: int = 64,
+        processes: int = 64,
+    ) -> None:
+        """Create the environment; a sandbox is made for each episode.
+
+        Args:
+            actions: `tools`, tool calls; `text`, one line such as `run ls`, which small models write more easily.
+            max_steps: replies that the agent may make in an episode.
+            command_seconds: how long the agent waits for a command; the command goes on afterwards.
+            memory_mib: memory of all processes together, in MiB.
+            disk_mib: size of the home folder in MiB; it is in memory.
+            processes: number of processes at the same time.
+
+        Raises:
+            ConfigError: bubblewrap, or a program that the tasks need, is not installed.
+            ValueError: a number makes no sense.
+        """
+        check_installed()
+        if not 0 < command_seconds <= MAX_SECONDS or min(memory_mib, disk_mib, processes) < 8:
+            raise ValueError(
+                f"command_seconds is above 0 and at most {MAX_SECONDS:g}; memory_mib, disk_mib and processes at least 8"
+            )
+        # Waiting for the end of the terminal's output takes a second at most.
+        super().__init__(
+            [tool(self.run), tool(self.keys)], actions=actions, max_steps=max_steps, tool_seconds=command_seconds + 10
+        )
+        self._seconds = command_seconds
+        self._limits = Limits(memory_mib=memory_mib, disk_mib=disk_mib, processes=processes)
+        self._task: Mapping[str, Any] = {}
+        self._shell: Shell | None = None
+
+    async def run(self, command: Annotated[str, Field(max_length=MAX_COMMAND)]) -> str:
+        """Run a command in the shell.
+
+        Args:
+            command: The command, for bash.
+        """
+        return await self._opened().run(command, self._seconds) or DONE
+
+    async def keys(self, keys: Annotated[str, Field(max_length=1000)]) -> str:
+        """Send keys to the program that is still running.
+
+        Args:
+            keys: A key's name, such as Enter, C-c or Up, or text.
+        """
+        return await self._opened().keys(keys, 1.0) or DONE
+
+    async def start(self, task: Mapping[str, Any]) -> str:
+        """Start a shell with the task's files, and return what the agent is to do."""
+        await self.close()
+        self._task = task
+        files = {path: text.encode() for path, text in task["files"].items()}
+        self._shell = shell = await start_shell(files, self._limits)
+        if task["begin"] and (said := await shell.run(task["begin"], MAX_SECONDS)):
+            raise EnvironmentFailed(f"the task's first command failed: {said}")
+        return str(task["prompt"])
+
+    async def observe(self) -> str:
+        """Return nothing: the results of the commands say it all."""
+        return ""
+
+    async def progress(self, answer: str | None) -> Progress:
+        """Score the task once the agent has answered."""
+        return Progress() if answer is None else Progress(reward=await self._score(answer), over=True)
+
+    async def cut_off(self) -> float:
+        """Score the task as it was left, without an answer."""
+        return await self._score("")
+
+    def check_alive(self) -> None:
+        """Check that nothing from outside has ended the sandbox.
+
+        Raises:
+            EnvironmentFailed: bubblewrap was killed.
+        """
+        self._opened().check_alive()
+
+    async def close(self) -> None:
+        """Kill what still runs, and give up the sandbox."""
+        if (shell := self._shell) is not None:
+            self._shell = None
+            await shell.close()
+
+    async def _score(self, answer: str) -> float:
+        shell = self._opened()
+        await shell.end()
+        return await check(self._task, await shell.sandbox.read_files(), answer)
+
+    def _opened(self) -> Shell:
+        if self._shell is None:
+            raise EnvironmentFailed("there is no terminal: the episode has not begun")
+        return self._shell

@@ -1,0 +1,363 @@
+"""Changes of tenants, users and keys: allowed or refused, and recorded in the audit log."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+
+from palestra.errors import Forbidden, InvalidRequest, NotFound
+from palestra_service.accounts.identity import Identities, Identity
+from palestra_service.placement.tenants import Quota
+from palestra_service.rights.keys import KeyRecord, NewKey, digest_of, make_secret
+from palestra_service.rights.limits import KeyLimits
+from palestra_service.rights.permissions import OPERATOR_TENANT, Action, Role
+from palestra_service.store import accounts, audit, decisions
+from palestra_service.store.accounts import UserRecord
+from palestra_service.store.audit import AuditEntry
+from palestra_service.store.control_store import ControlStore
+from palestra_service.store.stored_text import IDENTIFIER, check_identifier, check_name
+
+T = TypeVar("T")
+FIRST_USER = "admin"
+
+
+class Administration:
+    """The operations of the account routes.
+
+    Every method except `first_start` and `recover` checks whether `by` may do it, and raises Forbidden if not.
+    """
+
+    def __init__(self, store: ControlStore, identities: Identities) -> None:
+        """Administer the accounts of a store; `identities` forgets the keys that a change concerns."""
+        self._store, self._identities = store, identities
+
+    async def first_start(self) -> NewKey | None:
+        """Create the first tenant and its admin, and return the admin's key; None: there are tenants already."""
+        key = self._new_key(OPERATOR_TENANT, FIRST_USER, "first start")
+
+        def work(connection: Connection) -> bool:
+            if _is_stored(connection, key):
+                return True
+            if accounts.tenant_names(connection):
+                return False
+            _found(connection, key)
+            self._log(connection, None, OPERATOR_TENANT, Action.TENANT_ADD, OPERATOR_TENANT)
+            return True
+
+        return key if await self._store.write(work) else None
+
+    async def first_admin_is_unused(self) -> bool:
+        """Return whether no key of the first admin was ever used, perhaps because nobody has seen one."""
+        keys = await self._store.read(lambda c: accounts.keys_of(c, OPERATOR_TENANT, FIRST_USER))
+        return all(key.last_used_at is None for key in keys)
+
+    async def recover(self) -> NewKey:
+        """Return a new key of the first admin, for an operator who has lost all keys. Creates the admin if needed.
+
+        Needs access to the control store.
+
+        Raises:
+            NotFound: that user was removed.
+        """
+        key = self._new_key(OPERATOR_TENANT, FIRST_USER, "recovery")
+
+        def work(connection: Connection) -> None:
+            if not accounts.tenant_names(connection):
+                _found(connection, key)
+            else:
+                accounts.change_role(connection, OPERATOR_TENANT, FIRST_USER, Role.ADMIN)
+                _add(connection, key)
+            self._log(connection, None, OPERATOR_TENANT, Action.KEY_MAKE, key.record.key_id)
+
+        return await self._write_key(key, work)
+
+    async def admin_key(self, by: Identity, tenant: str) -> NewKey:
+        """Make a key of an admin of a tenant, for the operator. It is the first admin, or else the oldest one.
+
+        Raises:
+            NotFound: there is no such tenant.
+        """
+        by.require(Action.TENANT_CHANGE)
+        _check_known(tenant, "tenant")
+        users = await self._store.read(lambda c: accounts.users_of(c, tenant))
+        admins = [user for user in users if user.role is Role.ADMIN and user.removed_at is None]
+        if not admins:
+            raise NotFound(f"there is no tenant {tenant}")
+        name = min(admins, key=lambda user: (user.name != FIRST_USER, user.created_at, user.name)).name
+        key = self._new_key(tenant, name, "by the operator")
+
+        def work(connection: Connection) -> None:
+            _add(connection, key)
+            for log in dict.fromkeys((by.tenant, tenant)):
+                self._log(connection, by, log, Action.KEY_MAKE, f"{key.record.key_id} of {name} of {tenant}")
+
+        return await self._write_key(key, work)
+
+    async def tenants(self, by: Identity) -> dict[str, Quota]:
+        """Return all tenants by name, with their quotas."""
+        by.require(Action.TENANT_LIST)
+        found = await self._store.read(decisions.quotas_of_all)
+        return {name: quota or Quota() for name, quota in found.items()}
+
+    async def add_tenant(self, by: Identity, name: str) -> NewKey:
+        """Add a tenant with one admin, and return the admin's key.
+
+        Raises:
+            Conflict: there is a tenant of this name.
+        """
+        by.require(Action.TENANT_ADD)
+        check_identifier(name, "tenant")
+        key = self._new_key(name, FIRST_USER, "first")
+        return await self._write_key(key, self._logged(by, Action.TENANT_ADD, name, lambda c: _found(c, key)))
+
+    async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> Quota:
+        """Change what a tenant may hold, and return the whole quota. Running jobs are not stopped.
+
+        Args:
+            changes: amounts by the names of `Quota`; None: as much as there is. Amounts that are not named stay.
+
+        Raises:
+            NotFound: there is no such tenant.
+        """
+        by.require(Action.TENANT_CHANGE)
+        _check_known(tenant, "tenant")
+
+        def work(connection: Connection) -> Quota:
+            quota = decisions.change_quota(connection, tenant, changes)
+            self._log(connection, by, by.tenant, Action.TENANT_CHANGE, f"quota of {tenant}: {quota.in_words}")
+            return quota
+
+        return await self._store.write(work, lambda _: self._store.changed.notify())
+
+    async def private_jobs(self, by: Identity) -> bool:
+        """Return whether new jobs of `by`'s tenant are private by default."""
+        by.require(Action.SELF_READ)
+        return await self._store.read(lambda c: decisions.are_private(c, by.tenant))
+
+    async def set_private(self, by: Identity, on: bool) -> None:
+        """Set whether jobs of `by`'s tenant that are submitted from now on are private by default."""
+        action = Action.TENANT_SET_PRIVATE
+        by.require(action)
+        await self._store.write(
+            self._logged(by, action, "on" if on else "off", lambda c: decisions.set_private(c, by.tenant, on))
+        )
+
+    async def drain(self, by: Identity, on: bool) -> None:
+        """Stop starting jobs, also after a restart; with `on` False, start jobs again."""
+        action = Action.CLUSTER_DRAIN
+        by.require(action)
+        work = self._logged(by, action, "on" if on else "off", lambda c: decisions.set_draining(c, on))
+        await self._store.write(work, lambda _: self._store.changed.notify())
+
+    async def users(self, by: Identity) -> list[UserRecord]:
+        """Return all users of the caller's tenant, also those who were removed."""
+        by.require(Action.USER_LIST)
+        return await self._store.read(lambda c: accounts.users_of(c, by.tenant))
+
+    async def add_user(self, by: Identity, name: str, role: Role) -> NewKey:
+        """Add a user, and return the user's first key.
+
+        Raises:
+            Conflict: there is, or was, a user of this name.
+        """
+        by.require(Action.USER_ADD)
+        check_identifier(name, "user")
+        key = self._new_key(by.tenant, name, "first")
+
+        def work(connection: Connection) -> None:
+            accounts.add_user(connection, by.tenant, name, role, key.record.created_at)
+            _add(connection, key)
+
+        return await self._write_key(key, self._logged(by, Action.USER_ADD, f"{name} as {role}", work))
+
+    async def change_role(self, by: Identity, name: str, role: Role) -> None:
+        """Give a user another role, which applies immediately.
+
+        Raises:
+            NotFound: there is no such user.
+            Conflict: the tenant would have no admin.
+        """
+        action = Action.USER_CHANGE
+        by.require(action)
+        _check_known(name, "user")
+        work = self._logged(by, action, f"{name} to {role}", lambda c: accounts.change_role(c, by.tenant, name, role))
+        await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
+
+    async def remove_user(self, by: Identity, name: str) -> None:
+        """Remove a user; the user's keys are revoked immediately.
+
+        Raises:
+            NotFound: there is no such user.
+            Conflict: the tenant would have no admin.
+        """
+        by.require(Action.USER_REMOVE)
+        _check_known(name, "user")
+        now, has_run = self._store.clock.now(), False
+
+        def work(connection: Connection) -> None:
+            nonlocal has_run
+            users = accounts.users_of(connection, by.tenant) if has_run else []
+            if any((user.name, user.removed_at) == (name, now) for user in users):
+                return  # the commit of the first run was not answered
+            accounts.remove_user(connection, by.tenant, name, now)
+            self._log(connection, by, by.tenant, Action.USER_REMOVE, name)
+            has_run = True
+
+        await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
+
+    async def keys(self, by: Identity, user: str | None = None) -> list[KeyRecord]:
+        """Return the keys of a user; None: of the caller."""
+        name = by.user if user is None else user
+        by.require(Action.KEY_LIST, name)
+        _check_known(name, "user")
+        return await self._store.read(lambda c: accounts.keys_of(c, by.tenant, name))
+
+    async def create_key(
+        self,
+        by: Identity,
+        user: str | None = None,
+        label: str = "",
+        lifetime_seconds: float | None = None,
+        limits: Mapping[str, Any] | None = None,
+    ) -> NewKey:
+        """Make a key of a user.
+
+        Args:
+            user: to whom the key will belong; None: the caller.
+            lifetime_seconds: until the key expires; None: it does not.
+            limits: by the names of `KeyLimits`; only an admin may set them. Those that are not named are the caller's.
+
+        Raises:
+            NotFound: there is no such user.
+        """
+        name = by.user if user is None else user
+        by.require(Action.KEY_MAKE, name)
+        _check_known(name, "user")
+        check_name(label, "label", may_be_empty=True)
+        if limits is not None and by.role is not Role.ADMIN:
+            raise Forbidden("only an admin may set the limits of a key")
+        if lifetime_seconds is not None and not 0 < lifetime_seconds < 1e10:
+            raise InvalidRequest("lifetime_seconds has to be a number above 0", "lifetime_seconds")
+        known = by.limits if by.key_id else KeyLimits()
+        key = self._new_key(by.tenant, name, label, lifetime_seconds, replace(known, **(limits or {})))
+        target = f"{key.record.key_id} of {name}"
+        return await self._write_key(key, self._logged(by, Action.KEY_MAKE, target, lambda c: _add(c, key)))
+
+    async def revoke_key(self, by: Identity, key_id: str) -> None:
+        """Revoke a key immediately, so that it opens nothing any more.
+
+        Raises:
+            NotFound: there is no such key in the tenant.
+        """
+        action = Action.KEY_REVOKE
+        key, now = await self._key(by, action, key_id), self._store.clock.now()
+        work = self._logged(by, action, f"{key_id} of {key.user}", lambda c: accounts.revoke_key(c, key_id, now))
+        await self._store.write(work, lambda _: self._identities.forget(key.tenant, key.user))
+
+    async def rotate_key(self, by: Identity, key_id: str) -> NewKey:
+        """Make a new key like an old one, with the same lifetime, and revoke the old one.
+
+        Raises:
+            NotFound: there is no such key in the tenant, or it has expired or was revoked.
+        """
+        old, now = await self._key(by, Action.KEY_ROTATE, key_id), self._identities.expiry.now()
+        lifetime = None if old.expires_at is None else old.expires_at - old.created_at
+        key = self._new_key(old.tenant, old.user, old.label, lifetime, old.limits)
+
+        def work(connection: Connection) -> None:
+            present = accounts.key(connection, old.tenant, key_id)  # read again: it may have been revoked meanwhile
+            if present.revoked_at is not None or (present.expires_at is not None and present.expires_at <= now):
+                raise NotFound(f"key {key_id} opens nothing any more; make a new one")
+            _add(connection, key)
+            accounts.revoke_key(connection, key_id, now)
+
+        target = f"{key_id} of {old.user} to {key.record.key_id}"
+        return await self._write_key(key, self._logged(by, Action.KEY_ROTATE, target, work))
+
+    async def _write_key(self, key: NewKey, work: Callable[[Connection], None]) -> NewKey:
+        """Run an operation that stores a new key, once: a commit whose answer was lost is recognised by the key."""
+
+        def once(connection: Connection) -> None:
+            if not _is_stored(connection, key):
+                work(connection)
+
+        await self._store.write(once, lambda _: self._identities.forget(key.record.tenant, key.record.user))
+        return key
+
+    async def _key(self, by: Identity, action: Action, key_id: str) -> KeyRecord:
+        """Return a key to which the caller may do `action`. A key that the caller may not see is not found."""
+        by.require(action)
+        if not (key_id.isascii() and key_id.isalnum() and len(key_id) <= 64):
+            raise NotFound("there is no such key")
+        key = await self._store.read(lambda c: accounts.key(c, by.tenant, key_id))
+        if not by.may(action, key.user):
+            raise NotFound(f"there is no key {key_id}")
+        return key
+
+    def _new_key(
+        self,
+        tenant: str,
+        user: str,
+        label: str,
+        lifetime_seconds: float | None = None,
+        limits: KeyLimits | None = None,
+    ) -> NewKey:
+        """Return a new key with a random id and secret; it is not stored yet."""
+        key_id, secret = make_secret(secrets.token_bytes)
+        now = self._identities.expiry.now()
+        record = KeyRecord(
+            key_id=key_id,
+            tenant=tenant,
+            user=user,
+            label=label,
+            limits=limits or KeyLimits(),
+            created_at=now,
+            expires_at=None if lifetime_seconds is None else now + lifetime_seconds,
+            revoked_at=None,
+            last_used_at=None,
+        )
+        return NewKey(record=record, secret=secret)
+
+    def _logged(
+        self, by: Identity, action: Action, target: str, work: Callable[[Connection], T]
+    ) -> Callable[[Connection], T]:
+        """Return an operation that also appends what it does to the audit log of the caller's tenant."""
+
+        def both(connection: Connection) -> T:
+            result = work(connection)
+            self._log(connection, by, by.tenant, action, target)
+            return result
+
+        return both
+
+    def _log(self, connection: Connection, by: Identity | None, tenant: str, action: Action, target: str) -> None:
+        """Append an action to the audit log, in the caller's transaction."""
+        who, key_id = ("palestra", None) if by is None else (by.user, by.key_id)
+        entry = AuditEntry(at=self._store.clock.now(), who=who, key_id=key_id, what=action.value, target=target)
+        audit.append(connection, tenant, secrets.token_hex(16), entry)
+
+
+def _add(connection: Connection, key: NewKey) -> None:
+    accounts.add_key(connection, key.record, digest_of(key.secret))
+
+
+def _found(connection: Connection, key: NewKey) -> None:
+    """Add a tenant with its first admin and the admin's key."""
+    record = key.record
+    accounts.add_tenant(connection, record.tenant, record.created_at)
+    accounts.add_user(connection, record.tenant, record.user, Role.ADMIN, record.created_at)
+    _add(connection, key)
+
+
+def _is_stored(connection: Connection, key: NewKey) -> bool:
+    return accounts.stored_key(connection, key.record.key_id) is not None
+
+
+def _check_known(name: str, what: str) -> None:
+    """Refuse a name that no tenant or user can have."""
+    if IDENTIFIER.fullmatch(name) is None:
+        raise NotFound(f"there is no such {what}")

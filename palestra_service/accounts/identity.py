@@ -1,0 +1,183 @@
+"""The sender of a request: from a key to a tenant, a user and a role."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from palestra.errors import Forbidden, StoreError, Unauthorized
+from palestra_service.rights.keys import ExpiryClock, fits, key_id_of
+from palestra_service.rights.limits import KeyLimits
+from palestra_service.rights.permissions import ADMIN, OPERATOR, OPERATOR_TENANT, OWN, Action, Role
+from palestra_service.store import accounts
+from palestra_service.store.accounts import StoredKey
+from palestra_service.store.control_store import ControlStore
+
+log = logging.getLogger("palestra")
+MOST_REMEMBERED = 4096
+TOUCH_SECONDS = 300.0  # how late `last_used_at` may be, which saves most writes
+UNKNOWN = "this key is not known; it may have been revoked"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """The sender of a request, with the rights of the key that was used.
+
+    Attributes:
+        tenant: the user's.
+        user: by name.
+        role: of the user.
+        key_id: None: keys are turned off, which is only for a server on this machine alone.
+        limits: of the key.
+    """
+
+    tenant: str
+    user: str
+    role: Role
+    key_id: str | None
+    limits: KeyLimits
+
+    def may(self, action: Action, owner: str | None = None) -> bool:
+        """Return whether an action is allowed. A private job also has to be seen: `sees`.
+
+        Args:
+            owner: to whom the object of the action belongs; None: to no user in particular, or to the sender.
+        """
+        if action in OPERATOR and self.tenant != OPERATOR_TENANT:
+            return False
+        return self.role is Role.ADMIN or (action not in ADMIN and (owner in (None, self.user) or action not in OWN))
+
+    def sees(self, owner: str | None) -> bool:
+        """Return whether a private job of `owner` is visible to this sender."""
+        return owner == self.user or self.role is Role.ADMIN
+
+    def require(self, action: Action, owner: str | None = None) -> None:
+        """Refuse an action that `may` does not allow.
+
+        Raises:
+            Forbidden: the action is not allowed.
+        """
+        if not self.may(action, owner):
+            raise Forbidden(f"a {self.role} may not do {action}" + (" to what is another user's" if owner else ""))
+
+
+def local_operator() -> Identity:
+    """Return the identity of every sender where keys are turned off, on a server that no one else can reach."""
+    return Identity(
+        tenant=OPERATOR_TENANT,
+        user="admin",
+        role=Role.ADMIN,
+        key_id=None,
+        limits=KeyLimits(requests_per_minute=1e9, burst=10**9, open_jobs=10**6, episodes_in_flight=10**6),
+    )
+
+
+class Identities:
+    """Looks keys up, and remembers them until they are changed.
+
+    The memory is never stale, because all changes go through this process: only it has the control store.
+
+    Attributes:
+        expiry: the clock by which keys expire.
+    """
+
+    def __init__(self, store: ControlStore) -> None:
+        self._store = store
+        self.expiry = ExpiryClock(store.clock)
+        self._known: OrderedDict[str, StoredKey] = OrderedDict()
+        self._changes = 0  # a look-up during which this number grew is not remembered: it may be outdated
+        self._touched: dict[str, float] = {}  # last stored use of each key, monotonic seconds
+        self._touching: set[asyncio.Task[None]] = set()
+
+    async def authenticate(self, secret: str | None) -> Identity:
+        """Return the identity to which a key belongs.
+
+        Raises:
+            Unauthorized: the key opens nothing. The message is always the same, unless the key is right and has
+                expired, so that it tells an attacker nothing.
+        """
+        if not secret:
+            raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
+        key_id = key_id_of(secret)
+        stored = None if key_id is None else await self._look_up(key_id)
+        if not fits(secret, stored.digest if stored else "") or stored is None or stored.record.revoked_at is not None:
+            raise Unauthorized(UNKNOWN)
+        key = stored.record
+        if key.expires_at is not None and key.expires_at <= self.expiry.now():
+            at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(key.expires_at))
+            raise Unauthorized(f"this key expired at {at}; make a new one, or ask an admin of your tenant for one")
+        self._touch(key.key_id)
+        return _identity_of(stored)
+
+    async def renewed(self, identity: Identity) -> Identity | None:
+        """Return an identity with its present rights, for long-running requests.
+
+        None: its key opens nothing any more.
+        """
+        if identity.key_id is None:
+            return identity
+        stored = await self._look_up(identity.key_id)
+        if stored is None or stored.record.revoked_at is not None:
+            return None
+        over = stored.record.expires_at is not None and stored.record.expires_at <= self.expiry.now()
+        return None if over else _identity_of(stored)
+
+    def forget(self, tenant: str, user: str) -> None:
+        """Forget the keys of a user, because the user or one of the keys was changed."""
+        self._changes += 1
+        for key_id, stored in list(self._known.items()):
+            if (stored.record.tenant, stored.record.user) == (tenant, user):
+                del self._known[key_id]
+
+    async def settle(self) -> None:
+        """Wait until the last uses of keys are stored."""
+        while self._touching:
+            await asyncio.gather(*self._touching)
+
+    async def _look_up(self, key_id: str) -> StoredKey | None:
+        """Return a key from memory or the store; None: there is no such key."""
+        stored = self._known.get(key_id)
+        if stored is not None:
+            self._known.move_to_end(key_id)
+            return stored
+        before = self._changes
+        stored = await self._store.read(lambda c: accounts.stored_key(c, key_id))
+        if stored is not None and before == self._changes:
+            self._known[key_id] = stored
+            if len(self._known) > MOST_REMEMBERED:
+                forgotten, _ = self._known.popitem(last=False)
+                self._touched.pop(forgotten, None)
+        return stored
+
+    def _touch(self, key_id: str) -> None:
+        """Store that a key was used now, at most once in `TOUCH_SECONDS`, without delaying the request."""
+        now = self._store.clock.monotonic()
+        last = self._touched.get(key_id)
+        if last is not None and now - last < TOUCH_SECONDS:
+            return
+        self._touched[key_id] = now
+        task = asyncio.create_task(self._write_use(key_id, self._store.clock.now()))
+        self._touching.add(task)
+        task.add_done_callback(self._touching.discard)
+
+    async def _write_use(self, key_id: str, now: float) -> None:
+        """Store the last use of a key; a failure is only logged, because the request itself succeeded."""
+        try:
+            await self._store.write(lambda c: accounts.touch_key(c, key_id, now))
+        except StoreError as error:
+            log.warning("the last use of key %s could not be written down: %s", key_id, error)
+
+
+def _identity_of(stored: StoredKey) -> Identity:
+    """Return the identity that a stored key gives to its sender."""
+    key = stored.record
+    return Identity(
+        tenant=key.tenant,
+        user=key.user,
+        role=stored.role,
+        key_id=key.key_id,
+        limits=key.limits,
+    )

@@ -1,0 +1,114 @@
+"""Access to routes: each asks for one action."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from palestra.errors import NotFound
+from palestra.http.bodies import read_request
+from palestra.http.guard import bearer, check_local
+from palestra.threads import WorkPool
+from palestra.types.jobs import JobRecord
+from palestra_service.accounts.administration import Administration
+from palestra_service.accounts.identity import Identities, Identity, local_operator
+from palestra_service.jobs.rules import Rules
+from palestra_service.jobs.scheduler import JobScheduler
+from palestra_service.rights.limits import RequestRates
+from palestra_service.rights.permissions import Action
+from palestra_service.store.control_store import ControlStore
+
+B = TypeVar("B", bound=BaseModel)
+_IDENTITY = "palestra.identity"  # key in the ASGI scope of a request, whose value is its sender
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlPlane:
+    """The objects that the routes of the control plane use.
+
+    Attributes:
+        scheduler: of the cluster.
+        store: the control store.
+        identities: of the senders of requests.
+        administration: of tenants, users and keys.
+        rates: of requests by key.
+        rules: the operator's limits on jobs.
+        without_keys: whether every request is the operator's; only on a server that no other user can reach.
+        pool: threads for work that would block the event loop.
+    """
+
+    scheduler: JobScheduler
+    store: ControlStore
+    identities: Identities
+    administration: Administration
+    rates: RequestRates
+    rules: Rules = field(default_factory=Rules)
+    without_keys: bool = False
+    pool: WorkPool = field(default_factory=WorkPool)
+
+    async def who(self, request: Request) -> Identity:
+        """Return the sender of a request. The request counts once against the limits of its key.
+
+        Raises:
+            Unauthorized, TooManyRequests: see `Identities.authenticate` and the key's limits.
+            Forbidden, InvalidRequest: see `check_local`, without keys.
+        """
+        known: Identity | None = request.scope.get(_IDENTITY)
+        if known is not None:
+            return known
+        if self.without_keys:
+            check_local(request)
+            identity = local_operator()
+        else:
+            identity = await self.identities.authenticate(bearer(request))
+        if identity.key_id is not None:
+            self.rates.count(identity.key_id, identity.limits)
+        request.scope[_IDENTITY] = identity
+        return identity
+
+    async def body(self, kind: type[B], request: Request) -> B:
+        """Read and check the body of a request. Routes call it after the permission of their caller was checked.
+
+        Args:
+            request: a request whose body was not read.
+
+        Raises:
+            InvalidRequest, ClientDisconnect: see `http.bodies`.
+        """
+        return await read_request(kind, request, self.pool)
+
+    async def job(self, by: Identity, job_id: str, action: Action) -> JobRecord:
+        """Return a job to which the caller may do an action. Routes get jobs only by this method.
+
+        Args:
+            action: what is to be done to it.
+
+        Raises:
+            NotFound: there is no such job in the caller's tenant, or it is another user's private one; the answer is
+                the same.
+            Forbidden: the caller may see the job, but not do that.
+        """
+        job = await self.store.job(by.tenant, job_id)
+        if job.private and not by.sees(job.user):
+            raise NotFound(f"there is no job {job_id}")
+        by.require(action, job.user)
+        return job
+
+    async def log(self, by: Identity, action: Action, target: str) -> None:
+        """Append what a caller has done to the audit log."""
+        await self.store.append_audit(by.tenant, by.user, by.key_id, action.value, target)
+
+    def may(self, action: Action) -> Callable[[Request], Awaitable[Identity]]:
+        """Return a dependency of a route, which refuses callers that may not do `action` even to their own objects."""
+
+        async def allowed(request: Request) -> Identity:
+            identity = await self.who(request)
+            identity.require(action)
+            return identity
+
+        allowed.action = action  # type: ignore[attr-defined]  # for the test that goes through all routes
+        return allowed

@@ -1,0 +1,170 @@
+"""Routes for tenants, users, keys, and the audit log."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import Depends, FastAPI
+from starlette.requests import Request
+
+from palestra.http.app import request_schema
+from palestra.types.control_wire import (
+    AddTenant,
+    AddUser,
+    AuditView,
+    ChangeRole,
+    ChangeTenant,
+    IdentityView,
+    KeyView,
+    MakeKey,
+    NewKeyView,
+    QuotaBody,
+    SetPrivate,
+    TenantView,
+    UserView,
+)
+from palestra_service.accounts.identity import Identity
+from palestra_service.api.access import ControlPlane
+from palestra_service.placement.tenants import Quota
+from palestra_service.rights.keys import KeyRecord, NewKey
+from palestra_service.rights.permissions import OWN, Action, Role
+
+
+def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Add the routes for tenants, users, and the audit log to the application."""
+    accounts = plane.administration
+
+    @app.get("/me", tags=["accounts"])
+    async def me(by: Annotated[Identity, Depends(plane.may(Action.SELF_READ))]) -> IdentityView:
+        """Return the tenant, the user and the rights of the calling key."""
+        private = await accounts.private_jobs(by)
+        return IdentityView(
+            tenant=by.tenant,
+            user=by.user,
+            role=by.role.value,
+            may={
+                action.value: "own" if action in OWN and by.role is not Role.ADMIN else "all"
+                for action in Action
+                if by.may(action)
+            },
+            private_jobs=private,
+        )
+
+    @app.patch("/tenant", tags=["accounts"], status_code=204, openapi_extra=request_schema(SetPrivate))
+    async def set_private(
+        request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_SET_PRIVATE))]
+    ) -> None:
+        """Set whether new jobs of the caller's tenant are private by default; existing jobs stay as they are."""
+        body = await plane.body(SetPrivate, request)
+        await accounts.set_private(by, body.private_jobs)
+
+    @app.get("/tenants", tags=["accounts"])
+    async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[TenantView]:
+        """Return all tenants, with their quotas."""
+        found = await accounts.tenants(by)
+        return [TenantView(name=name, quota=_quota(quota)) for name, quota in found.items()]
+
+    @app.post("/tenants", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddTenant))
+    async def add_tenant(
+        request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_ADD))]
+    ) -> NewKeyView:
+        """Add a tenant with one admin; the answer has the admin's key, with its secret."""
+        body = await plane.body(AddTenant, request)
+        return _new_key(await accounts.add_tenant(by, body.name))
+
+    @app.patch("/tenants/{name}", tags=["accounts"], openapi_extra=request_schema(ChangeTenant))
+    async def change_tenant(
+        name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
+    ) -> TenantView:
+        """Change a quota immediately: limits that are left out stay, and null removes a limit.
+
+        Running jobs are not stopped.
+        """
+        body = await plane.body(ChangeTenant, request)
+        quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
+        return TenantView(name=name, quota=_quota(quota))
+
+    @app.post("/tenants/{name}/keys", tags=["accounts"], status_code=201)
+    async def make_admin_key(
+        name: str, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
+    ) -> NewKeyView:
+        """Make one more key of a tenant's admin; its secret is in the answer, and can't be read again."""
+        return _new_key(await accounts.admin_key(by, name))
+
+    @app.get("/users", tags=["accounts"])
+    async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
+        """Return all users of the tenant, also those who were removed."""
+        return [
+            UserView(name=user.name, role=user.role.value, created_at=user.created_at, removed_at=user.removed_at)
+            for user in await accounts.users(by)
+        ]
+
+    @app.post("/users", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddUser))
+    async def add_user(request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_ADD))]) -> NewKeyView:
+        """Add a user with one key; the answer has the key, with its secret."""
+        body = await plane.body(AddUser, request)
+        return _new_key(await accounts.add_user(by, body.name, Role(body.role)))
+
+    @app.patch("/users/{name}", tags=["accounts"], status_code=204, openapi_extra=request_schema(ChangeRole))
+    async def change_role(
+        name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
+    ) -> None:
+        """Give a user another role, which applies immediately, also to the user's keys."""
+        body = await plane.body(ChangeRole, request)
+        await accounts.change_role(by, name, Role(body.role))
+
+    @app.delete("/users/{name}", tags=["accounts"], status_code=204)
+    async def remove_user(name: str, by: Annotated[Identity, Depends(plane.may(Action.USER_REMOVE))]) -> None:
+        """Remove a user: the user's keys open nothing any more."""
+        await accounts.remove_user(by, name)
+
+    @app.get("/audit", tags=["accounts"])
+    async def audit(
+        by: Annotated[Identity, Depends(plane.may(Action.AUDIT_READ))], before: int | None = None, limit: int = 100
+    ) -> list[AuditView]:
+        """Return the tenant's audit log, newest lines first."""
+        return [AuditView.model_validate(asdict(line)) for line in await plane.store.audit(by.tenant, before, limit)]
+
+
+def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Add the routes for keys to the application."""
+    accounts = plane.administration
+
+    @app.get("/keys", tags=["accounts"])
+    async def keys(
+        by: Annotated[Identity, Depends(plane.may(Action.KEY_LIST))], user: str | None = None
+    ) -> list[KeyView]:
+        """Return the caller's keys, or, for an admin, another user's."""
+        return [KeyView.model_validate(_shown(key)) for key in await accounts.keys(by, user)]
+
+    @app.post("/keys", tags=["accounts"], status_code=201, openapi_extra=request_schema(MakeKey))
+    async def create_key(request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
+        """Make a key; its secret is in the answer, and can't be read again."""
+        body = await plane.body(MakeKey, request)
+        limits = None if body.limits is None else body.limits.model_dump(exclude_none=True)
+        return _new_key(await accounts.create_key(by, body.user, body.label, body.lifetime_seconds, limits))
+
+    @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201)
+    async def rotate(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]) -> NewKeyView:
+        """Make a new key in place of this one, which opens nothing from now on."""
+        return _new_key(await accounts.rotate_key(by, key_id))
+
+    @app.delete("/keys/{key_id}", tags=["accounts"], status_code=204)
+    async def revoke(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_REVOKE))]) -> None:
+        """Revoke a key, so that it opens nothing from now on."""
+        await accounts.revoke_key(by, key_id)
+
+
+def _shown(key: KeyRecord) -> dict[str, object]:
+    """Return the fields of a key that answers show."""
+    shown: dict[str, object] = {name: getattr(key, name) for name in KeyView.model_fields}
+    return shown | {"limits": asdict(key.limits)}
+
+
+def _quota(quota: Quota) -> QuotaBody:
+    """Return a quota as the body of an answer."""
+    return QuotaBody.model_validate(asdict(quota))
+
+
+def _new_key(key: NewKey) -> NewKeyView:
+    """Return a new key with its secret as the body of an answer."""
+    return NewKeyView.model_validate(_shown(key.record) | {"secret": key.secret})

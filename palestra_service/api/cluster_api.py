@@ -1,0 +1,117 @@
+"""Routes for the cluster: machines, what is free, and whether jobs may start."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Response
+from starlette.requests import Request
+
+from palestra.http.app import request_schema
+from palestra.types.control_wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
+from palestra.types.gpus import GpuReading
+from palestra.types.jobs import SHARES
+from palestra_service.accounts.identity import Identity
+from palestra_service.api.access import ControlPlane
+from palestra_service.placement.fitting import NOTHING, RunningJob, added
+from palestra_service.rights.permissions import Action
+from palestra_service.store.decisions import is_draining
+
+
+def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Add the routes for the cluster to the application."""
+    scheduler = plane.scheduler
+
+    @app.get("/healthz", tags=["cluster"])
+    async def healthz(response: Response) -> dict[str, str]:
+        """Return, without a key, whether the server can do its work; 503 with the problem if it can't."""
+        if (problem := scheduler.problem) is None:
+            return {"status": "ok"}
+        response.status_code = 503
+        return {"status": "failing", "problem": problem}
+
+    @app.get("/cluster", tags=["cluster"])
+    async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
+        """Return the machines and what is free, but not whose jobs run there, and the quota of the caller's tenant."""
+        held = list(scheduler.running.values())
+        bases = scheduler.bases.running()
+        nodes, gpus = [], await scheduler.gpu_use()
+        for node in scheduler.nodes:
+            cards = gpus.get(node.node_id, GpuReading())
+            here = [job.held_on(node.node_id) for job in (*held, *(base.held for base in bases))]
+            cpus, gpu_shares, memory = added(NOTHING, *here)
+            nodes.append(
+                NodeView(
+                    node_id=node.node_id,
+                    alive=node.alive,
+                    draining=node.draining,
+                    cpus=node.cpus,
+                    gpus=node.gpus,
+                    memory_gib=node.memory_gib,
+                    free_cpus=node.cpus - cpus / SHARES,
+                    free_gpus=node.gpus - gpu_shares / SHARES,
+                    free_memory_gib=node.memory_gib - memory / 1024,
+                    jobs=sum(any(place.node_id == node.node_id for _, place in job.places) for job in held),
+                    gpu_kind=node.gpu_kind,
+                    labels=dict(node.labels),
+                    gpu_use=list(cards.cards),
+                    gpu_problem=cards.problem,
+                )
+            )
+        queued = len(await plane.store.queue())
+        return ClusterView(
+            nodes=nodes,
+            draining=await plane.store.read(is_draining),
+            queued=queued,
+            live=len(held),
+            quota=QuotaBody.model_validate(asdict(await scheduler.quota_of(by.tenant))),
+            in_use=_in_use(job for job in held if job.tenant == by.tenant),
+            bases=_bases(plane, by),
+        )
+
+    @app.post("/cluster/drain", tags=["cluster"], status_code=204, openapi_extra=request_schema(Drain))
+    async def drain(request: Request, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
+        """Stop starting jobs, so that the cluster runs empty, also after a restart; or start jobs again."""
+        body = await plane.body(Drain, request)
+        await plane.administration.drain(by, body.on)
+
+
+def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
+    """Return the base servers that the caller may see: those with jobs of its tenant, or all for the operator."""
+    servers, now = plane.scheduler.bases, plane.store.clock.now()
+    known = {base.base_id: base for base in servers.running()}
+    views = []
+    for record, load in servers.records:
+        base, jobs = known[record.base_id], servers.tenants_on(record.base_id)
+        own = sum(tenant == by.tenant for tenant in jobs)
+        if not own and not by.may(Action.CLUSTER_DRAIN):
+            continue
+        views.append(
+            BaseView(
+                base_id=record.base_id,
+                model=record.kind.model,
+                deterministic=record.kind.deterministic,
+                state=record.state.value,
+                reason=record.reason,
+                node=record.node,
+                cpus=record.resources.cpus,
+                gpus=record.resources.gpus,
+                memory_gib=record.resources.memory_gib,
+                starts=record.starts,
+                idle_seconds=None if base.idle_since is None else max(now - base.idle_since, 0.0),
+                jobs=len(jobs),
+                own_jobs=own,
+                adapters=base.adapters,
+                waiting=load.waiting,
+                longest_wait_seconds=load.longest_wait,
+                tokens=load.tokens,
+            )
+        )
+    return views
+
+
+def _in_use(running: Iterable[RunningJob]) -> InUse:
+    """Return the sum of what jobs count for their tenant: what they hold, and their parts of base servers."""
+    counts = [job.counts for job in running]
+    cpus, gpus, memory = (sum(amounts) for amounts in zip(NOTHING, *counts, strict=True))
+    return InUse(jobs=len(counts), cpus=cpus / SHARES, gpus=gpus / SHARES, memory_gib=memory / 1024)

@@ -1,0 +1,261 @@
+"""Routes for jobs: submit, list, cancel, and read their logs, events and files."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, Query
+from starlette.requests import Request
+from starlette.responses import FileResponse, StreamingResponse
+
+from palestra.config import parse_config
+from palestra.errors import InvalidRequest, NotFound
+from palestra.http.app import request_schema
+from palestra.http.open_streams import OpenStreams
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
+from palestra.store.key_files import rotate_keys
+from palestra.types.control_wire import (
+    ArtifactView,
+    ChangeView,
+    JobKeyView,
+    JobList,
+    JobView,
+    ServerView,
+    SubmitJob,
+)
+from palestra.types.jobs import JobKind, JobRecord, JobRequest
+from palestra.types.states import JobState
+from palestra_service.accounts.identity import Identity
+from palestra_service.api import artifacts, streams
+from palestra_service.api.access import ControlPlane
+from palestra_service.api.submission import allowed, recorded_source, request_of
+from palestra_service.jobs.job_resources import body_of
+from palestra_service.jobs.launcher import LOG_FILE, RUN
+from palestra_service.rights.permissions import Action
+
+MOST_STREAMS = 256  # of a user: more than the jobs that one may have open
+REFUSED = "streams of this user are open, and there may not be more; close some"
+
+
+def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Add the routes that submit, list and change jobs to the application."""
+    store, scheduler = plane.store, plane.scheduler
+    rotating = asyncio.Lock()  # a rotation that waits for another one holds no thread
+
+    def view(job: JobRecord) -> JobView:
+        if job.state is not JobState.QUEUED:
+            return job_view(job, None)
+        return job_view(job, scheduler.waiting.get(job.job_id), scheduler.places.get(job.job_id))
+
+    @app.post("/jobs", tags=["jobs"], status_code=201, openapi_extra=request_schema(SubmitJob))
+    async def submit(
+        request: Request,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_SUBMIT))],
+        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    ) -> JobView:
+        """Submit a job. A job that could never start is refused, with the largest one that could."""
+        body = await plane.body(SubmitJob, request)
+        wanted = await request_of(plane, body, by)
+        if reason := await scheduler.refusal(wanted.resources, by.tenant, wanted.adapters):
+            raise InvalidRequest(f"this job could never start: it {reason}", "resources")
+        job = await store.submit_job(by.tenant, by.user, wanted, idempotency_key, by.limits.open_jobs)
+        await plane.log(by, Action.JOB_SUBMIT, job.job_id)
+        return view(job)
+
+    @app.get("/jobs", tags=["jobs"])
+    async def listed(
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_LIST))],
+        state: Annotated[list[JobState] | None, Query()] = None,
+        user: str | None = None,
+        name: str | None = None,
+        kind: JobKind | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> JobList:
+        """Return the tenant's jobs, newest first, a page at a time."""
+        page = await store.jobs(
+            by.tenant,
+            states=state or (),
+            user=user,
+            name=name,
+            kind=kind,
+            cursor=cursor,
+            limit=limit,
+            viewer=None if by.sees(None) else by.user,
+        )
+        return JobList(jobs=[view(job) for job in page.jobs], cursor=page.cursor)
+
+    @app.get("/jobs/{job_id}", tags=["jobs"])
+    async def one(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> JobView:
+        """Return one job, with the reason for its state."""
+        job = await plane.job(by, job_id, Action.JOB_READ)
+        scheduler.seen(job_id)
+        return view(job)
+
+    @app.delete("/jobs/{job_id}", tags=["jobs"])
+    async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_CANCEL))]) -> JobView:
+        """Cancel a job, which saves what it has trained first. A job that has ended stays as it is."""
+        await plane.job(by, job_id, Action.JOB_CANCEL)
+        job = await scheduler.cancel(by.tenant, job_id, f"cancelled by {by.user}")
+        await plane.log(by, Action.JOB_CANCEL, job_id)
+        return view(job)
+
+    @app.post("/jobs/{job_id}/resubmit", tags=["jobs"], status_code=201)
+    async def resubmit(
+        job_id: str,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_RESUBMIT))],
+        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    ) -> JobView:
+        """Submit a new job with the request of this one; it starts from the beginning."""
+        job = await plane.job(by, job_id, Action.JOB_RESUBMIT)
+        config = await plane.pool.run(allowed, job.config, by, plane.rules)
+        await recorded_source(plane, by, job.kind, config)  # it may read other episodes than the first job
+        request = JobRequest(
+            name=job.name,
+            kind=job.kind,
+            priority=job.priority,
+            config=config,
+            resources=job.resources,
+            attached=job.attached,
+            private=job.private,
+            restarts_limit=job.restarts_limit,
+            time_limit_seconds=plane.rules.time_limit(job.time_limit_seconds),
+            from_job=job.from_job,
+            from_step=job.from_step,
+            adapters=job.adapters,
+        )
+        again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
+        await plane.log(by, Action.JOB_RESUBMIT, again.job_id)
+        return view(again)
+
+    @app.post("/jobs/{job_id}/rotate-key", tags=["jobs"])
+    async def rotate_key(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_ROTATE_KEY))]) -> JobKeyView:
+        """Replace the key of a job's data plane.
+
+        The old keys, of the job and of its episodes, open nothing any more.
+        """
+        job = await plane.job(by, job_id, Action.JOB_ROTATE_KEY)
+        run = scheduler.folder_of(job_id) / RUN
+        async with rotating:
+            key = await asyncio.to_thread(lambda: rotate_keys(run, parse_config(job.config).name))
+        await plane.log(by, Action.JOB_ROTATE_KEY, job_id)
+        return JobKeyView(api_key=key)
+
+    @app.get("/jobs/{job_id}/changes", tags=["jobs"])
+    async def changes(
+        job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))], after: int = 0
+    ) -> list[ChangeView]:
+        """Return every change of the job's state, with its time and reason."""
+        await plane.job(by, job_id, Action.JOB_READ)
+        found = await store.changes(by.tenant, job_id, after)
+        return [
+            ChangeView(
+                number=change.number,
+                at=change.at,
+                previous=change.previous,
+                following=change.following,
+                reason=change.reason,
+            )
+            for change in found
+        ]
+
+
+def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Add the routes that read what a job reports and writes to the application."""
+    scheduler, opened = plane.scheduler, OpenStreams(MOST_STREAMS, REFUSED)
+
+    @app.get("/jobs/{job_id}/server", tags=["jobs"])
+    async def server(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.EPISODE_PLAY))]) -> ServerView:
+        """Return the address of a job's data plane and the key that opens it; 404 while the job does not run."""
+        job = await plane.job(by, job_id, Action.EPISODE_PLAY)
+        scheduler.seen(job_id)
+        if job.url is None:
+            reason = scheduler.waiting.get(job_id) or job.reason
+            raise NotFound(f"job {job_id} is {job.state} and has no data plane: {reason}")
+        key = await artifacts.read_key(scheduler.folder_of(job_id) / RUN)
+        return ServerView(url=job.url, api_key=key)
+
+    @app.get("/events", tags=["jobs"])
+    async def all_events(
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_LIST))],
+        last_event_id: Annotated[str | None, Header()] = None,
+        follow: bool = True,
+    ) -> StreamingResponse:
+        """Stream the changes of state of all jobs of the tenant, those from now on.
+
+        The first event, `begin`, has the number of the newest change. After a lost connection, send the header
+        `Last-Event-ID` to continue after the last event that arrived.
+        """
+        after = streams.number_of(last_event_id)
+        content = streams.tenant_events(plane, by, after, follow)
+        return opened.answer(content, (by.tenant, by.user), AS_IT_COMES, MEDIA_TYPE)
+
+    @app.get("/jobs/{job_id}/logs", tags=["jobs"])
+    async def logs(
+        job_id: str,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))],
+        offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        last: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+        follow: bool = False,
+    ) -> StreamingResponse:
+        """Return a job's log as text from the byte `offset` on; with `follow` until the job has ended.
+
+        With `last`, the text begins at most so many bytes before the present end. The header `log-offset` has the
+        number of its first byte.
+        """
+        await plane.job(by, job_id, Action.JOB_READ)
+        path = scheduler.folder_of(job_id) / LOG_FILE
+        if last is not None:
+            offset = max(offset, await asyncio.to_thread(streams.size_of, path) - last)
+        headers = {**AS_IT_COMES, "log-offset": str(offset)}
+        content = streams.log(plane, by, job_id, path, offset, follow)
+        return opened.answer(content, (by.tenant, by.user), headers, "text/plain; charset=utf-8")
+
+    @app.get("/jobs/{job_id}/events", tags=["jobs"])
+    async def events(
+        job_id: str,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))],
+        last_event_id: Annotated[str | None, Header()] = None,
+        follow: bool = True,
+    ) -> StreamingResponse:
+        """Stream a job's changes of state, and what it reports (a `step` has its metrics), from the start.
+
+        After a lost connection, send the header `Last-Event-ID` to continue after the last event that arrived.
+        """
+        await plane.job(by, job_id, Action.JOB_READ)
+        place = streams.Place.of(last_event_id)
+        run = scheduler.folder_of(job_id) / RUN
+        content = streams.events(plane, by, job_id, run, place, follow)
+        return opened.answer(content, (by.tenant, by.user), AS_IT_COMES, MEDIA_TYPE)
+
+    @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
+    async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
+        """Return the files of a job's run: checkpoints, metrics, curve, configuration."""
+        await plane.job(by, job_id, Action.JOB_READ)
+        return await artifacts.listed(scheduler.folder_of(job_id) / RUN)
+
+    @app.get("/jobs/{job_id}/artifacts/{path:path}", tags=["jobs"])
+    async def download(
+        job_id: str, path: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]
+    ) -> FileResponse:
+        """Return the content of one file of a job's run."""
+        await plane.job(by, job_id, Action.JOB_READ)
+        return FileResponse(await artifacts.checked(scheduler.folder_of(job_id) / RUN, path))
+
+
+def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> JobView:
+    """Return a job as users of its tenant see it.
+
+    Args:
+        waits: why a queued job does not start; None: the record's reason is shown.
+        place: of a queued job, among all that wait; None: it does not wait, or its turn is not known yet.
+    """
+    made_here = ("resources", "reason", "state", "place", "bundle_nodes")
+    shown: dict[str, Any] = {name: getattr(job, name) for name in JobView.model_fields if name not in made_here}
+    return JobView(
+        **shown,
+        state=job.state.value,
+        reason=waits or job.reason,
+        place=place,
+        resources=body_of(job.resources),
+        bundle_nodes=list(job.bundle_nodes),
+    )

@@ -1,0 +1,210 @@
+"""Streams of a run's log, changes of state and events, which can be read again from any point."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import orjson
+
+from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
+from palestra.http.sse import News, encode_event, follow
+from palestra.store.browsing import browse
+from palestra.store.run_log import read_events
+from palestra.threads import in_thread
+from palestra.types.control_wire import TenantChangeView
+from palestra.types.jobs import JobChange, JobRecord
+from palestra.types.records import Event
+from palestra_service.accounts.identity import Identity
+from palestra_service.api.access import ControlPlane
+from palestra_service.rights.permissions import Action
+
+CHUNK_BYTES = 2**16
+MOST_EVENTS = 500
+READ_SECONDS = 10.0  # that reading the events of a run may take
+LARGEST = 2**53  # the largest number of an event that is accepted; SQLite could not compare with a huge one
+
+
+class Place(NamedTuple):
+    """The position of a client in a stream of events.
+
+    Attributes:
+        change: number of the last change of state that was read.
+        event: id of the last event of the run that was read.
+    """
+
+    change: int = 0
+    event: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.change}.{self.event}"
+
+    @classmethod
+    def of(cls, text: str | None) -> Self:
+        """Return the place in the header `Last-Event-ID`; None: the start.
+
+        Raises:
+            InvalidRequest: no stream of the control plane has sent this id.
+        """
+        if text is None:
+            return cls()
+        change, _, event = text.partition(".")
+        if not (text.isascii() and change.isdigit() and event.isdigit() and len(text) < 40):
+            raise InvalidRequest(f"Last-Event-ID is {text!r}; send one that this stream had", "last-event-id")
+        return cls(min(int(change), LARGEST), min(int(event), LARGEST))
+
+    def after(self, one: JobChange | Event) -> Self:
+        """Return the place after a change or an event."""
+        if isinstance(one, Event):
+            return self._replace(event=one.event_id)
+        return self._replace(change=one.number)
+
+
+def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Place, wait: bool) -> AsyncIterator[bytes]:
+    """Yield a job's changes of state and what its run reports, as server-sent events.
+
+    Args:
+        by: the reader; the stream ends when the reader's key does not open the job any more.
+        wait: whether to wait for future events.
+    """
+
+    async def look() -> News | None:
+        nonlocal place
+        job = await _readable(plane, by, job_id)  # read before the events, so that those of its end are not missed
+        if job is None:
+            return None
+        changes = await plane.store.changes(by.tenant, job_id, place.change)
+        last = place.event
+        reported = await in_thread(
+            lambda: _events_after(run, last)
+        )  # of its own, which may take long for a damaged run
+        chunks = []
+        happened: Iterator[JobChange | Event] = heapq.merge(changes, reported, key=lambda one: one.at)
+        for one in happened:
+            place = place.after(one)
+            chunks.append(_encoded(place, one))
+        return News(chunks, job.is_over)
+
+    return follow(look, wait)
+
+
+def number_of(text: str | None) -> int | None:
+    """Return the number of a change in the header `Last-Event-ID`; None: there is none.
+
+    Raises:
+        InvalidRequest: the stream of a tenant has not sent this id.
+    """
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise InvalidRequest(f"Last-Event-ID is {text!r}; send one that this stream had", "last-event-id")
+    return min(int(text), LARGEST)
+
+
+def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bool) -> AsyncIterator[bytes]:
+    """Yield the changes of state of all jobs of a tenant that the reader sees, as server-sent events.
+
+    Args:
+        by: the reader; the stream ends when the reader's key does not list jobs any more.
+        after: number of the last change that was read; None: the stream begins at the newest one, and says which.
+        wait: whether to wait for future changes.
+    """
+    changed, seen = plane.store.changed, -1  # seen: number of notifications before the last complete look
+
+    async def look() -> News | None:
+        nonlocal after, seen
+        now = await plane.identities.renewed(by)
+        if now is None or not now.may(Action.JOB_LIST):
+            return None
+        if after is None:
+            after = await plane.store.newest_change(by.tenant)
+            return News([encode_event(orjson.dumps({"number": after}), "begin", str(after))], False)
+        if (count := changed.count) == seen:  # many pages look, and jobs seldom change
+            return News([], False)
+        viewer = None if now.sees(None) else now.user
+        found = await plane.store.tenant_changes(by.tenant, after, viewer, MOST_EVENTS)
+        chunks = []
+        for change in found:
+            after = change.number
+            view = TenantChangeView.model_validate(asdict(change))
+            chunks.append(encode_event(view.model_dump_json().encode(), "state", str(after)))
+        if len(found) < MOST_EVENTS:
+            seen = count
+        return News(chunks, False)
+
+    return follow(look, wait, lambda seconds: changed.wait(seconds, seen))
+
+
+def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, wait: bool) -> AsyncIterator[bytes]:
+    """Yield a job's log from a byte on.
+
+    Args:
+        by: the reader; see `events`.
+        wait: whether to wait for further lines.
+    """
+
+    async def look() -> News | None:
+        nonlocal offset
+        job = await _readable(plane, by, job_id)
+        if job is None:
+            return None
+        chunk = await asyncio.to_thread(_read, path, offset)
+        offset += len(chunk)
+        return News([chunk] if chunk else [], job.is_over)
+
+    return follow(look, wait, keepalive=False)
+
+
+async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord | None:
+    """Return the job; None: the reader's key was revoked, or the reader's role changed, since the stream began."""
+    now = await plane.identities.renewed(by)
+    if now is None:
+        return None
+    try:
+        job = await plane.job(now, job_id, Action.JOB_READ)
+    except (Forbidden, NotFound):
+        return None
+    plane.scheduler.seen(job_id)
+    return job
+
+
+def _encoded(place: Place, one: JobChange | Event) -> bytes:
+    """Return a change or an event as a server-sent event, whose id is the place after it."""
+    if isinstance(one, Event):
+        return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))
+    change = {"at": one.at, "state": one.following.value, "reason": one.reason}
+    return encode_event(orjson.dumps(change), "state", str(place))
+
+
+def _events_after(run: Path, last: int) -> list[Event]:
+    """Return what the run has reported after event `last`; [] while it has no store."""
+    store = run / "run.db"
+    if not store.exists():
+        return []
+    try:
+        with browse(store, READ_SECONDS) as connection:
+            return read_events(connection, last, MOST_EVENTS)
+    except StoreError:  # the store is just being created, or damaged
+        return []
+
+
+def size_of(path: Path) -> int:
+    """Return the present length of a log in bytes; 0 while there is no log."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _read(path: Path, offset: int) -> bytes:
+    """Return the next bytes of a log; b"" while there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK_BYTES)
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,156 @@
+"""`BaseProcess`: a base server of a service, in a process that another component starts and watches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import traceback
+from typing import IO
+from urllib.parse import urlsplit
+
+from palestra.config import TrainerConfig
+from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.errors import StoreError
+from palestra.models.catalog import exact_model
+from palestra.runtime.run_dir import starting_in
+from palestra.threads import in_thread
+from palestra.types.bases import BaseLoad
+from palestra.waiting import race
+from palestra_bases.admissions import FILE, Admissions
+from palestra_bases.models import shared_models
+from palestra_bases.server import BackendServer
+from palestra_bases.serving import BaseOptions, LoadedBase
+from palestra_service.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending, ending_of, write_ended
+from palestra_service.model_server import open_log, start_failure
+
+LOOK_SECONDS = 0.5  # between two readings of the admissions
+LEASE_SECONDS = 60.0  # a job whose connection is lost keeps its policies for so long
+log = logging.getLogger("palestra.base")
+
+
+class BaseProcess:
+    """Serves a base to the jobs that a service admits, in `folder`, with its log in `folder/log.txt`."""
+
+    def __init__(self) -> None:
+        self._serving: asyncio.Task[Ended] | None = None
+        self._stop = asyncio.Event()
+        self._address: str | None = None
+        self._base: LoadedBase | None = None
+        self._server: BackendServer | None = None
+        self._log: IO[str] | None = None
+
+    async def start(self, order: BaseOrder, host: str) -> str:
+        """Load the model and serve it; returns the address when the server listens.
+
+        Raises:
+            PalestraError: the base server can't be started.
+        """
+        self._log = open_log(order.folder)
+        (order.folder / ENDED_FILE).unlink(missing_ok=True)
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
+        listening = asyncio.Event()
+        self._serving = asyncio.create_task(self._serve(order, host, listening))
+        try:
+            await race(listening.wait(), asyncio.shield(self._serving))
+            if self._address is None:
+                await self._serving
+        except Exception as error:
+            if (failure := start_failure(error, self._say)) is error:
+                raise
+            raise failure from error
+        assert self._address is not None
+        return self._address
+
+    async def address(self) -> str | None:
+        """Return the address that jobs connect to, or None if the server does not listen yet."""
+        return self._address
+
+    async def ended(self) -> Ended:
+        """Wait until the server has ended, and return how."""
+        assert self._serving is not None, "start it first"
+        return await asyncio.shield(self._serving)
+
+    async def stop(self) -> None:
+        """Ask the server to end. Jobs that are connected wait for another one under its address."""
+        self._stop.set()
+
+    async def answer(self) -> None:
+        """Return when the event loop responds."""
+
+    async def ping(self) -> BaseLoad:
+        """Return how busy the server is."""
+        if self._base is None or self._server is None:
+            return BaseLoad()
+        tenants = self._base.load.tenants
+        return BaseLoad(
+            waiting=sum(tenant.waiting for tenant in tenants),
+            longest_wait=max((tenant.longest_wait for tenant in tenants), default=0.0),
+            policies=sum(policies for _, _, policies in self._server.jobs),
+            tokens=sum(tenant.tokens for tenant in tenants),
+        )
+
+    async def _serve(self, order: BaseOrder, host: str, listening: asyncio.Event) -> Ended:
+        """Serve until `stop`, and return how the server ended; before it listens, its error is raised."""
+        try:
+            reason = await self._serve_jobs(order, host, listening)
+            ended = Ended(ending=Ending.STOPPED) if reason is None else Ended(ending=Ending.LOST, reason=reason)
+        except Exception as error:
+            if self._address is None:
+                raise
+            self._say(traceback.format_exc())
+            ended = Ended(ending=ending_of(error), reason=f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # a full disk, perhaps; the scheduler gets the return value
+            write_ended(order.folder, ended)
+            self._say(f"{ended.ending.value}{': ' if ended.reason else ''}{ended.reason}\n")
+        return ended
+
+    async def _serve_jobs(self, order: BaseOrder, host: str, listening: asyncio.Event) -> str | None:
+        """Serve until `stop`, and return None, or until the engine can't continue, and return why."""
+        with starting_in(order.folder) as start:
+            admissions = Admissions(order.folder / FILE)
+            options = await in_thread(lambda: _options(order))
+            async with shared_models(options.shared_models) as shared:
+                base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True), daemon=False)
+                start.succeeded = True
+                try:
+                    server = self._server = BackendServer(base, admissions.of, LEASE_SECONDS, options.most_policies)
+                    port = 0 if order.address is None else urlsplit(order.address).port
+                    async with server.listen(None, host, port or 0) as address:
+                        self._address = address
+                        self._say(f"base {order.model} at {address}\n")
+                        listening.set()
+                        first = await race(self._stop.wait(), base.failure(), _follow(admissions, base, server))
+                        return str(first.result) if first.index == 1 else None
+                finally:
+                    base.close()
+
+    def _say(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(text)
+
+
+async def _follow(admissions: Admissions, base: LoadedBase, server: BackendServer) -> None:
+    """Give jobs their shares, and end those whose admission is taken away, as the file says."""
+    while True:
+        try:
+            admissions.read()
+        except StoreError as error:  # the disk may be back in a moment; nothing is admitted or ended until then
+            log.error("%s", error)
+        base.weigh(admissions.weights)
+        for job_id in sorted(admissions.take_gone()):
+            await server.remove(job_id)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _options(order: BaseOrder) -> BaseOptions:
+    """Return the options of the base server, with the folder of its model."""
+    given = {"dtype": order.dtype}
+    return BaseOptions(
+        model=str(exact_model(order.model)),
+        folder=order.folder,
+        runs=order.jobs,
+        engine=EmbeddedEngineConfig.model_validate(given),
+        trainer=TrainerConfig.model_validate(given | {"adapter_slots": order.slots}),
+        deterministic=order.deterministic,
+    )

@@ -1,0 +1,112 @@
+"""`palestra serve`: the control plane, through which several users share a machine or a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.options import command
+from palestra.terminal import say
+
+
+def add(commands: Any) -> None:
+    """Add the command `serve`, with where it listens, what it keeps, and what jobs may use."""
+    parser = command(
+        commands,
+        "serve",
+        run,
+        "serve many users' jobs on this machine, or on a Ray cluster",
+        "  palestra serve\n  palestra serve --ray-address 10.0.0.1:6379 --state-dir /shared/palestra --host 0.0.0.0",
+    )
+    parser.add_argument(
+        "--state-dir", metavar="DIR", type=Path, default=Path("palestra-state"), help="folder of jobs and control store"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is a proxy's work")
+    parser.add_argument("--port", type=int, default=7400, help="port to listen on; 0: any free one")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="postgresql://…; without it, SQLite in the state directory. "
+        "A password belongs into PGPASSWORD or ~/.pgpass, where no process list shows it",
+    )
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="address of a cluster to join; without it, a local one is started"
+    )
+    parser.add_argument(
+        "--cpus", metavar="CORES", type=float, help="cores that a local cluster gives to jobs; without it, all"
+    )
+    parser.add_argument(
+        "--gpus", metavar="GPUS", type=int, help="GPUs that a local cluster gives to jobs; without it, all"
+    )
+    parser.add_argument(
+        "--memory-gib", metavar="GIB", type=float, help="memory that a local cluster gives to jobs; without it, all"
+    )
+    parser.add_argument(
+        "--rules",
+        type=Path,
+        metavar="FILE",
+        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/operations.md); "
+        "without it, the caps of docs/configuration.md",
+    )
+    parser.add_argument(
+        "--pass-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/operations.md has those "
+        "that they get in any case); may be given several times",
+    )
+    parser.add_argument(
+        "--new-admin-key", action="store_true", help="print one more key of the first admin, for when all are lost"
+    )
+    parser.add_argument(
+        "--insecure-no-auth",
+        action="store_true",
+        help="ask for no keys: every program of this machine is the operator; loopback addresses only",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; the first start prints the admin's key."""
+    from palestra.runtime.event_loop import run_on_uvloop
+    from palestra_service.jobs.rules import Rules, load_rules
+    from palestra_service.ray.cluster import LocalRay
+    from palestra_service.ray.serve import ServeOptions, serve_control
+
+    options = ServeOptions(
+        state_dir=arguments.state_dir,
+        host=arguments.host,
+        port=arguments.port,
+        database=arguments.database,
+        ray_address=arguments.ray_address,
+        local=LocalRay(cpus=arguments.cpus, gpus=arguments.gpus, memory_gib=arguments.memory_gib),
+        without_keys=arguments.insecure_no_auth,
+        new_admin_key=arguments.new_admin_key,
+        rules=Rules() if arguments.rules is None else load_rules(arguments.rules),
+        pass_env=tuple(arguments.pass_env),
+    )
+
+    for warning in options.rules.engines.warnings(options.pass_env, os.environ):
+        say(f"palestra: {warning}", file=sys.stderr)
+
+    hint = False
+
+    def show_key(made: Any, unused: bool) -> None:
+        nonlocal hint
+        if arguments.insecure_no_auth:
+            return
+        if hint := made is not None:
+            say(f"the admin's key, shown this once:  {made.secret}")
+        elif unused:
+            say("no key of the first admin was ever used; if it is lost, start once with --new-admin-key")
+
+    def ready(url: str) -> None:
+        say(f"control plane at {url}, its state in {arguments.state_dir}; the page is {url}/dashboard")
+        if hint:
+            say(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key")
+
+    run_on_uvloop(serve_control(options, ready, show_key))
+    return 0

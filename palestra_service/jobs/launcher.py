@@ -1,0 +1,351 @@
+"""What the scheduler asks of a launcher of model servers, and which state follows when a server has ended."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from palestra.disk import write_whole
+from palestra.errors import PalestraError, causes_of
+from palestra.types.gpus import GpuReading
+from palestra.types.jobs import JobRecord, ProcessResources, Resources, Role
+from palestra.types.states import JobState
+from palestra_service.jobs.deadlines import limit_is_over
+from palestra_service.placement.fitting import Node
+
+log = logging.getLogger("palestra.control")
+RUN = "run"  # name of the run's folder in a job's folder
+LOG_FILE = "log.txt"  # in a job's folder
+ENDED_FILE = "ended.json"  # in a job's folder, after its server has ended
+
+# A full disk or quota, a failing or missing disk, no memory, no descriptor, a folder that is read-only at the moment.
+MACHINE_ERRORS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
+)
+SQLITE_MACHINE_ERRORS = frozenset(
+    (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY)
+)
+
+
+TAIL_BYTES = 4000
+
+
+class Ending(StrEnum):
+    """The ways in which a model server can end; they decide whether it is started again.
+
+    Attributes:
+        COMPLETED: its steps are finished.
+        STOPPED: it was asked to stop, and what was trained is in a checkpoint.
+        FAILED: it can't continue, and says why; starting it again would not help.
+        LOST: its process or its machine is gone; it can continue from its last checkpoint.
+    """
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """The ending of a model server, with the reason for people."""
+
+    ending: Ending
+    reason: str = ""
+
+
+def ending_of(error: BaseException) -> Ending:
+    """Classify an error that ends a job, by the one rule for all errors.
+
+    LOST, so that the job is started again as often as `restarts` allows, for an error that may not happen again: one
+    that is `retryable`, or that the machine's disks or its lack of a resource caused (`MACHINE_ERRORS`). FAILED for all
+    others: the configuration, the model, a damaged store, a defect.
+    """
+    for cause in causes_of(error):
+        if isinstance(cause, PalestraError) and cause.retryable:
+            return Ending.LOST
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS):
+            return Ending.LOST
+        # Python's own error for text that is not UTF-8 has no code, and means that the file is damaged.
+        code = getattr(cause, "sqlite_errorcode", None)
+        if isinstance(cause, sqlite3.OperationalError) and code is not None and code & 0xFF in SQLITE_MACHINE_ERRORS:
+            return Ending.LOST
+    return Ending.FAILED
+
+
+def write_ended(folder: Path, ended: Ended) -> None:
+    """Write into a job's folder how its server ended, for a scheduler that was not running then."""
+    write_whole(folder / ENDED_FILE, ended_text(ended).encode())
+
+
+def ended_text(ended: Ended) -> str:
+    """Return the content of `ENDED_FILE` for this ending."""
+    return json.dumps({"ending": ended.ending.value, "reason": ended.reason})
+
+
+def read_ended(folder: Path, name: str = ENDED_FILE) -> Ended | None:
+    """Return how a server ended, from a file in its folder; None: the server was killed, or the file is damaged."""
+    path = folder / name
+    try:
+        found = json.loads(path.read_bytes())
+        return Ended(ending=Ending(found["ending"]), reason=str(found["reason"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s can't be read, so how the server ended is not known: %s", path, error)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleOrder:
+    """A bundle for one process of a job beside its own. The launcher reserves the bundle; the job starts the process.
+
+    Attributes:
+        role: what runs there: see `Bundle`.
+        node: where it is.
+        resources: what it holds.
+        memory_gib: how much memory its processes may use before they are ended; None: any amount.
+    """
+
+    role: Role
+    node: str
+    resources: ProcessResources
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOrder:
+    """A model server to be started.
+
+    Attributes:
+        job_id: of the job that it runs.
+        config: a JobConfig as JSON.
+        folder: of the job: its run, and its log.
+        node: where to start it.
+        resources: what its own process holds, and how its bundles are placed.
+        weights: by policy an absolute folder, or a name of the hub, instead of the policy's `model`.
+        memory_gib: how much memory its processes may use before the job is ended; None: any amount.
+        base_key: file with the job's key for its base server; None: the job has none.
+        bundles: places for its other processes, in the order of `Resources.parts`.
+    """
+
+    job_id: str
+    config: dict[str, Any]
+    folder: Path
+    node: str
+    resources: Resources
+    weights: Mapping[str, str] = field(default_factory=dict)
+    memory_gib: float | None = None
+    base_key: Path | None = None
+    bundles: tuple[BundleOrder, ...] = ()
+
+
+def runners_of(config: Mapping[str, Any]) -> int:
+    """Return how many processes play a job's environment beside its own.
+
+    Args:
+        config: a JobConfig as JSON, which was checked.
+    """
+    if config.get("kind", "training") != "training":
+        return 0
+    return int((config.get("environment") or {}).get("runners") or 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseOrder:
+    """A base server to be started, in a process like that of a job.
+
+    Attributes:
+        job_id: of the base server, which a launcher treats as that of a job.
+        model: an absolute folder, a built-in model, or a name of the hub.
+        deterministic: whether samples and weights must not depend on what is computed beside them.
+        folder: of the base server: its admissions, and its log.
+        jobs: the folder of all jobs, each of which has its files in a folder of its own there.
+        node: where to start it.
+        resources: what it holds.
+        dtype: precision of the engine's and the trainer's products.
+        slots: adapters in memory with their moments; None: all.
+        address: where jobs look for it because it was there before; None: any that is free.
+        memory_gib: how much memory its process may use before it is ended; None: any amount.
+    """
+
+    job_id: str
+    model: str
+    deterministic: bool
+    folder: Path
+    jobs: Path
+    node: str
+    resources: Resources
+    dtype: str
+    slots: int | None
+    address: str | None = None
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listening:
+    """A model server or a base server that accepts requests.
+
+    Attributes:
+        url: of its data plane; of a base server the address that jobs name.
+        devices: GPUs that it got, by their index on its machine; (): it does not say.
+    """
+
+    url: str
+    devices: tuple[int, ...] = ()
+
+
+class Launcher(Protocol):
+    """Starts, watches and stops model servers and base servers, which outlive the scheduler.
+
+    Where a method has `job_id`, that of a base server will do.
+    """
+
+    async def nodes(self) -> list[Node]:
+        """Return the machines of the cluster, with everything that they have.
+
+        Raises:
+            ServerFailed: the cluster does not answer.
+        """
+        ...
+
+    async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
+        """Return what the graphics cards of machines do, by the machine's id; soon, also where one does not answer.
+
+        Args:
+            nodes: of the cluster; of those without cards, or that are not alive, nothing is returned.
+        """
+        ...
+
+    async def start(self, order: ServerOrder | BaseOrder) -> Listening:
+        """Start a base server, or a model server, or continue the run in its folder; return when the server listens.
+
+        Raises:
+            PalestraError: the server can't be started, for the reason in the message; nothing of it is left.
+        """
+        ...
+
+    async def find(self, job_id: str) -> Listening | None:
+        """Return a server that was started before; None: there is none, and nothing is left of one."""
+        ...
+
+    async def known(self) -> list[str]:
+        """Return the ids of all jobs that have a server or hold resources, also those of other schedulers."""
+        ...
+
+    async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
+        """Wait until the server has ended for any reason, and return how; nothing of it is left then.
+
+        Args:
+            job_id: of the job that the server runs.
+            heard: called each time the server answers: a job's with its own estimate of the seconds that it has left
+                (`JobProgress.seconds_left`; None: there is no estimate yet), a base server's with its `BaseLoad`.
+        """
+        ...
+
+    async def stop(self, job_id: str, grace_seconds: float) -> None:
+        """Ask a server to save and end, and return when nothing of it is left.
+
+        Args:
+            job_id: of the job that the server runs.
+            grace_seconds: how long the server may take until its process is killed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release everything that this object holds; the servers continue."""
+        ...
+
+
+class FencedLauncher:
+    """A launcher that starts, looks for and ends servers only for a scheduler that still has its store.
+
+    `Launcher.find` is among these because it clears what is left of a server.
+    """
+
+    def __init__(self, launcher: Launcher, confirmed: Callable[[], Awaitable[None]]) -> None:
+        """Wrap a launcher.
+
+        Args:
+            confirmed: raises Superseded where another scheduler has taken over; see `ControlStore.confirmed`.
+        """
+        self._launcher, self._confirmed = launcher, confirmed
+
+    async def nodes(self) -> list[Node]:
+        """See `Launcher.nodes`."""
+        return await self._launcher.nodes()
+
+    async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
+        """See `Launcher.gpu_use`."""
+        return await self._launcher.gpu_use(nodes)
+
+    async def start(self, order: ServerOrder | BaseOrder) -> Listening:
+        """See `Launcher.start`."""
+        await self._confirmed()
+        return await self._launcher.start(order)
+
+    async def find(self, job_id: str) -> Listening | None:
+        """See `Launcher.find`."""
+        await self._confirmed()
+        return await self._launcher.find(job_id)
+
+    async def known(self) -> list[str]:
+        """See `Launcher.known`."""
+        return await self._launcher.known()
+
+    async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
+        """See `Launcher.ended`."""
+        return await self._launcher.ended(job_id, heard)
+
+    async def stop(self, job_id: str, grace_seconds: float) -> None:
+        """See `Launcher.stop`."""
+        await self._confirmed()
+        await self._launcher.stop(job_id, grace_seconds)
+
+    async def close(self) -> None:
+        """See `Launcher.close`."""
+        await self._launcher.close()
+
+
+def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:
+    """Return the next state of a job whose server has ended, the reason, and how many restarts are left.
+
+    Args:
+        now: Unix seconds of the ending, at which the job's time limit may be over.
+    """
+    left = job.restarts_left
+    if ended.ending is Ending.COMPLETED:
+        return JobState.COMPLETED, "its steps are done", left
+    if job.cancel_requested:
+        return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
+    if ended.ending is Ending.FAILED:
+        return JobState.FAILED, ended.reason, left
+    if job.time_left(now) == 0.0:  # a restart would have no time left
+        reason = limit_is_over(job)
+        return JobState.CANCELLED, f"{reason}; {ended.reason}" if ended.reason else reason, left
+    if ended.ending is Ending.LOST and left == 0:
+        return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
+    if ended.ending is Ending.LOST:
+        goes_on = "it goes on from its last checkpoint" if job.kind == "training" else "it is started again"
+        return JobState.QUEUED, f"{ended.reason}; {goes_on}", left - 1
+    return JobState.QUEUED, ended.reason or "it was stopped, and goes on from its checkpoint", left
+
+
+def last_lines(path: Path) -> str | None:
+    """Return the last lines of a log, at most `TAIL_BYTES`; None: the file can't be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - TAIL_BYTES, 0))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    return text if size <= TAIL_BYTES else text.partition("\n")[2]

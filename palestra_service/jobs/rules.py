@@ -1,0 +1,457 @@
+"""The operator's limits on submitted jobs: the largest numbers of a configuration, and the models."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from palestra.config import BUILT_IN, JobConfig
+from palestra.config.toml_file import read_toml
+from palestra.envs.catalog import catalog_entry
+from palestra.errors import ConfigError, InvalidRequest
+from palestra.types.jobs import Resources
+from palestra_service.jobs.engine_rules import EngineRules, load_engine_rules
+from palestra_service.placement.bases import BaseLimits
+
+DAY, WEEK = 86_400, 604_800  # seconds
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+OPEN_EPISODES = "rollout.group_size x groups_per_step x (1 + max_staleness)"
+TIME_LIMIT = "time_limit_seconds"  # of a job, beside its configuration; no cap unless the operator sets one
+_SETTINGS = "environment.settings.*"
+_PICTURE_HOSTS = ("picture_hosts", "private_picture_hosts")
+_BASE_AMOUNTS, _BASE_COUNTS = ("cpus", "gpus", "memory_gib"), ("slots", "adapters", "waiting")  # of [bases]
+
+CAPS: Mapping[str, float] = {
+    "steps": 1_000_000,
+    "policies.*.max_context": 262_144,
+    "policies.*.sampling.max_tokens": 262_144,
+    _SETTINGS: 1_000,
+    "environment.train_tasks": 100_000,
+    "environment.validation_tasks": 10_000,
+    "environment.max_concurrency": 1_024,
+    "environment.timeout_seconds": WEEK,
+    "environment.runners": 256,
+    "seats.act_seconds": DAY,
+    "seats.wait_seconds": DAY,
+    "rollout.group_size": 1_024,
+    "rollout.groups_per_step": 1_024,
+    "rollout.max_attempts": 100,
+    "rollout.lease_seconds": DAY,
+    "rollout.max_lease_seconds": DAY,
+    "rollout.max_episode_seconds": WEEK,
+    "rollout.max_open_buckets": 16_384,
+    "rollout.max_per_worker": 16_384,
+    "rollout.max_claimed": 1_000_000,
+    "algorithm.epochs": 64,
+    "algorithm.critic.epochs": 64,
+    "algorithm.replay.draws": 1_024,
+    "algorithm.replay.episodes": 16_384,
+    "algorithm.replay.max_age": 1_000,
+    "algorithm.replay.max_episodes": 65_536,
+    "evaluation.max_tasks": 10_000,
+    "checkpoint.keep": 20,
+    "engine.threads": 256,
+    "engine.replicas": 16,
+    "engine.tensor_parallel": 64,
+    "engine.startup_seconds": 600,
+    "engine.max_batch": 1_024,
+    "engine.prefill_tokens": 65_536,
+    "engine.prefill_chunk": 65_536,
+    "engine.cache_gib": 512,
+    "engine.prefix_cache_tokens": 4_194_304,
+    "engine.delay_seconds": 60,
+    "engine.reply_tokens": 65_536,
+    "trainer.threads": 256,
+    "trainer.devices": 64,
+    "trainer.rank_timeout_seconds": DAY,
+    "trainer.micro_batch_tokens": 262_144,
+    "trainer.logit_chunk": 65_536,
+    "store.trained_logprobs_steps": 10_000,
+    "server.max_body_bytes": 64 * 2**20,
+    "server.max_waiting_calls": 16_384,
+    "server.max_wait_seconds": 600,
+    "pictures.max_bytes": 64 * 2**20,
+    "pictures.max_pixels": 64_000_000,
+    "pictures.max_in_call": 1_024,
+    "pictures.max_bytes_in_episode": 64 * 2**30,
+    "pictures.store_gib": 1_024,
+    "pictures.fetch_seconds": 60,
+    OPEN_EPISODES: 32_768,
+}
+"""The largest values that a configuration of a service may have, by dotted key."""
+
+EXEMPT: Mapping[str, str] = {
+    "seed": "a name",
+    "policies.*.sampling.temperature": "costs nothing, and JobConfig bounds it",
+    "policies.*.optimizer.learning_rate": "costs nothing, and JobConfig bounds it",
+    "policies.*.optimizer.warmup_steps": "a number of a formula",
+    "policies.*.optimizer.betas": "costs nothing, and JobConfig bounds it",
+    "policies.*.optimizer.epsilon": "costs nothing, and JobConfig bounds it",
+    "policies.*.optimizer.weight_decay": "costs nothing, and JobConfig bounds it",
+    "policies.*.optimizer.max_grad_norm": "costs nothing, and JobConfig bounds it",
+    "policies.*.adapter.rank": "at most the width of the model's layers",
+    "policies.*.adapter.alpha": "a number of a formula",
+    "engine.gpu_memory_utilization": "at most 1, of cards that the job has alone",
+    "trainer.adapter_slots": "fewer are more work, and a job has at most eight policies",
+    "roles.*.pool.every_steps": "more is less work",
+    "roles.*.pool.size": "JobConfig bounds it, and the job's memory is limited",
+    "roles.*.pool.power": "costs nothing, and JobConfig bounds it",
+    "roles.*.pool.latest_share": "costs nothing, and JobConfig bounds it",
+    "policies.*.updates.every": "more is less work",
+    "policies.*.updates.at": "at most `every`",
+    "rollout.min_group_size": "at most group_size",
+    "rollout.max_staleness": "JobConfig bounds it, and the open episodes are capped",
+    "algorithm.clip_low": "costs nothing, and JobConfig bounds it",
+    "algorithm.clip_high": "costs nothing, and JobConfig bounds it",
+    "algorithm.discount": "a number of a formula",
+    "algorithm.importance_limit": "a number of a formula",
+    "algorithm.overlong_share": "a number of a formula",
+    "algorithm.overlong_penalty": "a number of a formula",
+    "algorithm.decay": "a number of a formula",
+    "algorithm.reward_weights.*": "costs nothing, and JobConfig bounds it",
+    "algorithm.minibatches": "at most groups_per_step",
+    "algorithm.dynamic_sampling": "JobConfig bounds it, and the open episodes are capped",
+    "algorithm.min_reward": "what a reward is compared with",
+    "algorithm.settings.*": "of a class of a user's own, which no service runs",
+    "algorithm.entropy_coefficient": "a number of a formula",
+    "algorithm.teacher_server.max_concurrency": "of a server, which no service calls",
+    "algorithm.teacher_server.timeout_seconds": "of a server, which no service calls",
+    "algorithm.teacher_server.retry_seconds": "of a server, which no service calls",
+    "algorithm.gae_lambda": "a number of a formula",
+    "algorithm.kl.coefficient": "a number of a formula",
+    "algorithm.kl.target": "a number of a formula",
+    "algorithm.temperature": "a number of a formula",
+    "algorithm.temperature_rate": "a number of a formula",
+    "algorithm.target_entropy": "a number of a formula",
+    "algorithm.critic.target_rate": "a number of a formula",
+    "algorithm.critic.value_clip": "costs nothing, and JobConfig bounds it",
+    "algorithm.critic.warmup_steps": "a number of a formula",
+    "algorithm.critic.optimizer.learning_rate": "costs nothing, and JobConfig bounds it",
+    "algorithm.critic.optimizer.warmup_steps": "a number of a formula",
+    "algorithm.critic.optimizer.betas": "costs nothing, and JobConfig bounds it",
+    "algorithm.critic.optimizer.epsilon": "costs nothing, and JobConfig bounds it",
+    "algorithm.critic.optimizer.weight_decay": "costs nothing, and JobConfig bounds it",
+    "algorithm.critic.optimizer.max_grad_norm": "costs nothing, and JobConfig bounds it",
+    "evaluation.every_steps": "more is less work",
+    "evaluation.every_tokens": "more is less work",
+    "token_budget": "training ends after `steps` in any case",
+    "checkpoint.every_steps": "more is less work",
+    "engine.stuck_seconds": "a worker that stands still costs what it holds, whenever it is replaced",
+    "watchdog.seconds": "more is less work",
+    "server.port": "the service chooses the port",
+}
+"""Numbers of a configuration that need no cap, with the reason. Every number stands here or in CAPS; a test looks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """The operator's limits on submitted configurations.
+
+    Attributes:
+        caps: largest values, by dotted key.
+        models: absolute folder, or name of the hub, by the name under which tenants use the model.
+        hub_models: whether tenants may name any model of the hub.
+        environment_hosts: by `host:port` of an environment server to which jobs may connect, the variable of the jobs'
+            processes that holds its key. No job connects to another one: it would do so from inside of the operator's
+            network.
+        programs: whether jobs may play environments that start programs (`CatalogEntry.starts_programs`).
+        picture_hosts: hosts that jobs may name in `pictures.hosts`.
+        private_picture_hosts: hosts that jobs may name in `pictures.private_hosts`, whose addresses are not looked at.
+            No host of the internet belongs here: who has its name could lead it into the operator's network.
+        bases: of the base servers that the service starts.
+        engines: which engines jobs may use beside the embedded one.
+    """
+
+    caps: Mapping[str, float] = field(default_factory=lambda: CAPS)
+    models: Mapping[str, str] = field(default_factory=dict)
+    hub_models: bool = True
+    environment_hosts: Mapping[str, str] = field(default_factory=dict)
+    programs: bool = False
+    picture_hosts: frozenset[str] = frozenset()
+    private_picture_hosts: frozenset[str] = frozenset()
+    bases: BaseLimits = field(default_factory=BaseLimits)
+    engines: EngineRules = field(default_factory=EngineRules)
+
+    def check(self, config: JobConfig) -> None:
+        """Refuse a configuration that asks for more than the operator allows.
+
+        Raises:
+            ConfigError: a value is over its cap; the message names key, value and cap. Or the environment starts
+                programs, or pictures are fetched from a host, which the operator has not allowed.
+        """
+        self._check_picture_hosts(config)
+        name = config.environment.name or ""
+        if name and catalog_entry(name).starts_programs and not self.programs:
+            raise ConfigError(
+                f"environment.name is {name!r}, which starts programs on the service's machines; its operator has to "
+                "allow that (environment.programs in the rules)"
+            )
+        rollout = config.rollout
+        episodes = rollout.group_size * rollout.groups_per_step * (1 + rollout.max_staleness)
+        workers = (("engine", "replicas"), config.engine.worker_count)  # of all tables together
+        for path, value in (*_numbers(config.model_dump()), workers, ((OPEN_EPISODES,), episodes)):
+            most = self.caps.get(_key(path))
+            if most is not None and abs(value) > most:
+                raise ConfigError(
+                    f"{'.'.join(path)} is {_text(value)}, and this service allows at most {_text(most)}; lower it, or "
+                    "ask its operator for more"
+                )
+
+    def _check_picture_hosts(self, config: JobConfig) -> None:
+        """Refuse hosts from which the server would fetch pictures, from inside of the operator's network."""
+        for key, named, allowed in (
+            ("hosts", config.pictures.hosts, self.picture_hosts),
+            ("private_hosts", config.pictures.private_hosts, self.private_picture_hosts),
+        ):
+            for host in named:
+                if host not in allowed:
+                    known = ", ".join(sorted(allowed)) or "none"
+                    rule = "picture_hosts" if key == "hosts" else "private_picture_hosts"
+                    raise ConfigError(
+                        f"pictures.{key} names {host!r}; the operator of this service allows {known} ({rule})"
+                    )
+
+    def time_limit(self, asked: float | None) -> float | None:
+        """Return the time limit of a job: what was requested, else the operator's cap.
+
+        Args:
+            asked: seconds; None: any time.
+
+        Raises:
+            ConfigError: it is over the cap.
+        """
+        most = self.caps.get(TIME_LIMIT, math.inf)
+        if asked is None:
+            return None if most == math.inf else most
+        if asked > most:
+            raise ConfigError(
+                f"{TIME_LIMIT} is {_text(asked)}, and this service allows at most {_text(most)}; lower it, or ask its "
+                "operator for more"
+            )
+        return asked
+
+    def environment_variable(self, url: str) -> str:
+        """Return the variable that holds the key of an environment server to which jobs may connect.
+
+        Raises:
+            ConfigError: the operator does not allow it, or it is no URL.
+        """
+        host = _host(url)
+        if host not in self.environment_hosts:
+            known = ", ".join(sorted(self.environment_hosts)) or "none"
+            raise ConfigError(
+                f"jobs of this service may not connect to {host}; its operator allows {known} "
+                "(environment.allowed_hosts)"
+            )
+        return self.environment_hosts[host]
+
+    def weights(self, model: str) -> str | None:
+        """Return the folder, or the hub's name, of a model in the operator's list.
+
+        None: the name itself says where it is.
+
+        Raises:
+            ConfigError: tenants may not use this model.
+        """
+        if model in self.models:
+            return self.models[model]
+        if model in BUILT_IN or (self.hub_models and HUB_NAME.fullmatch(model)):
+            return None
+        known = ", ".join(map(repr, (*BUILT_IN, *sorted(self.models))))
+        other = " or a name of the Hugging Face hub such as 'org/model'" if self.hub_models else ""
+        raise ConfigError(
+            f"the model is {model!r}; the server takes {known}{other}, and no folder; a checkpoint of a job is named "
+            "with from_job"
+        )
+
+    def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
+        """Return where the models of a job are, by policy, for those that are not where they say; see `weights`.
+
+        The models of references stand beside them, as in `JobConfig.named_models`.
+
+        Args:
+            started_from_job: whether the model of the policy that is not frozen is a folder of the job's own.
+
+        Raises:
+            ConfigError: a tenant may not use a model.
+        """
+        own = config.trained_policies if started_from_job else ()
+        found = {name: self.weights(model) for name, model in config.named_models.items() if name not in own}
+        return {name: place for name, place in found.items() if place is not None}
+
+
+def load_rules(path: Path) -> Rules:
+    """Read the operator's TOML file.
+
+    Its keys are `hub_models`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`, `[environment]`,
+    `[bases]` and `[engines]`; those that it leaves out keep their defaults.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key, or a value out of range.
+    """
+    data = read_toml(path)
+    known = ("hub_models", "models", "caps", "environment", "bases", "engines", *_PICTURE_HOSTS)
+    for key in data:
+        _require_known(path, key, known)
+    hub = data.get("hub_models", True)
+    models, given = data.get("models", {}), data.get("caps", {})
+    if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
+        raise ConfigError(f"{path}: hub_models is true or false, [models] and [caps] are tables")
+    caps = dict(CAPS)
+    for key, value in _flat(given, ""):
+        _require_known(path, key, (*CAPS, TIME_LIMIT))
+        caps[key] = _cap(path, key, value)
+    return Rules(
+        caps=caps,
+        models={name: _place(path, name, place) for name, place in models.items()},
+        hub_models=hub,
+        environment_hosts=_hosts(path, data.get("environment", {})),
+        programs=_programs(path, data.get("environment", {})),
+        picture_hosts=_picture_hosts(path, "picture_hosts", data),
+        private_picture_hosts=_picture_hosts(path, "private_picture_hosts", data),
+        bases=_bases(path, data.get("bases", {})),
+        engines=load_engine_rules(path, data.get("engines", {})),
+    )
+
+
+def _bases(path: Path, table: Any) -> BaseLimits:
+    """Return the settings of base servers, from `[bases]`."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [bases] is a table")
+    for key in table:
+        _require_known(path, key, (*_BASE_AMOUNTS, *_BASE_COUNTS, "idle_seconds", "dtype"))
+    for key, value in table.items():
+        counts = key in _BASE_COUNTS
+        if key != "dtype" and (isinstance(value, bool) or not isinstance(value, int if counts else int | float)):
+            raise ConfigError(f"{path}: bases.{key} is {value!r}; it has to be a {'whole ' if counts else ''}number")
+        if key in (*_BASE_COUNTS, "idle_seconds") and not value > 0:
+            raise ConfigError(f"{path}: bases.{key} is {value!r}; it has to be above 0")
+    if (dtype := table.get("dtype", "bfloat16")) not in ("bfloat16", "float32"):
+        raise ConfigError(f"{path}: bases.dtype is {dtype!r}; it is 'bfloat16' or 'float32'")
+    try:
+        given: dict[str, Any] = {key: float(table[key]) for key in _BASE_AMOUNTS if key in table}
+        resources = Resources(**given)
+    except InvalidRequest as error:
+        raise ConfigError(f"{path}: bases: {error}") from error
+    others = {key: value for key, value in table.items() if key not in _BASE_AMOUNTS}
+    return BaseLimits(resources=resources, **others)
+
+
+def _hosts(path: Path, table: Any) -> dict[str, str]:
+    """Return the environment servers to which jobs may connect, from `[environment.allowed_hosts]`."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
+    for key in table:
+        _require_known(path, key, ("allowed_hosts", "programs"))
+    hosts = table.get("allowed_hosts", {})
+    if not isinstance(hosts, dict):
+        raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
+    for host, variable in hosts.items():
+        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}", host):
+            raise ConfigError(f"{path}: environment.allowed_hosts: {host!r} is no host with a port, as 10.0.0.7:7500")
+        if not (isinstance(variable, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable)):
+            raise ConfigError(f"{path}: environment.allowed_hosts: {variable!r} is no name of a variable")
+    return {host.lower(): variable for host, variable in hosts.items()}
+
+
+def _picture_hosts(path: Path, key: str, data: Mapping[str, Any]) -> frozenset[str]:
+    """Return the hosts from which jobs may fetch pictures."""
+    hosts = data.get(key, [])
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise ConfigError(f"{path}: {key} is a list of hosts, such as ['images.example.com']")
+    return frozenset(host.lower() for host in hosts)
+
+
+def _programs(path: Path, table: Mapping[str, Any]) -> bool:
+    """Return whether jobs may play environments that start programs, from `environment.programs`."""
+    allowed = table.get("programs", False)
+    if not isinstance(allowed, bool):
+        raise ConfigError(f"{path}: environment.programs is true or false, and not {allowed!r}")
+    return allowed
+
+
+def _host(url: str) -> str:
+    """Return `host:port` of a URL, with the port that its scheme has by default."""
+    try:
+        parsed = urlsplit(url)
+        port = parsed.port or {"http": 80, "https": 443}[parsed.scheme]
+    except (ValueError, KeyError):
+        raise ConfigError(f"environment.url is {url!r}, and is no URL of a server") from None
+    if not parsed.hostname or parsed.username is not None:
+        raise ConfigError(f"environment.url is {url!r}, and is no URL of a server")
+    host = f"[{parsed.hostname}]" if ":" in parsed.hostname else parsed.hostname
+    return f"{host}:{port}"
+
+
+def _cap(path: Path, key: str, value: Any) -> float:
+    """Return a cap of the file; `none` is infinite."""
+    if value == "none":
+        return float("inf")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{path}: caps.{key} is {value!r}; it has to be a number above 0, or 'none'")
+    return value
+
+
+def _place(path: Path, name: str, place: Any) -> str:
+    """Return the folder or the hub's name of a model in the file."""
+    if name in BUILT_IN:
+        raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
+    if not isinstance(place, str) or not place:
+        raise ConfigError(f"{path}: models.{name} has to be a folder, or a name of the Hugging Face hub")
+    folder = path.parent / Path(place).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if place.startswith((".", "/", "~")) or place.count("/") != 1:
+        raise ConfigError(f"{path}: models.{name} is {place!r}: no such folder, and no name of the hub")
+    return place
+
+
+def _require_known(path: Path, key: str, known: tuple[str, ...]) -> None:
+    """Refuse a key of the file that is not known, and name the closest one."""
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"{path}: unknown key {key!r}; "
+            + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+        )
+
+
+def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield all numbers of a configuration with their paths, as tuples: names that users chose may contain dots."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, (*path, name))
+        elif isinstance(value, list | tuple):
+            yield from _numbers({str(place): one for place, one in enumerate(value)}, (*path, name))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield (*path, name), value
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables with their dotted keys."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _key(path: tuple[str, ...]) -> str:
+    """Return the key of `CAPS` for a path in a configuration, with `*` for a name that a user chose."""
+    if path[0] == "policies":
+        own = path[2:]  # a policy's own algorithm has the caps of the job's
+        return ".".join(own if own[0] == "algorithm" else ("policies", "*", *own))
+    if path[:2] == ("engine", "workers"):
+        return ".".join(("engine", *path[3:]))  # workers of one kind have the caps of an engine of that kind
+    return _SETTINGS if path[:2] == ("environment", "settings") else ".".join(path)
+
+
+def _text(value: float) -> str:
+    """Return a number as people write it, with commas."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"

@@ -1,0 +1,142 @@
+"""`ModelServer`: one job in a process that another component starts and watches, for instance as a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from palestra.config import parse_config
+from palestra.errors import PalestraError, ServerFailed
+from palestra.models.catalog import exact_model
+from palestra.runtime.console import console_of
+from palestra.runtime.job_thread import JobThread
+from palestra.runtime.places import HERE, JobPlaces
+from palestra.threads import in_thread
+from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, write_ended
+
+
+class ModelServer:
+    """Runs a job in `folder`: its run is in `folder/run`, its log in `folder/log.txt`."""
+
+    def __init__(self, places: JobPlaces = HERE) -> None:
+        """Create a server without a job.
+
+        Args:
+            places: where the job's processes run beside this one.
+        """
+        self._places = places
+        self._thread: JobThread | None = None
+        self._trains = True
+        self._url: str | None = None
+        self._folder = Path()
+        self._log: IO[str] | None = None
+
+    async def start(
+        self, config: dict[str, Any], folder: str, host: str, weights: Mapping[str, str] | None = None
+    ) -> str:
+        """Start the job, or resume the run in its folder; returns the URL when the data plane listens.
+
+        Args:
+            host: address for the data plane to listen on.
+            weights: by policy an absolute folder, or a name of the hub, instead of its `model`; None: none.
+
+        Raises:
+            PalestraError: the job can't be started.
+        """
+        os.environ.pop("PALESTRA_API_KEY", None)  # that would be the operator's; every job has a key of its own
+        try:
+            return await self._start(config, Path(folder), host, weights or {})
+        except Exception as error:
+            if (failure := start_failure(error, self._say)) is error:
+                raise
+            raise failure from error
+
+    async def _start(self, config: dict[str, Any], where: Path, host: str, weights: Mapping[str, str]) -> str:
+        self._folder, self._log = where, open_log(where)
+        (where / ENDED_FILE).unlink(missing_ok=True)
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
+        job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
+        self._trains = job_config.kind == "training"
+        with console_of(job_config, self._log) as console:
+            if job_config.engine.has_model:
+                # Those of references too: a name of the operator's list is a folder only in `weights`.
+                named = {**job_config.named_models, **weights}
+                if not self._trains:
+                    named = {name: named[name] for name in job_config.policies}
+                weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
+            # The service has looked at the configuration; a tenant's key must not lift what it has allowed.
+            most = job_config.engine.worker_count
+            self._thread = JobThread(job_config, console, weights=weights, places=self._places, most_replicas=most)
+            job = await self._thread.start()
+        self._url = job.url
+        return self._url
+
+    async def address(self) -> str | None:
+        """Return the URL of the data plane, or None if it does not listen yet."""
+        return self._url
+
+    async def ended(self) -> Ended:
+        """Wait until the job has ended, and return how it ended."""
+        assert self._thread is not None, "start it first"
+        await self._thread.ended.wait()
+        try:
+            result = await asyncio.to_thread(self._thread.result)
+        except PalestraError as error:
+            return self._ended(ending_of(error), str(error))
+        except Exception as error:  # noqa: BLE001 - becomes the job's reason, and is logged
+            self._say(traceback.format_exc())
+            return self._ended(ending_of(error), f"{type(error).__name__}: {error}")
+        done = self._trains and result.state == "completed"  # a served model only ends when it is stopped
+        return self._ended(Ending.COMPLETED if done else Ending.STOPPED, "")
+
+    async def stop(self) -> None:
+        """Ask the job to save and end; returns when its event loop has received that."""
+        if self._thread is not None:
+            self._thread.stop()
+            await self._thread.answer()
+
+    async def answer(self) -> None:
+        """Return when the job's event loop responds, which a blocked loop does not."""
+        if self._thread is not None:
+            await self._thread.answer()
+
+    async def ping(self) -> float | None:
+        """Return the job's own estimate of the seconds it has left, or None."""
+        return None if self._thread is None else self._thread.seconds_left
+
+    def _ended(self, ending: Ending, reason: str) -> Ended:
+        ended = Ended(ending=ending, reason=reason)
+        with contextlib.suppress(OSError):  # a full disk, perhaps; the scheduler gets the return value
+            write_ended(self._folder, ended)
+            self._say(f"{ending.value}{': ' if reason else ''}{reason}\n")
+        return ended
+
+    def _say(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(text)
+
+
+def start_failure(error: Exception, say: Callable[[str], None]) -> PalestraError:
+    """Log why a server could not be started, and return the error that says whether another start may help.
+
+    Returns:
+        A `ServerFailed` if another start may help; else `error` itself if it is one of ours.
+    """
+    known = isinstance(error, PalestraError)
+    said = str(error) if known else f"{type(error).__name__}: {error}"
+    say(f"failed: {said}\n" if known else traceback.format_exc())
+    if ending_of(error) is Ending.LOST:
+        return ServerFailed(said)
+    return error if isinstance(error, PalestraError) else PalestraError(said)
+
+
+def open_log(folder: Path) -> IO[str]:
+    """Open the log of a job, or of a base server, for appending, line by line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / LOG_FILE).open("a", buffering=1, encoding="utf-8")

@@ -1,0 +1,289 @@
+"""Jobs of several processes, which start together or not at all: where each process goes, and where there is no room.
+
+`STRICT_PACK` puts all on one node. `PACK` does so where it can, and otherwise fills one node after another, the one
+first that holds most of what is left. `SPREAD` gives each process to the node that has the fewest of the job, and packs
+them where that leaves one without room. Processes with labels are placed first, and larger ones before smaller ones.
+This is a heuristic of bin packing, as Ray's own is: a job may be refused although there is an arrangement of it.
+
+With P processes and N nodes a placement takes O(P P N) at most, and O(P N) where one node holds all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+from palestra.types.jobs import Placement, ProcessResources, Resources
+from palestra_service.placement.fitting import (
+    Allocation,
+    Amounts,
+    FreeOnNode,
+    FreeResources,
+    GpuShare,
+    Node,
+    Reservation,
+    added,
+    counted,
+    devices_for,
+)
+
+OWN = "own process"
+Free = Mapping[FreeOnNode, FreeResources]
+
+
+class GangPart(NamedTuple):
+    """One process of a job.
+
+    Attributes:
+        name: for people: the role of its bundle, or `OWN`.
+        needs: of the process.
+        gpu_kind: that its node has to have; None: any node.
+        labels: that its node has to have, as pairs.
+    """
+
+    name: str
+    needs: Amounts
+    gpu_kind: str | None
+    labels: tuple[tuple[str, str], ...]
+
+    def may_run_on(self, node: Node | FreeOnNode) -> bool:
+        """Return whether a node has the labels and the GPUs that this process asks for."""
+        return self.gpu_kind in (None, node.gpu_kind) and all(
+            node.labels.get(name) == value for name, value in self.labels
+        )
+
+    @property
+    def wants(self) -> str:
+        """Return the labels in words; "": none."""
+        kind = [] if self.gpu_kind is None else [f"GPUs of kind {self.gpu_kind}"]
+        return " and ".join([*kind, *(f"label {name} = {value}" for name, value in self.labels)])
+
+
+class Gang(NamedTuple):
+    """The processes of one job.
+
+    Attributes:
+        parts: its own process first, then those of its bundles, as in `Resources.parts`.
+        placement: see `Resources`.
+    """
+
+    parts: tuple[GangPart, ...]
+    placement: Placement
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether this is one process that may run on any node, for which `fitting` has shorter ways."""
+        return len(self.parts) == 1 and not self.parts[0].wants
+
+    @property
+    def total(self) -> Amounts:
+        """Return what all processes need together."""
+        return added(*(part.needs for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class GangPlaces:
+    """Where each process of a job goes, in the order of `Gang.parts`."""
+
+    places: tuple[tuple[FreeOnNode, tuple[GpuShare, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Which process of a job found no node.
+
+    Attributes:
+        part: that process, by its number in `Gang.parts`.
+        left: what was free when it was looked for.
+    """
+
+    part: int
+    left: Free
+
+
+def gang_of(resources: Resources) -> Gang:
+    """Return the processes of a job."""
+    names = [OWN, *(bundle.role for bundle in resources.bundles for _ in range(bundle.count))]
+    parts = tuple(_part(name, one) for name, one in zip(names, resources.parts, strict=True))
+    return Gang(parts, resources.placement)
+
+
+def _part(name: str, needs: ProcessResources) -> GangPart:
+    return GangPart(name, counted(needs), needs.gpu_kind, tuple(sorted(needs.labels.items())))
+
+
+def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
+    """Return where the processes of a job go, or which one finds no node. The first of equal nodes is taken.
+
+    Args:
+        free: what is free on each node; it is not changed.
+    """
+    order = sorted(range(len(gang.parts)), key=lambda number: (_turn(gang.parts[number]), -number), reverse=True)
+    if gang.placement == "SPREAD":
+        spread = _placed_by(_least_used, gang, order, free)
+        return spread if isinstance(spread, GangPlaces) else _placed_by(_fewest_nodes, gang, order, free)
+    whole = _on_one_node(gang, order, free)
+    if whole is not None:
+        return whole
+    packed = _placed_by(_fewest_nodes, gang, order, free)
+    if gang.placement == "STRICT_PACK" and isinstance(packed, GangPlaces):
+        return NoRoom(0, free)
+    return packed
+
+
+def _turn(part: GangPart) -> tuple[bool, tuple[int, int, int]]:
+    """Return when a process is placed, the largest result first: those that not every node will do for, by size."""
+    return bool(part.wants), _size(part.needs)
+
+
+def _size(needs: Amounts) -> tuple[int, int, int]:
+    return needs.gpus, needs.cpus, needs.memory
+
+
+def _on_one_node(gang: Gang, order: Sequence[int], free: Free) -> GangPlaces | None:
+    """Return places on the node that has the least left over then; None: no node holds all."""
+    found: dict[FreeOnNode, list[tuple[GpuShare, ...]]] = {}
+    for node, amounts in free.items():
+        if all(part.may_run_on(node) for part in gang.parts):
+            devices = amounts.copy().hold_all(gang.parts[number].needs for number in order)
+            if devices is not None:
+                found[node] = devices
+    if not found:
+        return None
+    total = gang.total
+    best = min(found, key=lambda node: (free[node].gpus - total.gpus, free[node].cpus - total.cpus))
+    by_number = dict(zip(order, found[best], strict=True))
+    return GangPlaces(tuple((best, by_number[number]) for number in range(len(order))))
+
+
+_Choose = Callable[[GangPart, list[GangPart], Free, Counter[FreeOnNode]], FreeOnNode | None]
+
+
+def _placed_by(choose: _Choose, gang: Gang, order: Sequence[int], free: Free) -> GangPlaces | NoRoom:
+    """Place one process after another."""
+    left = {node: amounts.copy() for node, amounts in free.items()}
+    used: Counter[FreeOnNode] = Counter()
+    places: dict[int, tuple[FreeOnNode, tuple[GpuShare, ...]]] = {}
+    for turn, number in enumerate(order):
+        part = gang.parts[number]
+        node = choose(part, [gang.parts[later] for later in order[turn:]], left, used)
+        if node is None:
+            return NoRoom(number, left)
+        devices = devices_for(part.needs.gpus, left[node].devices, left[node].devices)
+        assert devices is not None
+        left[node].give(part.needs, devices)
+        used[node] += 1
+        places[number] = node, devices
+    return GangPlaces(tuple(places[number] for number in range(len(order))))
+
+
+def _able(part: GangPart, left: Free) -> list[FreeOnNode]:
+    return [node for node, amounts in left.items() if part.may_run_on(node) and amounts.fits(part.needs)]
+
+
+def _least_used(part: GangPart, later: list[GangPart], left: Free, used: Counter[FreeOnNode]) -> FreeOnNode | None:
+    """Return the node with the fewest processes of the job, of equal ones that which has the least left over."""
+    return min(_able(part, left), key=lambda node: (used[node], left[node].leftover(part.needs)), default=None)
+
+
+def _fewest_nodes(part: GangPart, later: list[GangPart], left: Free, used: Counter[FreeOnNode]) -> FreeOnNode | None:
+    """Return a node that has processes of the job; else that which holds most of those that are left."""
+    able = _able(part, left)
+    known = [node for node in able if used[node]]
+    if known:
+        return min(known, key=lambda node: left[node].leftover(part.needs))
+    alike = [(one, len(list(same))) for one, same in groupby(later)]
+
+    def held(node: FreeOnNode) -> int:
+        amounts, count = left[node].copy(), 0
+        for one, number in alike:
+            if one.may_run_on(node):
+                for _ in range(number):
+                    if amounts.hold_all((one.needs,)) is None:
+                        break  # nor is there room for others of this size
+                    count += 1
+        return count
+
+    return min(able, key=lambda node: (-held(node), left[node].leftover(part.needs)), default=None)
+
+
+def reserve_gang(
+    rooms: Iterable[FreeOnNode], job_id: str, gang: Gang, now: float, trusting: bool
+) -> tuple[Reservation, ...]:
+    """Keep the nodes on which a job that fits nowhere can start soonest; (): no end of a job makes room.
+
+    Jobs are taken to end in the order of their expected ends or, if these say nothing or are not trusted, from the
+    oldest on; see `fitting.reserve`. The smallest number of them is looked for whose ends make room.
+
+    Args:
+        rooms: the nodes on which jobs may start.
+        now: Unix seconds.
+        trusting: whether expected ends are used.
+    """
+    nodes = list(rooms)
+    holdings = [(holding, node) for node in nodes for holding in node.holdings if holding.ends != math.inf]
+    timed = sorted(
+        (
+            (holding.ends, holding, node)
+            for holding, node in holdings
+            if holding.ends is not None and holding.ends > now
+        ),
+        key=lambda each: (each[0], each[1], each[2].node_id),
+    )
+    aged = sorted(holdings, key=lambda each: (each[0], each[1].node_id))
+    if trusting:
+        found = _soonest(nodes, gang, [(holding, node) for _, holding, node in timed])
+        if found is not None:
+            count, then, places = found
+            return _kept(job_id, gang, then, places, timed[count - 1][0] if count else now)
+    found = _soonest(nodes, gang, aged)
+    return () if found is None else _kept(job_id, gang, found[1], found[2], None)
+
+
+def _soonest(
+    nodes: Sequence[FreeOnNode], gang: Gang, order: Sequence[tuple[Allocation, FreeOnNode]]
+) -> tuple[int, Free, GangPlaces] | None:
+    """Return how many jobs have to end, what is free then, and where the job goes; None: they make no room."""
+    after = partial(_after, nodes, order)
+    low, high = 0, len(order)
+    if isinstance(fit_gang(gang, after(high)), NoRoom):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if isinstance(fit_gang(gang, after(middle)), GangPlaces):
+            high = middle
+        else:
+            low = middle + 1
+    then = after(low)
+    places = fit_gang(gang, then)
+    return (low, then, places) if isinstance(places, GangPlaces) else None
+
+
+def _after(nodes: Sequence[FreeOnNode], order: Sequence[tuple[Allocation, FreeOnNode]], count: int) -> Free:
+    """Return what is free when the first `count` holdings of an order have ended."""
+    free = {node: node.copy() for node in nodes}
+    for holding, node in order[:count]:
+        free[node].give(holding.needs, holding.devices, -1)
+    return free
+
+
+def _kept(job_id: str, gang: Gang, then: Free, places: GangPlaces, at: float | None) -> tuple[Reservation, ...]:
+    """Return a reservation of each node that a job gets."""
+    needs: dict[FreeOnNode, list[Amounts]] = {}
+    for part, (node, _) in zip(gang.parts, places.places, strict=True):
+        needs.setdefault(node, []).append(part.needs)
+    return tuple(
+        Reservation(
+            job_id=job_id,
+            needs=tuple(sorted(parts, key=_size, reverse=True)),
+            node=node,
+            then=then[node],
+            starts_at=at,
+        )
+        for node, parts in needs.items()
+    )

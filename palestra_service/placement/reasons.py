@@ -1,0 +1,232 @@
+"""The reasons for which jobs do not start, in words. Tenants read them, so they name no job of another tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+
+from palestra.types.jobs import SHARES, Resources
+from palestra_service.placement.fitting import NOTHING, Amounts, FreeOnNode, FreeResources, Node, added, total
+from palestra_service.placement.gangs import OWN, Gang, GangPart, GangPlaces, fit_gang, gang_of
+from palestra_service.placement.queues import QueueEntry, WaitingJob
+from palestra_service.placement.tenants import (
+    CPUS,
+    GPUS,
+    KINDS,
+    MEMORY,
+    UNITS,
+    Quota,
+    TenantUsage,
+    format_amount,
+    format_needs,
+    in_units,
+)
+
+SHOWN = 3  # how many nodes a reason names
+
+
+def refusal(
+    needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Quota | None = None, beside: Amounts = NOTHING
+) -> str | None:
+    """Return why a job can never start, not even on an empty cluster; None: it can. For checking submissions.
+
+    Dead and draining nodes count, because they may come back. Without any node no job is refused.
+
+    Args:
+        quota: of the tenant; None: no limits.
+        beside: counted for the tenant beside the needs.
+    """
+    over = TenantUsage(tenant, quota or Quota(), NOTHING).refusal(added(total(needs), beside))
+    return gang_too_large(gang_of(needs), nodes) if over is None else with_part(over, beside)
+
+
+def with_part(reason: str, beside: Amounts) -> str:
+    """Return why a quota stops a job, with what the amounts in the reason contain beside the job's own needs."""
+    return f"{reason} (with its part of a base server: {format_needs(beside)})" if any(beside) else reason
+
+
+def sizes_of(nodes: Iterable[Node]) -> list[Amounts]:
+    """Return the different sizes of nodes, ascending, each once."""
+    return sorted({node.capacity for node in nodes})
+
+
+def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
+    """Return why no node can hold a job, with the largest size that there is; None: a node can."""
+    if not sizes or any(within(needs, size) for size in sizes):
+        return None
+    for kind in (GPUS, CPUS, MEMORY):
+        largest = max(size[kind] for size in sizes)
+        if needs[kind] > largest:
+            have = in_units(largest, UNITS[kind])
+            return f"needs {format_amount(needs[kind], kind)} on one node; the largest node has {have}"
+    nearest = max(sizes, key=lambda size: (sum(map(int.__le__, needs, size)), size[GPUS], size))
+    return f"needs {format_needs(needs)} on one node; the nearest has {format_needs(nearest)}"
+
+
+def gang_too_large(gang: Gang, nodes: Sequence[Node]) -> str | None:
+    """Return why a job can never start, with the process for which there is no node; None: it can."""
+    if gang.is_plain:
+        return too_large(gang.parts[0].needs, sizes_of(nodes))
+    found = fit_gang(gang, {room: room for room in map(FreeOnNode, nodes)})
+    if not nodes or isinstance(found, GangPlaces):
+        return None
+    for part in dict.fromkeys(gang.parts):
+        able = [node for node in nodes if part.may_run_on(node)]
+        if not able:
+            return f"needs a node with {part.wants}{_for(gang, part)}; there is none"
+        if (refusal := too_large(part.needs, sizes_of(able))) is not None:
+            return refusal.replace("on one node", f"on one node{_for(gang, part)}", 1)
+    if gang.placement == "STRICT_PACK":
+        return (
+            f"needs {format_needs(gang.total)} on one node, because its placement is STRICT_PACK; no node has that, "
+            "and with PACK its processes may be on several"
+        )
+    part = gang.parts[found.part]
+    return (
+        f"needs {format_needs(part.needs)} on one node{_for(gang, part)}, beside its other processes: "
+        f"{_free_on(part, found.left)} left"
+    )
+
+
+def gang_shortage(gang: Gang, rooms: Iterable[FreeOnNode]) -> str:
+    """Return what a job of several processes, or with labels, waits for, and what is free on which node."""
+    open_rooms = {room: room for room in rooms}
+    found = fit_gang(gang, open_rooms)
+    if isinstance(found, GangPlaces):
+        raise AssertionError("a job that fits does not wait for room")
+    if gang.placement == "STRICT_PACK" and len(gang.parts) > 1:
+        all_of_it = GangPart(OWN, gang.total, None, ())
+        return f"waits for {format_needs(gang.total)} on one node (STRICT_PACK): {_free_on(all_of_it, open_rooms)} free"
+    part = gang.parts[found.part]
+    where = f" on a node with {part.wants}" if part.wants else ""
+    return f"waits for {format_needs(part.needs)}{_of_part(gang, found.part)}{where}: {_free_on(part, found.left)} free"
+
+
+def _for(gang: Gang, part: GangPart) -> str:
+    """Return for which of a job's processes it needs something; "": the job has one only."""
+    if len(gang.parts) == 1:
+        return ""
+    return " for its own process" if part.name == OWN else f" for each process of its {part.name} bundle"
+
+
+def _of_part(gang: Gang, number: int) -> str:
+    """Return which of a job's processes has no room, in brackets; "": the job has one only."""
+    if len(gang.parts) == 1:
+        return ""
+    name = gang.parts[number].name
+    same = [other for other, part in enumerate(gang.parts) if part.name == name]
+    which = OWN if name == OWN else f"{name} bundle {same.index(number) + 1} of {len(same)}"
+    return f" ({which})"
+
+
+def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
+    """Return what is left on the nodes on which a process could run, those with most first: `node a has 2 CPUs`."""
+    able = [(amounts, node) for node, amounts in left.items() if part.may_run_on(node)]
+    if not able:
+        return "no such node has anything"
+    able.sort(key=lambda each: (-each[0].gpus, -each[0].cpus, -each[0].memory, each[1].node_id))
+    parts = []
+    for amounts, node in able[:SHOWN]:
+        free = Amounts(max(0, amounts.cpus), max(0, amounts.gpus), max(0, amounts.memory))
+        none = [f" but no {KINDS[kind]}" for kind in (GPUS, CPUS) if part.needs[kind] and not free[kind] and any(free)]
+        parts.append(f"node {short(node.node_id)} has {format_needs(free) or 'nothing'}{''.join(none)}")
+    return ", ".join(parts)
+
+
+def name_of(job: WaitingJob) -> str:
+    """Return how a job is named to other users of its tenant."""
+    return "a private job" if job.private else f"job {job.job_id}"
+
+
+def behind(turn: QueueEntry, first: QueueEntry, kept: str | None) -> str:
+    """Return the reason of a job that would fit, but is kept back for the first one.
+
+    Args:
+        first: of the job that must not be delayed.
+        kept: the nodes that are kept for the first job, with their verb; None: none is named.
+    """
+    name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
+    if first.below_overdue == 0:
+        text = f"behind {name} that has waited for too long"
+    elif first.job.priority == turn.job.priority:
+        text = f"behind {name} of the same priority"
+    else:
+        text = f"behind {name} of priority {first.job.priority}"
+    return text if kept is None else f"{text}: {kept} kept for it"
+
+
+class Shortage:
+    """Explains what jobs wait for, by the resources that are free at the end of a decision."""
+
+    def __init__(self, rooms: Sequence[FreeOnNode], nodes: Sequence[Node]) -> None:
+        """Take the nodes as they are at the end of a decision.
+
+        Args:
+            rooms: the nodes on which jobs may start.
+        """
+        self._rooms, self._nodes = rooms, sorted(nodes, key=lambda node: node.node_id)
+
+    @cached_property
+    def _by_cpus(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((room.cpus, room) for room in self._rooms)
+
+    @cached_property
+    def _by_memory(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((room.memory, room) for room in self._rooms)
+
+    @cached_property
+    def _by_whole_gpus(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((room.whole * SHARES, room) for room in self._rooms)
+
+    @cached_property
+    def _by_largest_part(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((max(room.devices, default=0), room) for room in self._rooms)
+
+    def _by(self, kind: int, needs: Amounts) -> list[tuple[int, FreeOnNode]]:
+        """Return the nodes by the free amount of a kind of resource, the largest first."""
+        if kind == GPUS:
+            return self._by_largest_part if needs.gpus < SHARES else self._by_whole_gpus
+        return self._by_cpus if kind == CPUS else self._by_memory
+
+    def describe(self, needs: Amounts) -> str:
+        """Return what a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
+        for kind in (GPUS, CPUS, MEMORY):
+            able = ((free, room) for free, room in self._by(kind, needs) if room.could_hold(needs))
+            seen = list(islice(able, SHOWN + 1))
+            if not seen:
+                return self._closed(needs)
+            if needs[kind] > max(0, seen[0][0]):
+                parts = [
+                    f"node {short(room.node_id)} {in_units(max(0, free), UNITS[kind])}" for free, room in seen[:SHOWN]
+                ]
+                first = parts[0].rpartition(" ")
+                parts[0] = f"{first[0]} has {first[2]} free"
+                rest = ", and no other has more" if len(seen) > SHOWN else ""
+                return f"waits for {format_amount(needs[kind], kind)}: {', '.join(parts)}{rest}"
+        kind = GPUS if needs.gpus else CPUS
+        room = next(room for _, room in self._by(kind, needs) if room.could_hold(needs))
+        free = Amounts(room.cpus, room.whole * SHARES or max(room.devices, default=0), room.memory)
+        return f"waits for {format_needs(needs)} on one node: node {short(room.node_id)} has {format_needs(free)} free"
+
+    def _closed(self, needs: Amounts) -> str:
+        """Return the reason of a job that only fits on nodes on which no job may start."""
+        for node in self._nodes:
+            if within(needs, node.capacity):
+                return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
+        return "waits for a node: there is none"
+
+
+def within(needs: Amounts, size: Amounts) -> bool:
+    """Return whether a node of this size can hold these needs."""
+    return all(map(int.__le__, needs, size))
+
+
+def _most_first(rooms: Iterable[tuple[int, FreeOnNode]]) -> list[tuple[int, FreeOnNode]]:
+    """Sort nodes by an amount, the largest first, and by name."""
+    return sorted(rooms, key=lambda pair: (-pair[0], pair[1].node_id))
+
+
+def short(node_id: str) -> str:
+    """Return enough of a node's id to tell nodes apart."""
+    return node_id[:12]

@@ -1,0 +1,151 @@
+"""Tenants in placement: their quotas, what their jobs hold, and their shares of the cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from palestra.types.jobs import SHARES
+from palestra_service.placement.fitting import Amounts
+
+KINDS = ("CPUs", "GPUs", "GiB", "jobs")
+CPUS, GPUS, MEMORY, JOBS = range(4)
+UNITS = (SHARES, SHARES, 1024, 1)  # the counted amount that is one CPU, GPU, GiB or job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quota:
+    """The most that a tenant may hold at the same time; None: as much as there is.
+
+    Attributes:
+        jobs: live jobs; 0 is a pause.
+        cpus: cores.
+        gpus: GPUs.
+        memory_gib: memory that jobs asked for.
+        adapters: on base servers of the service, of jobs that are not over; refused when a job is submitted.
+        weight: no limit, but the share of a base server's tokens beside other tenants; None: 1.
+    """
+
+    jobs: int | None = None
+    cpus: float | None = None
+    gpus: float | None = None
+    memory_gib: float | None = None
+    adapters: int | None = None
+    weight: float | None = None
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """Return the limits as whole numbers, in the order of KINDS."""
+        given = (self.cpus, self.gpus, self.memory_gib, self.jobs)
+        return tuple(None if n is None else int(n * unit + 1e-6) for n, unit in zip(given, UNITS, strict=True))
+
+    @property
+    def in_words(self) -> str:
+        """Return the quota in words: `8 CPUs, 2 GPUs`, or `none`."""
+        parts = [format_amount(limit, kind) for kind, limit in enumerate(self.limits) if limit is not None]
+        parts += [] if self.adapters is None else [f"{self.adapters} adapters"]
+        parts += [] if self.weight is None else [f"weight {self.weight:g}"]
+        return ", ".join(parts) or "none"
+
+
+class QuotaReservation(NamedTuple):
+    """The part of a tenant's quota that is kept for its first job that could not start.
+
+    Attributes:
+        name: how the job is named to other users of the tenant.
+        needs: in the order of KINDS.
+    """
+
+    name: str
+    needs: tuple[int, ...]
+
+
+class TenantUsage:
+    """One tenant's use of the cluster during a decision.
+
+    Attributes:
+        tenant: by name.
+        limits: of the quota, in the order of KINDS.
+        used: in the order of KINDS.
+        claim: set when a job of the tenant could not start; None: there is none.
+    """
+
+    def __init__(self, tenant: str, quota: Quota, total: Amounts) -> None:
+        """Start with a tenant that holds nothing.
+
+        Args:
+            tenant: by name.
+            total: what the whole cluster has, for shares.
+        """
+        self.tenant, self.limits, self._total = tenant, quota.limits, total
+        self.used = [0, 0, 0, 0]
+        self._lasting = [0, 0, 0, 0]  # the part of `used` that endless jobs hold
+        self.claim: QuotaReservation | None = None
+
+    @property
+    def dominant_share(self) -> float:
+        """Return the largest of the tenant's shares of CPUs, GPUs and memory.
+
+        Equal shares are equal floats, because division is correctly rounded; so the order of tenants is exact.
+        """
+        return max((used / all_ for used, all_ in zip(self.used, self._total, strict=False) if all_), default=0.0)
+
+    def hold(self, needs: Amounts, ends: float | None) -> None:
+        """Add a job of this tenant that holds resources.
+
+        Args:
+            ends: expected end; infinite: it runs until it is stopped; None: unknown.
+        """
+        self.used = [used + need for used, need in zip(self.used, (*needs, 1), strict=True)]
+        if ends == math.inf:
+            self._lasting = [held + need for held, need in zip(self._lasting, (*needs, 1), strict=True)]
+
+    def will_allow(self, needs: Amounts) -> bool:
+        """Return whether the quota allows a job when all jobs that ever end have ended."""
+        rows = zip(self.limits, self._lasting, (*needs, 1), strict=True)
+        return all(limit is None or not need or held + need <= limit for limit, held, need in rows)
+
+    def refusal(self, needs: Amounts) -> str | None:
+        """Return why the quota can never allow a job; None: it can. A quota of 0 jobs is a pause and refuses none."""
+        for kind in (GPUS, CPUS, MEMORY):
+            limit, need = self.limits[kind], needs[kind]
+            if limit is not None and need > limit:
+                most = in_units(limit, UNITS[kind])
+                return f"needs {format_amount(need, kind)}; the quota of tenant {self.tenant} is {most}"
+        return None
+
+    def obstacle(self, needs: Amounts) -> str | None:
+        """Return why the quota does not allow a job now; None: it does."""
+        for kind, unit, limit, used, need in zip(KINDS, UNITS, self.limits, self.used, (*needs, 1), strict=True):
+            if limit is not None and need and used + need > limit:
+                text = f"quota of tenant {self.tenant}: {in_units(used, unit)} of {in_units(limit, unit)} {kind}"
+                return text if used >= limit else f"{text}, and it needs {in_units(need, unit)}"
+        return None
+
+    def disturbs(self, needs: Amounts) -> QuotaReservation | None:
+        """Return the claim whose part of the quota a job would take; None: it takes from none."""
+        if self.claim is None:
+            return None
+        rows = zip(self.limits, self.used, self.claim.needs, (*needs, 1), strict=True)
+        if any(limit is not None and need and used + first + need > limit for limit, used, first, need in rows):
+            return self.claim
+        return None
+
+
+def in_units(amount: int, unit: int) -> str:
+    """Return a counted amount as people write it, without trailing zeros."""
+    return f"{amount / unit:.4f}".rstrip("0").rstrip(".")
+
+
+def format_amount(amount: int, kind: int) -> str:
+    """Return an amount with its name: `2 GPUs`, `0.5 GPU`, `16 GiB`."""
+    name = KINDS[kind] if kind == MEMORY or amount > UNITS[kind] else KINDS[kind][:-1]
+    return f"{in_units(amount, UNITS[kind])} {name}"
+
+
+def format_needs(needs: Sequence[int]) -> str:
+    """Return needs in words: `2 GPUs, 8 CPUs and 16 GiB`. Zeros are left out."""
+    parts = [format_amount(needs[kind], kind) for kind in (GPUS, CPUS, MEMORY) if needs[kind]]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)

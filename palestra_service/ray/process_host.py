@@ -1,0 +1,358 @@
+"""Programs of a job in the bundles of its placement group: each is kept by an actor, and connected with the job by TCP.
+
+The actor holds the bundle's cores, GPUs and memory, and starts the program that would run on the job's machine without
+it (`palestra.process`), with the variables that Ray has set for the actor: the GPUs of the bundle, above all. So an
+inference worker or a rank knows nothing of Ray. The actor connects to a port that the job has opened for it alone, and
+shows a secret before anything else is read. Actor and program end with the job: Ray ends the actors of a placement
+group that is removed, and the kernel ends the program with its actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hmac
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from palestra.errors import PalestraError, ServerFailed
+from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE
+from palestra.process.child import HOSTED, ending, popen
+from palestra.threads import in_thread
+from palestra.waiting import cancelled, race
+from palestra_service.jobs.launcher import LOG_FILE, BundleOrder, Ended, Ending, ended_text, read_ended
+from palestra_service.ray import memory_watch
+from palestra_service.ray.job_environment import limit_environment
+
+GIB = 2**30
+CONNECT_SECONDS = 30.0  # for the actor to reach the job, and to show its secret
+AGAIN_SECONDS = 1.0  # between two questions to an actor that can't be reached
+SECRET_BYTES = 32
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """How much memory a process in a bundle may use, with its children.
+
+    Attributes:
+        gib: the limit; a process that uses more is ended.
+        ended: file in which the reason is then written.
+    """
+
+    gib: float
+    ended: Path
+
+    def watch(self, pid: int) -> None:
+        """Start a watcher that ends a process and its children if they use too much memory; see `memory_watch`."""
+        reason = (
+            f"it used {memory_watch.USED} GiB of memory, and its bundle has {self.gib:.3g}; give it more memory_gib"
+        )
+        text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
+        command = [sys.executable, "-I", "-S", memory_watch.__file__, str(pid), str(int(self.gib * GIB))]
+        subprocess.Popen([*command, str(self.ended), text, str(self.ended.with_name(LOG_FILE))])
+
+    def said(self) -> str | None:
+        """Return why the process was ended; None: it was not ended because of its memory. Blocks for the disk."""
+        found = read_ended(self.ended.parent, self.ended.name)
+        return None if found is None else found.reason
+
+
+class Bundles:
+    """The bundles of one role, each of which has room for one process at a time."""
+
+    def __init__(
+        self,
+        group: PlacementGroup,
+        bundles: Mapping[int, BundleOrder],
+        pass_env: Collection[str],
+        folder: Path,
+        here: str,
+    ) -> None:
+        """Take the bundles over; all are empty.
+
+        Args:
+            bundles: those of the role, by their index in the group.
+            pass_env: variables of the operator that processes get, as the job does.
+            folder: of the job, which all machines see.
+            here: address of this machine in the cluster, at which the others reach the job.
+        """
+        self._group, self._bundles, self._folder, self._here = group, dict(bundles), folder, here
+        self._pass_env = tuple(pass_env)
+        self._free: asyncio.Queue[int] | None = None
+
+    def empty(self) -> asyncio.Queue[int]:
+        """Return the indices of the bundles that have no process, in order at first."""
+        if self._free is None:  # made on the event loop that uses it
+            self._free = asyncio.Queue()
+            for index in sorted(self._bundles):
+                self._free.put_nowait(index)
+        return self._free
+
+    @contextlib.asynccontextmanager
+    async def taken(self) -> AsyncIterator[int]:
+        """Hold an empty bundle while the block runs, and yield its index."""
+        index = await self.empty().get()
+        try:
+            yield index
+        finally:
+            self._give_back(index)
+
+    def memory_limit(self, index: int) -> MemoryLimit | None:
+        """Return how much memory the next process of a bundle may use; None: any amount. Blocks for the disk."""
+        order = self._bundles[index]
+        ended = self._folder / f"ended-{order.role}-{index}.json"
+        ended.unlink(missing_ok=True)  # of the process before
+        return None if order.memory_gib is None else MemoryLimit(order.memory_gib, ended)
+
+    def actor(self, index: int, make: Any, *arguments: Any, **options: Any) -> Any:
+        """Return an actor that holds all of a bundle.
+
+        Args:
+            options: of the actor, beside what it holds.
+        """
+        holds = self._bundles[index].resources
+        return make.options(
+            max_restarts=0,
+            num_cpus=holds.cpus,
+            num_gpus=holds.gpus,
+            memory=int(holds.memory_gib * GIB) or None,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            **options,
+        ).remote(*arguments)
+
+    async def start(self, module: str, variables: Mapping[str, str]) -> HostedProcess:
+        """Start a program in an empty bundle, and wait for one if there is none. See `ProcessStarter`.
+
+        Raises:
+            ServerFailed: the program can't be started there, or its machine can't reach this one.
+        """
+        index = await self.empty().get()
+        order, actor, connection, kept = self._bundles[index], None, None, False
+        try:
+            with socket.create_server((self._here, 0)) as listener:
+                listener.setblocking(False)
+                secret = secrets.token_bytes(SECRET_BYTES)
+                making = asyncio.ensure_future(
+                    asyncio.to_thread(self.actor, index, ray.remote(_ProcessHost), self._pass_env, max_concurrency=4)
+                )
+                try:
+                    await asyncio.shield(making)
+                finally:  # also when the start is cancelled: the actor would keep the bundle, so it has to be ended
+                    await asyncio.wait((making,))
+                    actor = making.result()
+                limit = await asyncio.to_thread(self.memory_limit, index)
+                starting = asyncio.ensure_future(
+                    _awaited(
+                        actor.start.remote(
+                            module,
+                            listener.getsockname(),
+                            secret,
+                            _variables(order) | dict(variables),
+                            limit,
+                        )
+                    )
+                )
+                try:
+                    connection = (await race(_accepted(listener, secret), _failed(starting))).result
+                    assert connection is not None
+                    pid, address = await starting
+                finally:
+                    starting.cancel()
+            kept = True
+            return HostedProcess(connection, actor, pid, address, limit, partial(self._give_back, index))
+        except OSError as error:
+            raise ServerFailed(f"the {order.role} process can't be connected with the job: {error}") from error
+        except ray.exceptions.RayError as error:
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+            said = cause if isinstance(cause, PalestraError) else _first_line(error)
+            raise ServerFailed(f"the {order.role} process on node {order.node[:12]} did not start: {said}") from error
+        finally:
+            if not kept:
+                if connection is not None:
+                    connection.close()
+                if actor is not None:
+                    ray.kill(actor)
+                self._give_back(index)
+
+    def _give_back(self, index: int) -> None:
+        self.empty().put_nowait(index)
+
+
+def _variables(order: BundleOrder) -> dict[str, str]:
+    """Return the variables that tell a program how much it has."""
+    found = {HOSTED: "1", CORES_VARIABLE: str(max(int(order.resources.cpus), 1))}
+    return found if order.memory_gib is None else found | {MEMORY_VARIABLE: f"{order.memory_gib:g}"}
+
+
+async def _accepted(listener: socket.socket, secret: bytes) -> socket.socket:
+    """Return the first connection that shows the secret; others are closed, and delay no other."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[socket.socket] = loop.create_future()
+    looking: dict[socket.socket, asyncio.Task[None]] = {}
+
+    async def look(connection: socket.socket) -> None:
+        if not await _shows(connection, secret):
+            connection.close()
+        elif not found.done():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found.set_result(connection)
+
+    async def accept() -> socket.socket:
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            looking[connection] = asyncio.create_task(look(connection))
+
+    taken = None
+    try:
+        taken = (await race(found, accept())).result
+        return taken
+    finally:
+        await cancelled(*looking.values())
+        for connection in looking.keys() - {taken}:
+            connection.close()
+
+
+async def _shows(connection: socket.socket, secret: bytes) -> bool:
+    """Return whether the other side of a connection sends the secret in time."""
+    shown = b""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(CONNECT_SECONDS):
+            while len(shown) < len(secret):
+                part = await asyncio.get_running_loop().sock_recv(connection, len(secret) - len(shown))
+                if not part:
+                    return False
+                shown += part
+    return hmac.compare_digest(shown, secret)
+
+
+async def _failed(starting: asyncio.Future[Any]) -> None:
+    """Return never, or raise what the start has raised."""
+    await asyncio.shield(starting)
+    await asyncio.Event().wait()
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class HostedProcess:
+    """Implements `ChildProcess` for a program in a bundle.
+
+    Attributes:
+        connection: the job's end of the connection.
+        pid: of the program, on its machine.
+        address: of its machine in the cluster.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        actor: Any,
+        pid: int,
+        address: str,
+        limit: MemoryLimit | None,
+        give_back: Callable[[], None],
+    ) -> None:
+        """Stand for a program that runs.
+
+        Args:
+            limit: of its memory; None: there is none.
+            give_back: is called when the bundle is empty again.
+        """
+        self.connection, self.pid, self.address = connection, pid, address
+        self._actor, self._limit, self._give_back = actor, limit, give_back
+        self._ended = asyncio.create_task(self._end())
+
+    def kill(self) -> None:
+        """End the program with its actor, without waiting."""
+        ray.kill(self._actor)
+
+    async def how_ended(self) -> str:
+        """Wait for the end of the program, and return how it ended, in words."""
+        return await asyncio.shield(self._ended)
+
+    async def _end(self) -> str:
+        try:
+            said = await self._code()
+        finally:
+            ray.kill(self._actor)  # so that the bundle is free for another
+            self._give_back()
+        written = None if self._limit is None else await asyncio.to_thread(self._limit.said)
+        return said if written is None else f"{said}: {written}"
+
+    async def _code(self) -> str:
+        while True:
+            try:
+                return ending(await _awaited(self._actor.ended.remote()))
+            except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; a silent program ends otherwise
+                await asyncio.sleep(AGAIN_SECONDS)
+            except ray.exceptions.RayError as error:  # the actor was killed, or its machine is gone
+                return f"is gone with its machine, or was ended ({type(error).__name__})"
+
+
+class _ProcessHost:
+    """Keeps one program in a bundle; the program ends with this actor."""
+
+    def __init__(self, pass_env: Collection[str]) -> None:
+        limit_environment(os.environ, pass_env)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # On the event loop and in no thread of its own, with which the kernel would end the program.
+    async def start(
+        self,
+        module: str,
+        job: tuple[str, int],
+        secret: bytes,
+        variables: Mapping[str, str],
+        limit: MemoryLimit | None,
+    ) -> tuple[int, str]:
+        """Start a program, connected with the job; returns its id, and the address of this machine."""
+        here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        try:
+            connection = socket.create_connection(job, timeout=CONNECT_SECONDS)
+        except OSError as error:
+            raise ServerFailed(f"{here} can't reach the job at {job[0]}:{job[1]}: {error}") from error
+        with connection:
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(secret)
+            self._process = popen(module, connection, {**os.environ, **_interface(here), **variables})
+        if limit is not None:
+            limit.watch(self._process.pid)
+        return self._process.pid, here
+
+    async def ended(self) -> int:
+        """Wait for the end of the program, and return its exit code."""
+        assert self._process is not None
+        return await in_thread(self._process.wait)
+
+
+def _interface(address: str) -> dict[str, str]:
+    """Return the variables that have gloo and NCCL use the network interface of an address, which they else guess."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                own = socket.inet_ntoa(found[20:24])  # struct ifreq: 16 bytes of name, then a sockaddr_in
+                if own == address or (own.startswith("127.") and address.startswith("127.")):
+                    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}

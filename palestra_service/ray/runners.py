@@ -1,0 +1,79 @@
+"""Runners as Ray actors in the placement group of their job, so that they end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from palestra.runtime.runner import play_environment
+from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter
+from palestra_service.ray.job_environment import limit_environment
+from palestra_service.ray.memory_watch import join
+from palestra_service.ray.process_host import Bundles, MemoryLimit
+
+
+class _Runner:
+    """A process that plays the environment of a job, with the variables that the job has."""
+
+    def __init__(self, pass_env: Collection[str], memory: MemoryLimit | Path | None) -> None:
+        """Prepare to play."""
+        limit_environment(os.environ, pass_env)
+        if isinstance(memory, Path):
+            join(memory)
+        elif memory is not None:
+            memory.watch(os.getpid())
+
+    async def play(self, url: str, key: str, worker_id: str, concurrency: int) -> None:
+        await play_environment(url, key, worker_id, concurrency)
+
+
+def runner_actors(pass_env: Collection[str], bundles: Bundles | None, beside: Path) -> RunnerStarter:
+    """Return what starts the runners of the job that runs in this actor.
+
+    Args:
+        pass_env: variables of the operator that they get, as the job does.
+        bundles: of runners; None: the job's own bundle has a core for each runner, and its memory is theirs as well.
+        beside: folder by which the memory of runners in the job's own bundle is counted.
+    """
+    if bundles is None:
+        return partial(_play_beside, get_current_placement_group(), tuple(pass_env), beside)
+    return partial(_play_in, bundles, tuple(pass_env))
+
+
+async def _play_beside(group: Any, pass_env: tuple[str, ...], beside: Path, order: RunnerOrder, worker_id: str) -> None:
+    """Run a runner in the job's own bundle. See `RunnerStarter`."""
+    make: Any = ray.remote(_Runner)
+    place = PlacementGroupSchedulingStrategy(group, 0)
+    actor = make.options(num_cpus=1, max_restarts=0, scheduling_strategy=place).remote(pass_env, beside)
+    await _play(actor, order, worker_id)
+
+
+async def _play_in(bundles: Bundles, pass_env: tuple[str, ...], order: RunnerOrder, worker_id: str) -> None:
+    """Run a runner in a bundle of its own. See `RunnerStarter`."""
+    async with bundles.taken() as index:
+        limit = await asyncio.to_thread(bundles.memory_limit, index)
+        try:
+            await _play(bundles.actor(index, ray.remote(_Runner), pass_env, limit), order, worker_id)
+        except RunnerDied as error:
+            said = None if limit is None else await asyncio.to_thread(limit.said)
+            raise error if said is None else RunnerDied(f"died: {said}") from None
+
+
+async def _play(actor: Any, order: RunnerOrder, worker_id: str) -> None:
+    """Have an actor play until the job is over, and end it."""
+    try:
+        await actor.play.remote(order.url, order.key(), worker_id, order.concurrency)
+    except ray.exceptions.RayTaskError as error:  # it has said why it can't play
+        raise RunnerDied(f"ended: {error.cause or error}") from None
+    except ray.exceptions.RayError as error:
+        raise RunnerDied(f"died: {(str(error).strip().splitlines() or [''])[0]}") from None
+    finally:
+        ray.kill(actor)

@@ -1,0 +1,235 @@
+"""Tenants, users and their keys, as operations on a connection; times are Unix seconds.
+
+Nothing is deleted, because the audit log refers to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, func, select
+
+from palestra.database import to_json
+from palestra.errors import Conflict, NotFound
+from palestra_service.rights.keys import KeyRecord
+from palestra_service.rights.limits import KeyLimits
+from palestra_service.rights.permissions import Role
+from palestra_service.store.tables import keys, tenants, users
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserRecord:
+    """One user of one tenant.
+
+    Attributes:
+        tenant: the user's tenant.
+        name: unique in the tenant, also among removed users.
+        role: decides what the user may do.
+        created_at: Unix seconds.
+        removed_at: Unix seconds; None: the user was not removed.
+    """
+
+    tenant: str
+    name: str
+    role: Role
+    created_at: float
+    removed_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredKey:
+    """Everything that is needed to authenticate a request by its key.
+
+    Attributes:
+        record: of the key.
+        digest: of its secret; see `keys.digest_of`.
+        role: that its user has now.
+    """
+
+    record: KeyRecord
+    digest: str
+    role: Role
+
+
+def tenant_names(connection: Connection) -> list[str]:
+    """Return the names of all tenants, in alphabetical order."""
+    return sorted(connection.execute(select(tenants.c.name)).scalars())
+
+
+def add_tenant(connection: Connection, name: str, now: float) -> None:
+    """Add a tenant, which has no users yet.
+
+    Raises:
+        Conflict: there is a tenant of this name.
+    """
+    if connection.execute(select(tenants.c.name).where(tenants.c.name == name)).first():
+        raise Conflict(f"there is a tenant {name} already")
+    connection.execute(tenants.insert(), {"name": name, "created_at": now})
+
+
+def user(connection: Connection, tenant: str, name: str) -> UserRecord:
+    """Return a user who was not removed.
+
+    Raises:
+        NotFound: there is no such user.
+    """
+    row = connection.execute(
+        select(users).where(users.c.tenant == tenant, users.c.name == name, users.c.removed_at.is_(None))
+    ).first()
+    if row is None:
+        raise NotFound(f"there is no user {name}")
+    return _user_of(row)
+
+
+def users_of(connection: Connection, tenant: str) -> list[UserRecord]:
+    """Return all users of a tenant by name, also those who were removed."""
+    rows = connection.execute(select(users).where(users.c.tenant == tenant))
+    return sorted((_user_of(row) for row in rows), key=lambda known: known.name)
+
+
+def add_user(connection: Connection, tenant: str, name: str, role: Role, now: float) -> None:
+    """Add a user, who has no keys yet.
+
+    Args:
+        name: of the user; the name of a removed user is not used again, so that the audit log stays clear.
+
+    Raises:
+        Conflict: there is, or was, a user of this name.
+    """
+    known = connection.execute(select(users.c.removed_at).where(users.c.tenant == tenant, users.c.name == name)).first()
+    if known is not None:
+        raise Conflict(f"there {'is' if known.removed_at is None else 'was'} a user {name} already; take another name")
+    connection.execute(users.insert(), {"tenant": tenant, "name": name, "role": role.value, "created_at": now})
+
+
+def change_role(connection: Connection, tenant: str, name: str, role: Role) -> None:
+    """Give a user another role.
+
+    Raises:
+        NotFound: there is no such user.
+        Conflict: the tenant would have no admin.
+    """
+    known = user(connection, tenant, name)
+    if known.role is Role.ADMIN and role is not Role.ADMIN:
+        _require_another_admin(connection, known)
+    connection.execute(users.update().where(users.c.tenant == tenant, users.c.name == name).values(role=role.value))
+
+
+def remove_user(connection: Connection, tenant: str, name: str, now: float) -> None:
+    """Remove a user, and revoke all of the user's keys.
+
+    Raises:
+        NotFound: there is no such user.
+        Conflict: the tenant would have no admin.
+    """
+    known = user(connection, tenant, name)
+    if known.role is Role.ADMIN:
+        _require_another_admin(connection, known)
+    connection.execute(users.update().where(users.c.tenant == tenant, users.c.name == name).values(removed_at=now))
+    connection.execute(
+        keys.update()
+        .where(keys.c.tenant == tenant, keys.c.user_name == name, keys.c.revoked_at.is_(None))
+        .values(revoked_at=now)
+    )
+
+
+def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
+    """Add a key of a user who was not removed.
+
+    Raises:
+        NotFound: there is no such user.
+    """
+    user(connection, record.tenant, record.user)
+    connection.execute(
+        keys.insert(),
+        {
+            "key_id": record.key_id,
+            "tenant": record.tenant,
+            "user_name": record.user,
+            "label": record.label,
+            "digest": digest,
+            "limits": to_json(asdict(record.limits)),
+            "created_at": record.created_at,
+            "expires_at": record.expires_at,
+        },
+    )
+
+
+def stored_key(connection: Connection, key_id: str) -> StoredKey | None:
+    """Return a key with the present role of its user; None: there is no such key, or its user was removed."""
+    row = connection.execute(
+        select(keys, users.c.role)
+        .join(users, (users.c.tenant == keys.c.tenant) & (users.c.name == keys.c.user_name))
+        .where(keys.c.key_id == key_id, users.c.removed_at.is_(None))
+    ).first()
+    return None if row is None else StoredKey(record=_key_of(row), digest=row.digest, role=Role(row.role))
+
+
+def key(connection: Connection, tenant: str, key_id: str) -> KeyRecord:
+    """Return the record of one key of a tenant.
+
+    Raises:
+        NotFound: there is no such key, or it is another tenant's.
+    """
+    row = connection.execute(select(keys).where(keys.c.tenant == tenant, keys.c.key_id == key_id)).first()
+    if row is None:
+        raise NotFound(f"there is no key {key_id}")
+    return _key_of(row)
+
+
+def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRecord]:
+    """Return the keys of a user, newest first.
+
+    Args:
+        name: of the user; None: all users of the tenant.
+    """
+    wanted = select(keys).where(keys.c.tenant == tenant).order_by(keys.c.created_at.desc(), keys.c.key_id)
+    if name is not None:
+        wanted = wanted.where(keys.c.user_name == name)
+    return [_key_of(row) for row in connection.execute(wanted)]
+
+
+def revoke_key(connection: Connection, key_id: str, now: float) -> None:
+    """Revoke a key; a second time changes nothing."""
+    connection.execute(keys.update().where(keys.c.key_id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now))
+
+
+def touch_key(connection: Connection, key_id: str, now: float) -> None:
+    """Record the time at which a key was used last."""
+    connection.execute(keys.update().where(keys.c.key_id == key_id).values(last_used_at=now))
+
+
+def _require_another_admin(connection: Connection, last: UserRecord) -> None:
+    """Refuse a change after which the tenant would have no admin."""
+    others = select(func.count()).where(
+        users.c.tenant == last.tenant,
+        users.c.name != last.name,
+        users.c.role == Role.ADMIN.value,
+        users.c.removed_at.is_(None),
+    )
+    if connection.execute(others).scalar_one() == 0:
+        raise Conflict(f"{last.name} is the last admin of this tenant; make another one first")
+
+
+def _user_of(row: Any) -> UserRecord:
+    """Return the user that a row of `users` holds."""
+    return UserRecord(
+        tenant=row.tenant, name=row.name, role=Role(row.role), created_at=row.created_at, removed_at=row.removed_at
+    )
+
+
+def _key_of(row: Any) -> KeyRecord:
+    """Return the key that a row of `keys` holds."""
+    return KeyRecord(
+        key_id=row.key_id,
+        tenant=row.tenant,
+        user=row.user_name,
+        label=row.label,
+        limits=KeyLimits(**orjson.loads(row.limits)),
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        last_used_at=row.last_used_at,
+    )

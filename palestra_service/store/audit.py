@@ -1,0 +1,59 @@
+"""The audit log: who changed what, when; never with a secret. Operations on a connection."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from sqlalchemy import Connection, func, select
+
+from palestra_service.store.stored_text import clean
+from palestra_service.store.tables import audit
+
+MAX_TEXT = 1024  # characters of a target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditEntry:
+    """One line of the audit log of a tenant: a change that was made.
+
+    Attributes:
+        number: 1, 2, … in the tenant; 0: not written yet.
+        at: Unix seconds.
+        who: name of a user, or of the part of Palestra that did it.
+        key_id: of the key that was used; None: it was not done with a key.
+        what: an Action.
+        target: what it was done to.
+    """
+
+    number: int = 0
+    at: float
+    who: str
+    key_id: str | None
+    what: str
+    target: str
+
+
+def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry) -> None:
+    """Add a line to the log of a tenant, with the next number.
+
+    The same `entry_id` a second time adds nothing, so that a commit whose answer was lost can be repeated.
+    """
+    if connection.execute(select(audit.c.number).where(audit.c.entry_id == entry_id)).first():
+        return
+    last = connection.execute(select(func.coalesce(func.max(audit.c.number), 0)).where(audit.c.tenant == tenant))
+    texts = {name: clean(getattr(entry, name), MAX_TEXT) for name in ("who", "what", "target")}
+    row = asdict(entry) | texts | {"tenant": tenant, "entry_id": entry_id, "number": last.scalar_one() + 1}
+    connection.execute(audit.insert(), row)
+
+
+def page(connection: Connection, tenant: str, before: int | None, limit: int) -> list[AuditEntry]:
+    """Return lines of a tenant's log, newest first.
+
+    Args:
+        before: only lines with a smaller number; None: from the newest on.
+    """
+    shown = [audit.c[name] for name in AuditEntry.__slots__]
+    wanted = select(*shown).where(audit.c.tenant == tenant).order_by(audit.c.number.desc()).limit(limit)
+    if before is not None:
+        wanted = wanted.where(audit.c.number < before)
+    return [AuditEntry(**row._mapping) for row in connection.execute(wanted)]

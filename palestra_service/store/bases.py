@@ -1,0 +1,71 @@
+"""Base servers of a service, as operations on a connection; see `jobs` about operations that run a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from palestra.types.bases import BaseKind, BaseRecord
+from palestra.types.jobs import Resources
+from palestra.types.states import BaseState
+from palestra_service.store.stored_text import clean
+from palestra_service.store.tables import bases
+
+MAX_REASON = 4096  # characters
+
+
+def all_bases(connection: Connection) -> list[BaseRecord]:
+    """Return every base server that has not ended, the oldest first."""
+    rows = connection.execute(select(bases).order_by(bases.c.created_at, bases.c.base_id))
+    return [_record_of(row) for row in rows]
+
+
+def put(connection: Connection, base: BaseRecord) -> None:
+    """Write a base server, in the place of what was known of it.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        base: as it is now; the caller has checked its change of state.
+    """
+    remove(connection, base.base_id)
+    held = base.resources
+    connection.execute(
+        bases.insert(),
+        {
+            "base_id": base.base_id,
+            "model": base.kind.model,
+            "deterministic": base.kind.deterministic,
+            "state": base.state.value,
+            "reason": clean(base.reason, MAX_REASON),
+            "node": base.node,
+            "cpus": held.cpus,
+            "gpus": held.gpus,
+            "memory_gib": held.memory_gib,
+            "address": base.address,
+            "created_at": base.created_at,
+            "changed_at": base.changed_at,
+            "starts": base.starts,
+        },
+    )
+
+
+def remove(connection: Connection, base_id: str) -> None:
+    """Forget a base server, which has ended."""
+    connection.execute(bases.delete().where(bases.c.base_id == base_id))
+
+
+def _record_of(row: Any) -> BaseRecord:
+    """Return the base server that a row of `bases` holds."""
+    return BaseRecord(
+        base_id=row.base_id,
+        kind=BaseKind(row.model, row.deterministic),
+        state=BaseState(row.state),
+        reason=row.reason,
+        node=row.node,
+        resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
+        address=row.address,
+        created_at=row.created_at,
+        changed_at=row.changed_at,
+        starts=row.starts,
+    )

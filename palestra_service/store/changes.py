@@ -1,0 +1,94 @@
+"""The history of jobs: every change of state, with its time and its reason. Operations on a connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from palestra.types.jobs import JobChange
+from palestra.types.states import JobState
+from palestra_service.store.tables import changes, jobs
+
+
+def add(
+    connection: Connection,
+    tenant: str,
+    job_id: str,
+    change_id: str,
+    previous: JobState | None,
+    following: JobState,
+    reason: str,
+    now: float,
+) -> None:
+    """Record a change of state under the next number of its tenant.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        change_id: unique, so that a commit whose answer was lost can be repeated.
+        previous: state before; None: the job was submitted.
+        now: Unix seconds.
+    """
+    last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
+    connection.execute(
+        changes.insert(),
+        {
+            "tenant": tenant,
+            "number": connection.execute(last).scalar_one() + 1,
+            "change_id": change_id,
+            "job_id": job_id,
+            "at": now,
+            "previous": None if previous is None else previous.value,
+            "following": following.value,
+            "reason": reason,
+        },
+    )
+
+
+def is_known(connection: Connection, change_id: str) -> bool:
+    """Return whether this change was recorded before."""
+    return connection.execute(select(changes.c.number).where(changes.c.change_id == change_id)).first() is not None
+
+
+def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
+    """Return the changes of a job in order.
+
+    Args:
+        number: only changes with a larger number are returned.
+    """
+    rows = connection.execute(
+        select(changes).where(changes.c.job_id == job_id, changes.c.number > number).order_by(changes.c.number)
+    )
+    return [_change_of(row) for row in rows]
+
+
+def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | None, limit: int) -> list[JobChange]:
+    """Return changes of the jobs of a tenant in order.
+
+    Args:
+        number: only changes with a larger number are returned.
+        viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
+    """
+    wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
+    if viewer is not None:
+        seen = jobs.c.private.is_(False) | (jobs.c.user_name == viewer)
+        wanted = wanted.join(jobs, jobs.c.job_id == changes.c.job_id).where(seen)
+    return [_change_of(row) for row in connection.execute(wanted.order_by(changes.c.number).limit(limit))]
+
+
+def newest(connection: Connection, tenant: str) -> int:
+    """Return the number of the newest change in a tenant; 0: there is none."""
+    wanted = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
+    return int(connection.execute(wanted).scalar_one())
+
+
+def _change_of(row: Any) -> JobChange:
+    """Return the change that a row of `changes` holds."""
+    return JobChange(
+        job_id=row.job_id,
+        number=row.number,
+        at=row.at,
+        previous=None if row.previous is None else JobState(row.previous),
+        following=JobState(row.following),
+        reason=row.reason,
+    )

@@ -1,0 +1,330 @@
+"""The control store, asynchronous: a method that changes something returns when the change is on disk.
+
+One process has the store at a time (see `backends`), and in that process one thread writes, with group commit. A
+database that goes away for a moment is waited for. SQLite runs with `synchronous=FULL` and PostgreSQL with
+`synchronous_commit=on`, so that acknowledged changes survive the loss of power.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Collection
+from typing import Self, TypeVar, Unpack
+
+import sqlalchemy as sa
+
+from palestra.database import Database, Notifier, shielded
+from palestra.errors import InvalidRequest, NotFound, StoreUnreachable, Superseded
+from palestra.types.clock import Clock, SystemClock
+from palestra.types.jobs import (
+    LIVE_STATES,
+    JobChange,
+    JobFields,
+    JobKind,
+    JobPage,
+    JobRecord,
+    JobRequest,
+)
+from palestra.types.states import JobState
+from palestra_service.store import audit, changes, jobs, tables
+from palestra_service.store.audit import AuditEntry
+from palestra_service.store.backends import open_backend
+from palestra_service.store.stored_text import can_match, check_identifier, check_name, check_request
+
+T = TypeVar("T")
+log = logging.getLogger("palestra.control")
+AGAIN_SECONDS = 1.0  # between two attempts to confirm the lock
+MOST_ROWS = 500
+LARGEST_NUMBER = 2**31 - 1  # the largest integer of PostgreSQL's columns for changes and audit lines
+
+
+class ControlStore:
+    """Jobs, their changes, and the audit log, in SQLite or PostgreSQL.
+
+    Every method may raise StoreError or StoreUnreachable. One that writes may raise Superseded: another process has
+    taken over the store, and this one must change nothing more, also outside of the store.
+
+    Attributes:
+        clock: of all times that are recorded.
+        changed: notified when a job was submitted or changed, when the policy was changed, or when the store was lost
+            to another process.
+    """
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        """Open the store.
+
+        Args:
+            url: of the database; see `backends.open_backend`.
+            clock: of recorded times; None: the system's.
+
+        Raises:
+            ConfigError: the URL can't be used.
+            StoreError, StoreUnreachable: see `backends.open_backend`.
+        """
+        self.clock: Clock = clock or SystemClock()
+        self.changed = Notifier()
+        self._db = Database(open_backend(url), tables.SCHEMA)
+
+    def close(self) -> None:
+        """Finish the submitted operations, and let another process open the store."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @shielded
+    async def write(
+        self,
+        operation: Callable[[sa.Connection], T],
+        then: Callable[[T], None] | None = None,
+        tag: str | None = None,
+    ) -> T:
+        """Run an operation on the writing thread, and a follow-up on the event loop after its commit.
+
+        Both are done even if the caller is cancelled.
+
+        Args:
+            operation: may be run a second time if the database did not say whether it had committed.
+            then: called with the operation's result when it is on disk; None: nothing follows.
+            tag: names the fault points before and after the commit.
+        """
+        try:
+            result = await self._db.write(operation, tag)
+        except Superseded:
+            self.changed.notify()
+            raise
+        if then is not None:
+            then(result)
+        return result
+
+    async def read(self, operation: Callable[[sa.Connection], T]) -> T:
+        """Run a query on a connection of its own; it sees every change that was awaited before."""
+        return await self._db.read(operation)
+
+    async def confirm(self) -> None:
+        """Return if this process still has the store.
+
+        Raises:
+            Superseded: another process has taken it over.
+            StoreUnreachable: the database does not answer, so that this is not known.
+        """
+        await self.write(lambda _: None)
+
+    async def confirmed(self) -> None:
+        """Wait until the database answers, and return if this process still has the store.
+
+        To be called right before anything outside of the store is changed.
+
+        Raises:
+            Superseded: another process has taken it over.
+        """
+        while True:
+            try:
+                return await self.confirm()
+            except StoreUnreachable as error:
+                log.warning("nothing is started or ended until the database answers: %s", error)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def submit_job(
+        self,
+        tenant: str,
+        user: str,
+        request: JobRequest,
+        request_key: str | None = None,
+        most_open: int | None = None,
+    ) -> JobRecord:
+        """Add a job in QUEUED. The same `request_key` with the same request returns the same job.
+
+        Args:
+            request_key: the client's idempotency key, which counts within the tenant; None: there is none.
+            most_open: how many jobs of the user may be open, including this one; None: any number.
+
+        Raises:
+            InvalidRequest, PayloadTooLarge: the request can't be stored.
+            Conflict: the key was used for another request, or by another user.
+            TooManyRequests: the user has `most_open` open jobs.
+        """
+        check_identifier(tenant, "tenant")
+        check_identifier(user, "user")
+        check_request(request)
+        if request_key is not None:
+            check_name(request_key, "idempotency_key")
+        job_id, now = f"job-{secrets.token_hex(8)}", self.clock.now()
+        return await self.write(
+            lambda c: jobs.submit(c, tenant, user, request, job_id, request_key, most_open, now),
+            self._notify,
+            "job_commit",
+        )
+
+    async def job(self, tenant: str | None, job_id: str) -> JobRecord:
+        """Return one job.
+
+        Args:
+            tenant: the owner's; None: any tenant, which only the scheduler may ask for.
+
+        Raises:
+            NotFound: there is no such job, or it is another tenant's.
+        """
+        _check_job_id(job_id)
+        return await self.read(lambda c: jobs.read(c, tenant, job_id))
+
+    async def jobs(
+        self,
+        tenant: str,
+        *,
+        states: Collection[JobState] = (),
+        user: str | None = None,
+        name: str | None = None,
+        kind: JobKind | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+        viewer: str | None = None,
+    ) -> JobPage:
+        """Return a page of a tenant's jobs, newest first. Pages do not shift while jobs are added.
+
+        Args:
+            states: only jobs in one of these; (): in any.
+            user: only jobs of this user; None: of all.
+            name: only jobs of this name; None: of any.
+            kind: only jobs of this kind; None: of any.
+            cursor: from the page before; None: the first page.
+            viewer: user who does not see private jobs of others; None: all jobs are returned.
+
+        Raises:
+            InvalidRequest: the limit is out of range, or the cursor is not of this list.
+        """
+        _check_limit(limit)
+        equal = {"user_name": user, "name": name, "kind": kind}
+        wanted = {column: value for column, value in equal.items() if value is not None}
+        if cursor is not None and not can_match(cursor):
+            raise InvalidRequest("this cursor is not of this list; begin again without one", "cursor")
+        if not all(can_match(value) for value in wanted.values()):
+            return JobPage(jobs=(), cursor=None)
+        return await self.read(lambda c: jobs.page(c, tenant, wanted, states, cursor, limit, viewer))
+
+    async def change_state(
+        self,
+        job_id: str,
+        expected: JobState | Collection[JobState],
+        following: JobState,
+        reason: str,
+        **fields: Unpack[JobFields],
+    ) -> JobRecord:
+        """Change a job's state and record the change in one transaction, if its present state is an expected one.
+
+        STARTING counts a start; a job that is no longer live has no URL.
+
+        Args:
+            expected: the state, or states, in which the caller believes the job to be.
+
+        Raises:
+            NotFound: there is no such job.
+            Conflict: the job is in another state, or it would be queued although its cancellation was requested.
+            IllegalTransition: the lifecycle does not have this move.
+        """
+        _check_job_id(job_id)
+        states, now = _states(expected), self.clock.now()
+        change_id = secrets.token_hex(16)
+        return await self.write(
+            lambda c: jobs.change_state(c, job_id, change_id, states, following, reason, fields, now),
+            self._notify,
+            "job_commit",
+        )
+
+    async def request_cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
+        """Cancel a queued job; mark a live one for the scheduler; leave one that has ended unchanged.
+
+        Args:
+            tenant: the owner's; None: any.
+
+        Raises:
+            NotFound: there is no such job in this tenant.
+        """
+        _check_job_id(job_id)
+        change_id, now = secrets.token_hex(16), self.clock.now()
+        return await self.write(
+            lambda c: jobs.request_cancel(c, tenant, job_id, change_id, reason, now), self._notify, "job_commit"
+        )
+
+    async def queue(self) -> list[JobRecord]:
+        """Return all queued jobs of all tenants, in order of submission."""
+        return await self.read(lambda c: jobs.in_states(c, {JobState.QUEUED}))
+
+    async def live(self) -> list[JobRecord]:
+        """Return all jobs that hold resources, of all tenants, in order of submission."""
+        return await self.read(lambda c: jobs.in_states(c, LIVE_STATES))
+
+    async def changes(self, tenant: str | None, job_id: str, after: int = 0) -> list[JobChange]:
+        """Return the changes of one job, oldest first.
+
+        Args:
+            tenant: the owner's; None: any.
+            after: only changes with a larger number are returned.
+
+        Raises:
+            NotFound: there is no such job in this tenant.
+        """
+        _check_job_id(job_id)
+        return await self.read(lambda c: jobs.changes_of(c, tenant, job_id, _number(after)))
+
+    async def tenant_changes(self, tenant: str, after: int, viewer: str | None, limit: int) -> list[JobChange]:
+        """Return changes of all jobs of a tenant, oldest first.
+
+        Args:
+            after: only changes with a larger number are returned.
+            viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
+        """
+        return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), viewer, limit))
+
+    async def newest_change(self, tenant: str) -> int:
+        """Return the number of the newest change of a job of a tenant; 0: there is none."""
+        return await self.read(lambda c: changes.newest(c, tenant))
+
+    async def append_audit(self, tenant: str, who: str, key_id: str | None, what: str, target: str) -> None:
+        """Append a line to the audit log. Secrets of keys in any of the texts are hidden first.
+
+        Args:
+            key_id: of the key that was used; None: none.
+        """
+        entry_id = secrets.token_hex(16)
+        entry = AuditEntry(at=self.clock.now(), who=who, key_id=key_id, what=what, target=target)
+        await self.write(lambda c: audit.append(c, tenant, entry_id, entry))
+
+    async def audit(self, tenant: str, before: int | None = None, limit: int = 100) -> list[AuditEntry]:
+        """Return lines of a tenant's audit log, newest first.
+
+        Args:
+            before: only lines with a smaller number; None: from the newest on.
+        """
+        _check_limit(limit)
+        return await self.read(lambda c: audit.page(c, tenant, None if before is None else _number(before), limit))
+
+    def _notify(self, job: JobRecord) -> None:
+        self.changed.notify()
+
+
+def _states(expected: JobState | Collection[JobState]) -> frozenset[JobState]:
+    """Return one state or several as a set."""
+    return frozenset({expected}) if isinstance(expected, JobState) else frozenset(expected)
+
+
+def _number(given: int) -> int:
+    """Return the nearest number that both databases can compare with."""
+    return min(max(given, 0), LARGEST_NUMBER)
+
+
+def _check_job_id(job_id: str) -> None:
+    """Refuse a text that can't be the id of a job, without asking the database."""
+    if not (can_match(job_id) and job_id.isascii() and job_id.isprintable()):
+        raise NotFound("there is no such job")
+
+
+def _check_limit(limit: int) -> None:
+    """Refuse a page size that is out of range."""
+    if not 1 <= limit <= MOST_ROWS:
+        raise InvalidRequest(f"limit is {limit}; it has to be from 1 to {MOST_ROWS}", "limit")

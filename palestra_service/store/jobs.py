@@ -1,0 +1,334 @@
+"""Jobs, as operations on a connection. The writing thread runs one at a time, so each sees the newest state.
+
+An operation may be run a second time if the database did not say whether it had been committed. So each row that it
+adds has an id that was made before, and finding that id means that the operation was done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, func, select
+
+from palestra.database import to_json
+from palestra.errors import Conflict, InvalidRequest, NotFound, TooManyRequests
+from palestra.types.jobs import (
+    LIVE_STATES,
+    OPEN_STATES,
+    JobChange,
+    JobFields,
+    JobPage,
+    JobRecord,
+    JobRequest,
+)
+from palestra.types.states import JobState, check_transition
+from palestra_service.store import changes, decisions
+from palestra_service.store.stored_resources import more_resources, resources_of
+from palestra_service.store.stored_text import clean
+from palestra_service.store.tables import jobs
+
+MAX_REASON = 4096  # characters
+MAX_LOG_TAIL = 65536  # characters
+
+
+def record_of(row: Any) -> JobRecord:
+    """Return the job that a row of `jobs` holds."""
+    return JobRecord(
+        job_id=row.job_id,
+        tenant=row.tenant,
+        user=row.user_name,
+        name=row.name,
+        kind=row.kind,
+        priority=row.priority,
+        config=orjson.loads(row.config),
+        resources=resources_of(row),
+        attached=row.attached,
+        private=row.private,
+        state=JobState(row.state),
+        reason=row.reason,
+        created_at=row.created_at,
+        changed_at=row.changed_at,
+        starts=row.starts,
+        restarts_limit=row.restarts_limit,
+        restarts_left=row.restarts_left,
+        url=row.url,
+        run_dir=row.run_dir,
+        node=row.node,
+        bundle_nodes=tuple(orjson.loads(row.bundle_nodes or "[]")),
+        cancel_requested=row.cancel_requested,
+        log_tail=row.log_tail,
+        from_job=row.from_job,
+        from_step=row.from_step,
+        time_limit_seconds=row.time_limit_seconds,
+        ran_seconds=row.ran_seconds,
+        adapters=row.adapters,
+        base_id=row.base_id,
+    )
+
+
+def submit(
+    connection: Connection,
+    tenant: str,
+    user: str,
+    request: JobRequest,
+    job_id: str,
+    request_key: str | None,
+    most_open: int | None,
+    now: float,
+) -> JobRecord:
+    """Add a job in QUEUED, or return the one that was submitted with the same key.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        request_key: the client's idempotency key; None: there is none.
+        most_open: how many jobs of the user may be open; None: any number.
+        now: Unix seconds.
+
+    Raises:
+        Conflict: the key was used for another request.
+        TooManyRequests: the user has `most_open` open jobs, or the tenant as many adapters as its quota allows.
+    """
+    config = to_json(request.config)
+    asked = request.resources
+    body = [user, request.name, request.kind, request.priority, config, asked.cpus, asked.gpus, asked.memory_gib]
+    body += [request.attached, request.restarts_limit]
+    # A retry may find a newer checkpoint, so a step that was not requested is not a part of the digest.
+    if request.from_job is not None:
+        body += [request.from_job, None if request.from_newest else request.from_step]
+    if request.private:
+        body += ["private"]
+    if request.time_limit_seconds is not None:
+        body += ["time_limit_seconds", request.time_limit_seconds]
+    if (more := more_resources(asked)) is not None:
+        body += ["more_resources", more]
+    digest = hashlib.sha256(to_json(body).encode()).hexdigest()
+    same = jobs.c.job_id == job_id
+    if request_key is not None:
+        same |= (jobs.c.tenant == tenant) & (jobs.c.request_key == request_key)
+    known = connection.execute(select(jobs).where(same)).first()
+    if known is not None:
+        if known.request_digest != digest:
+            raise Conflict(f"the idempotency key {request_key!r} was used before for another job; take a new one")
+        return record_of(known)
+    if most_open is not None and _count_open(connection, tenant, user) >= most_open:
+        raise TooManyRequests(f"{user} has {most_open} jobs that are not over, and that is the limit", 30.0)
+    _check_adapters(connection, tenant, request.adapters)
+    connection.execute(
+        jobs.insert(),
+        {
+            "job_id": job_id,
+            "tenant": tenant,
+            "user_name": user,
+            "name": request.name,
+            "kind": request.kind,
+            "priority": request.priority,
+            "config": config,
+            "cpus": asked.cpus,
+            "gpus": asked.gpus,
+            "memory_gib": asked.memory_gib,
+            "more_resources": more,
+            "attached": request.attached,
+            "private": request.private,
+            "state": JobState.QUEUED.value,
+            "reason": "submitted",
+            "created_at": now,
+            "changed_at": now,
+            "starts": 0,
+            "restarts_limit": request.restarts_limit,
+            "restarts_left": request.restarts_limit,
+            "cancel_requested": False,
+            "request_key": request_key,
+            "request_digest": digest,
+            "from_job": request.from_job,
+            "from_step": request.from_step,
+            "time_limit_seconds": request.time_limit_seconds,
+            "adapters": request.adapters,
+        },
+    )
+    changes.add(connection, tenant, job_id, job_id, None, JobState.QUEUED, "submitted", now)
+    return read(connection, tenant, job_id)
+
+
+def read(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
+    """Return one job.
+
+    Args:
+        tenant: the owner's; None: any.
+
+    Raises:
+        NotFound: there is no such job, or it is another tenant's; the answer is the same.
+    """
+    wanted = select(jobs).where(jobs.c.job_id == job_id)
+    row = connection.execute(wanted if tenant is None else wanted.where(jobs.c.tenant == tenant)).first()
+    if row is None:
+        raise NotFound(f"there is no job {job_id}")
+    return record_of(row)
+
+
+def page(
+    connection: Connection,
+    tenant: str,
+    equal: Mapping[str, str],
+    states: Collection[str],
+    before: str | None,
+    limit: int,
+    viewer: str | None,
+) -> JobPage:
+    """Return a page of a tenant's jobs, newest first.
+
+    Args:
+        states: only jobs in one of these; empty: in any.
+        before: id of the last job of the page before; None: the first page.
+        viewer: user who does not see private jobs of others; None: all jobs are returned.
+
+    Raises:
+        InvalidRequest: `before` is not a job of this tenant.
+    """
+    wanted = select(jobs).where(jobs.c.tenant == tenant)
+    for column, value in equal.items():
+        wanted = wanted.where(jobs.c[column] == value)
+    if viewer is not None:
+        wanted = wanted.where(jobs.c.private.is_(False) | (jobs.c.user_name == viewer))
+    if states:
+        wanted = wanted.where(jobs.c.state.in_(sorted(states)))
+    if before is not None:
+        number = connection.execute(
+            select(jobs.c.number).where(jobs.c.tenant == tenant, jobs.c.job_id == before)
+        ).scalar()
+        if number is None:
+            raise InvalidRequest("this cursor is not of this list; begin again without one", "cursor")
+        wanted = wanted.where(jobs.c.number < number)
+    rows = connection.execute(wanted.order_by(jobs.c.number.desc()).limit(limit + 1)).all()
+    found = tuple(record_of(row) for row in rows[:limit])
+    return JobPage(jobs=found, cursor=found[-1].job_id if len(rows) > limit else None)
+
+
+def in_states(connection: Connection, states: Collection[JobState]) -> list[JobRecord]:
+    """Return every job in one of these states, of all tenants, in order of submission."""
+    rows = connection.execute(select(jobs).where(jobs.c.state.in_(sorted(states))).order_by(jobs.c.number))
+    return [record_of(row) for row in rows]
+
+
+def change_state(
+    connection: Connection,
+    job_id: str,
+    change_id: str,
+    expected: Collection[JobState],
+    following: JobState,
+    reason: str,
+    fields: JobFields,
+    now: float,
+) -> JobRecord:
+    """Change the state of a job, if its present state is an expected one.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        change_id: of this change; if it is known, the change was made before.
+        expected: states in which the job may be.
+        now: Unix seconds.
+
+    Raises:
+        NotFound: there is no such job.
+        Conflict: the job is in another state, or it would be queued although its cancellation was requested.
+        IllegalTransition: the lifecycle does not have this move.
+    """
+    job = read(connection, None, job_id)
+    if changes.is_known(connection, change_id):
+        return job
+    if job.state not in expected:
+        wanted = " or ".join(sorted(expected))
+        raise Conflict(f"job {job_id} is {job.state} and no longer {wanted}; look again before you change it")
+    check_transition(f"job {job_id}", job.state, following)
+    if following is JobState.QUEUED and job.cancel_requested:
+        raise Conflict(f"the cancellation of job {job_id} was requested; it can't go back to the queue")
+    values: dict[str, Any] = {**_checked(fields)}
+    if following not in LIVE_STATES:
+        values["url"] = None
+    if following is JobState.STARTING:
+        values["starts"] = jobs.c.starts + 1
+    if job.state is JobState.RUNNING:
+        values["ran_seconds"] = job.ran_seconds + max(now - job.changed_at, 0.0)
+    reason = clean(reason, MAX_REASON)
+    values |= {"state": following.value, "reason": reason, "changed_at": now}
+    # The reason for the cancellation says more than that for becoming live.
+    if job.cancel_requested and following in LIVE_STATES:
+        values["reason"] = job.reason
+    connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(values))
+    changes.add(connection, job.tenant, job_id, change_id, job.state, following, reason, now)
+    return read(connection, None, job_id)
+
+
+def request_cancel(
+    connection: Connection, tenant: str | None, job_id: str, change_id: str, reason: str, now: float
+) -> JobRecord:
+    """Cancel a queued job; mark a live one for the scheduler; leave one that has ended unchanged.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: the owner's; None: any.
+        change_id: of the change of state, if there is one.
+        now: Unix seconds.
+
+    Raises:
+        NotFound: there is no such job in this tenant.
+    """
+    job = read(connection, tenant, job_id)
+    if job.is_over or job.cancel_requested:
+        return job
+    reason = clean(reason, MAX_REASON)
+    connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(cancel_requested=True, reason=reason))
+    if job.state is JobState.QUEUED:
+        return change_state(connection, job_id, change_id, {JobState.QUEUED}, JobState.CANCELLED, reason, {}, now)
+    return read(connection, tenant, job_id)
+
+
+def changes_of(connection: Connection, tenant: str | None, job_id: str, after: int) -> list[JobChange]:
+    """Return the changes of one job, oldest first.
+
+    Args:
+        tenant: the owner's; None: any.
+        after: only changes with a larger number are returned.
+
+    Raises:
+        NotFound: there is no such job in this tenant.
+    """
+    read(connection, tenant, job_id)
+    return changes.of_job(connection, job_id, after)
+
+
+def _count_open(connection: Connection, tenant: str, user: str) -> int:
+    """Return how many jobs of a user have not ended."""
+    return connection.execute(
+        select(func.count()).where(
+            jobs.c.tenant == tenant, jobs.c.user_name == user, jobs.c.state.in_(sorted(OPEN_STATES))
+        )
+    ).scalar_one()
+
+
+def _check_adapters(connection: Connection, tenant: str, adapters: int) -> None:
+    """Refuse a job with more adapters on shared bases than its tenant's quota leaves."""
+    quota = decisions.quota_of(connection, tenant) if adapters else None
+    if quota is None or quota.adapters is None:
+        return
+    of_tenant = (jobs.c.tenant == tenant) & jobs.c.state.in_(sorted(OPEN_STATES))
+    held = connection.execute(select(func.coalesce(func.sum(jobs.c.adapters), 0)).where(of_tenant)).scalar_one()
+    if held + adapters > quota.adapters:
+        raise TooManyRequests(
+            f"the jobs of tenant {tenant} that are not over have {held} adapters on base servers, this one needs "
+            f"{adapters}, and its quota is {quota.adapters}; a job that ends or is cancelled frees its own",
+            30.0,
+        )
+
+
+def _checked(fields: JobFields) -> dict[str, Any]:
+    """Return fields that may be set, with keys in texts hidden."""
+    unknown = fields.keys() - JobFields.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))} can't be set")
+    given: dict[str, Any] = {**fields}
+    if "bundle_nodes" in given:
+        given["bundle_nodes"] = to_json(given["bundle_nodes"])
+    return {name: clean(value, MAX_LOG_TAIL) if isinstance(value, str) else value for name, value in given.items()}

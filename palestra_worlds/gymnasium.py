@@ -1,0 +1,244 @@
+"""Environments of Gymnasium as worlds of text, and FrozenLake with its map as text."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from palestra.envs.environment import Environment, Reset, Step
+from palestra.envs.task_splits import Split, draw_tasks
+from palestra.errors import ConfigError, InvalidEnvironment
+from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, is_picture_space, shown
+
+_NUMBER = re.compile(r"-?\d+")
+View = Literal["text", "picture", "render"]
+
+
+_NAME = "FrozenLake-v1"
+_MAP_SIZE = 4
+_FROZEN = 0.8  # probability that a field of a random map is ice, not a hole
+
+
+class GymnasiumEnvironment(Environment):
+    """Any registered Gymnasium environment whose actions can be said.
+
+    A task may have the keys `seed` and `options`, which go to Gymnasium's `reset`. The agent's action is the first name
+    of an action, or number, in its reply; of a space of several numbers it is as many numbers, of a Dict or a Tuple it
+    is JSON, and of a text space it is the reply itself. A reply without a valid action, such as a number out of range,
+    ends the episode with `impossible_reward` and never reaches the world.
+    """
+
+    reusable = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        actions: Sequence[str] = (),
+        features: Sequence[str] = (),
+        rules: str = "",
+        impossible_reward: float = 0.0,
+        observation: View = "text",
+        **settings: Any,
+    ) -> None:
+        """Create the world with `gymnasium.make`.
+
+        Args:
+            name: Gymnasium's name of the environment, for example `Taxi-v3`.
+            actions: names for the numbers of a discrete space, in order; empty: the agent says numbers.
+            features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
+            rules: text before the first observation of each episode; empty: for actions that are neither discrete nor
+                text, what a reply has to be.
+            impossible_reward: reward of a reply that has no valid action.
+            observation: what the agent is shown: `text`; `picture`, the observation, an array of uint8 [height,
+                width], [height, width, 1] or [height, width, 3]; or `render`, what the world's `render` draws.
+            **settings: arguments for `gymnasium.make`; with `render`, `render_mode` is `rgb_array`.
+
+        Raises:
+            ConfigError: Gymnasium is not installed, or has no such environment, or its actions are of another kind, or
+                its observations are no pictures.
+        """
+        gymnasium = imported_gymnasium()
+        if observation == "render":
+            settings["render_mode"] = "rgb_array"
+        try:
+            self._world: Any = gymnasium.make(name, **settings)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"Gymnasium can't make {name!r}: {error}") from error
+        space: Any = self._world.action_space
+        kinds: Any = gymnasium.spaces
+        try:
+            told = instruction(space)
+        except NoText as error:
+            raise ConfigError(f"{name!r} can't be played: {error}") from error
+        self._first = int(space.start) if isinstance(space, kinds.Discrete) else None
+        self._actions = [action.lower() for action in actions]
+        if self._actions and (self._first is None or len(actions) != space.n):
+            raise ConfigError(f"{name!r} has the actions {space}, and {len(actions)} names are given")
+        self._rules = rules or ("" if isinstance(space, kinds.Discrete | kinds.Text) else told)
+        self._features, self._impossible, self._view = tuple(features), impossible_reward, observation
+        self.forfeit_reward = min(0.0, impossible_reward)
+        if observation == "picture" and not is_picture_space(self._world.observation_space):
+            raise ConfigError(
+                f"the observations of {name!r} are {self._world.observation_space}, and no pictures; take "
+                "observation = 'render' where the world can draw itself"
+            )
+
+    def reset(self, task: Mapping[str, Any]) -> Reset:
+        """Begin an episode with the task's seed and options, and return the rules and the first observation."""
+        seen, info = self._world.reset(seed=task.get("seed"), options=task.get("options"))
+        shown = self._shown(seen)
+        if not self._rules:
+            return shown, dict(info)
+        return f"{self._rules}\n{shown}" if isinstance(shown, str) else [self._rules, shown], dict(info)
+
+    def _shown(self, seen: Any) -> Any:
+        """Return what the agent is shown: a text, or a picture as an array."""
+        if self._view == "text":
+            return self.describe(seen)
+        return seen if self._view == "picture" else self._world.render()
+
+    def step(self, action: str) -> Step:
+        """Take the first valid action that the reply names, or end the episode if there is none."""
+        chosen = self._chosen(action)
+        if chosen is None:
+            return "impossible action", self._impossible, True, False, {"impossible": True}
+        seen, reward, terminated, truncated, info = self._world.step(chosen)
+        return self._shown(seen), float(reward), bool(terminated), bool(truncated), dict(info)
+
+    def close(self) -> None:
+        """Close the Gymnasium environment and release what it holds."""
+        self._world.close()
+
+    def describe(self, seen: Any) -> str:
+        """Return an observation of the world as text for the agent. Override this where `str` of it reads badly.
+
+        Args:
+            seen: the observation, as Gymnasium returned it.
+
+        Raises:
+            InvalidEnvironment: the observation has no form as text, or its text is longer than 2,000 characters.
+        """
+        try:
+            text = shown(seen, self._features)
+        except NoText as error:
+            raise InvalidEnvironment(
+                f"an observation of {self._world}: {error}; override `describe`, or take observation = "
+                "'picture' or 'render'"
+            ) from error
+        if len(text) > 2000:
+            raise InvalidEnvironment(f"an observation of {self._world} has no short text; override `describe`")
+        return text
+
+    def _chosen(self, said: str) -> Any:
+        """Return the action that the reply names, in the form of the action space, or None."""
+        if self._first is None:
+            return action_of(self._world.action_space, said)
+        if self._actions:
+            places = [(said.lower().find(name), number) for number, name in enumerate(self._actions)]
+            found = [(place, number) for place, number in places if place >= 0]
+            if found:
+                return self._first + min(found)[1]
+        match = _NUMBER.search(said)
+        number = int(match[0]) if match and len(match[0]) < 10 else None
+        return number if number is not None and self._world.action_space.contains(number) else None
+
+
+def imported_gymnasium() -> Any:
+    """Import Gymnasium and return the module.
+
+    Raises:
+        ConfigError: Gymnasium is not installed.
+    """
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError("this environment needs Gymnasium; run: pip install gymnasium") from None
+    return gymnasium
+
+
+class FrozenLake(GymnasiumEnvironment):
+    """A walk over ice with holes, where `@` on the map is the agent.
+
+    A task may have the keys `map` (rows of the letters S, F, H and G) and `seed`, which matters on slippery ice only.
+    """
+
+    def __init__(self, *, size: int = 4, is_slippery: bool = False, impossible_reward: float = 0.0) -> None:
+        """Create the environment.
+
+        Args:
+            size: 4 or 8, the size of the map for tasks that have none.
+            is_slippery: whether a step may go sideways.
+            impossible_reward: reward of a reply that names no direction; it ends the episode.
+
+        Raises:
+            ValueError: there is no map of this size.
+            ConfigError: Gymnasium is not installed.
+        """
+        if size not in (4, 8):
+            raise ValueError(f"there are maps of size 4 and 8, and none of {size}")
+        super().__init__(
+            _NAME,
+            actions=("left", "down", "right", "up"),
+            rules="Reach G from S over F; H is a hole. Say left, down, right or up.",
+            impossible_reward=impossible_reward,
+            map_name=f"{size}x{size}",
+            is_slippery=is_slippery,
+        )
+        self._settings: dict[str, Any] = {"map_name": f"{size}x{size}", "is_slippery": is_slippery}
+        self._map: list[str] | None = None  # the present world's map; None: the default one of its size
+
+    def reset(self, task: Mapping[str, Any]) -> Reset:
+        """Begin an episode on the task's map.
+
+        Raises:
+            ValueError: the task's `map` is not a map.
+        """
+        rows = task.get("map")
+        if rows != self._map:
+            world = imported_gymnasium().make(_NAME, **self._settings, desc=None if rows is None else _checked(rows))
+            self._world.close()
+            self._world, self._map = world, rows
+        return super().reset(task)
+
+    def describe(self, seen: Any) -> str:
+        """Return the map as lines of text, with `@` at the agent's place."""
+        rows = [[letter.decode() for letter in row] for row in self._world.unwrapped.desc]
+        row, column = divmod(int(seen), len(rows[0]))
+        rows[row][column] = "@"
+        return "\n".join("".join(line) for line in rows)
+
+
+def _checked(rows: Any) -> list[str]:
+    good = isinstance(rows, list) and rows and all(isinstance(row, str) and len(row) == len(rows[0]) for row in rows)
+    letters = "".join(rows) if good else ""
+    if not letters or set(letters) - set("SFHG") or letters.count("S") != 1 or "G" not in letters:
+        raise ValueError(f"a map is a list of rows of S, F, H and G, with one S and a G, and not {rows!r}")
+    return list(rows)
+
+
+def frozen_lake_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+    """Draw random maps of 4 x 4 on which G can be reached. The splits share no map.
+
+    Args:
+        split: the split to draw from.
+        count: number of tasks.
+        seed: other seeds draw other tasks of the same split.
+
+    Returns:
+        `count` distinct tasks with the keys `id`, `map` and `seed`.
+
+    Raises:
+        ConfigError: Gymnasium is not installed, or the split has fewer than `count` tasks.
+    """
+    imported_gymnasium()
+    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+    def draw(source: random.Random) -> dict[str, Any]:
+        number = source.randrange(2**31)
+        rows = [str(row) for row in generate_random_map(size=_MAP_SIZE, p=_FROZEN, seed=number)]
+        return {"id": "/".join(rows), "map": rows, "seed": number}
+
+    return draw_tasks(split, count, seed, draw)

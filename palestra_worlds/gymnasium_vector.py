@@ -1,0 +1,135 @@
+"""Vector environments of Gymnasium: several copies of a world that make their steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.client.arguments import checked_count
+from palestra.envs.multi_agent import MultiAgentEnvironment, Outcome
+from palestra.envs.protocols import AgentProtocol, decided
+from palestra.errors import ConfigError, InvalidEnvironment
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage
+from palestra_worlds.gymnasium import imported_gymnasium
+from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, shown
+
+
+class GymnasiumVector(MultiAgentEnvironment):
+    """A vector environment of Gymnasium, each copy of its world the one of an agent; the roles are `world-0`, …
+
+    It suits a world that computes many copies at once, on a GPU for instance. An episode is over when all copies have
+    ended; copies make their steps together, so that it waits for the slowest agent. A task may have the keys `seed`,
+    of which each copy gets its own, and `options`. A reply without a valid action ends its copy with
+    `impossible_reward`.
+    """
+
+    reusable = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        worlds: int = 4,
+        features: Sequence[str] = (),
+        rules: str = "",
+        impossible_reward: float = 0.0,
+        clock: Clock | None = None,
+        **settings: Any,
+    ) -> None:
+        """Create the worlds with `gymnasium.make_vec`.
+
+        Args:
+            name: Gymnasium's name of the environment, for example `CartPole-v1`.
+            worlds: how many there are, each with an agent of its own.
+            features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
+            rules: text before the first observation of each agent; empty: what a reply has to be.
+            impossible_reward: reward of a reply that has no valid action.
+            clock: source of the times of observations; None: the system's clock.
+            **settings: arguments for `gymnasium.make_vec`.
+
+        Raises:
+            ConfigError: Gymnasium is not installed, or has no such environment, or its actions can't be said.
+        """
+        super().__init__(clock)
+        gymnasium = imported_gymnasium()
+        count = checked_count("worlds", worlds)
+        try:
+            self._worlds: Any = gymnasium.make_vec(name, num_envs=count, **settings)
+            told = instruction(self._worlds.single_action_space)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"Gymnasium can't make {name!r} as a vector: {error}") from error
+        except NoText as error:
+            raise ConfigError(f"{name!r} can't be played: {error}") from error
+        self.roles = tuple(f"world-{number}" for number in range(count))
+        self._rules, self._features, self._impossible = rules or told, tuple(features), impossible_reward
+        self._seen: Any = None
+        self._idle: Any = None  # an action for worlds that have ended, whose steps are not looked at
+        self._playing: tuple[str, ...] = ()
+
+    async def close(self) -> None:
+        """End the episode's work and close the worlds."""
+        await self.abandon()
+        self._worlds.close()
+
+    def begin(self, task: Mapping[str, Any]) -> None:
+        """Begin an episode in every world, with seeds that follow the task's."""
+        seed = task.get("seed")
+        self._seen, _ = self._worlds.reset(seed=seed, options=task.get("options"))
+        space = self._worlds.single_action_space
+        space.seed(0)
+        self._idle = space.sample()
+        self._playing = self.roles
+
+    def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
+        """Return that the agents whose worlds go on act at the same time."""
+        return decided(lambda: self._playing)
+
+    def rules(self, role: str) -> str:
+        """Return what stands before a role's first observation."""
+        return self._rules
+
+    def view(self, role: str) -> str:
+        """Return a role's observation as text.
+
+        Raises:
+            InvalidEnvironment: the observation is a picture, or another large array.
+        """
+        try:
+            return shown(_part(self._seen, self.roles.index(role)), self._features)
+        except NoText as error:
+            raise InvalidEnvironment(f"an observation of {self._worlds}: {error}") from error
+
+    def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome:
+        """Make a step in every world, and take what has become of those that are played."""
+        gymnasium = imported_gymnasium()
+        space = self._worlds.single_action_space
+        said = {role: action_of(space, action.text) for role, action in actions.items()}
+        taken = [self._idle if said.get(role) is None else said[role] for role in self.roles]
+        batch = gymnasium.vector.utils.concatenate(
+            space, taken, gymnasium.vector.utils.create_empty_array(space, n=len(taken))
+        )
+        self._seen, rewards, terminated, truncated, _ = self._worlds.step(batch)
+        paid: dict[str, float] = {}
+        cut: list[str] = []
+        ended: list[str] = []
+        for role in actions:
+            place = self.roles.index(role)
+            impossible = said[role] is None
+            paid[role] = self._impossible if impossible else float(rewards[place])
+            if impossible or terminated[place]:
+                ended.append(role)
+            elif truncated[place]:
+                cut.append(role)
+        done = (*ended, *cut)
+        self._playing = tuple(role for role in self._playing if role not in done)
+        return Outcome(rewards=paid, done=done, over=not self._playing, truncated=bool(cut) and not ended)
+
+
+def _part(batch: Any, place: int) -> Any:
+    """Return one world's observation out of those of all."""
+    if isinstance(batch, dict):
+        return {name: _part(part, place) for name, part in batch.items()}
+    if isinstance(batch, tuple) and not hasattr(batch, "shape"):
+        return tuple(_part(part, place) for part in batch)
+    return batch[place]

@@ -1,0 +1,240 @@
+"""`OpenEnvEnvironment`: an environment of a server of OpenEnv, played over its WebSocket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from palestra.client.arguments import checked_amount, checked_count
+from palestra.client.exchange import checked_key, checked_url
+from palestra.envs.environment import Environment, StepMessage
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, NotScored
+from palestra.types.messages import ChatMessage, TextPart, ToolCall
+from palestra_worlds.openenv_link import INVALID_ACTION, OpenEnvError, OpenEnvLink, SessionLost
+
+EXAMPLE = "http://127.0.0.1:8000"
+ACT = "act"  # the tool whose arguments are the fields of an action
+_OF_TOOLS = ("CallToolAction", "ListToolsAction")  # schemas of servers whose actions are calls of MCP tools
+_OWN_FIELDS = ("metadata",)  # of every action and observation, and of no interest to a model
+
+
+class OpenEnvEnvironment(Environment):
+    """An environment of a server that speaks OpenEnv's protocol.
+
+    What an agent does becomes an action by the server's own schema: an action with one field to fill in is the text
+    of the reply; of an action with several, the reply is a JSON object or a call of the tool `act`; where actions are
+    calls of MCP tools, the agent has these tools.
+
+    A task's keys are the arguments of `reset`, such as `seed`. An action that the server's schema
+    refuses is shown to the agent as an error, and has the reward 0. An action that the environment does not survive is
+    a forfeit: it raises, does not answer in time, or ends the session while the server goes on. A server that is gone
+    fails the attempt at the episode, which has no reward.
+    """
+
+    reusable = True
+    blocking = False
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        action_field: str | None = None,
+        rules: str = "",
+        system: str | None = None,
+        max_steps: int = 32,
+        wait_seconds: float = 600.0,
+        reply_seconds: float = 60.0,
+        max_message_bytes: int = 16 << 20,
+    ) -> None:
+        """Take the address of a server; `setup` connects.
+
+        Args:
+            url: the server's URL, such as `http://127.0.0.1:8000`.
+            key: is sent as `Authorization: Bearer`; None: none is.
+            action_field: the field of an action that is the text of a reply; None: found in the schema.
+            rules: text before the first observation of each episode.
+            system: system message of the agent's conversation, if any.
+            max_steps: actions after which an episode is truncated.
+            wait_seconds: how long to wait for a session while all of the server's are in use.
+            reply_seconds: limit for the answer to one action.
+            max_message_bytes: length of one message of the server.
+
+        Raises:
+            ConfigError: the URL is no URL, or a number makes no sense.
+        """
+        checked_amount("wait_seconds", wait_seconds, endless=True)
+        checked_amount("reply_seconds", reply_seconds, above_zero=True)
+        checked_count("max_message_bytes", max_message_bytes)
+        self.max_steps = checked_count("max_steps", max_steps)
+        self.system = system
+        headers = {"authorization": f"Bearer {checked_key(key)}"} if key else {}
+        self._url = checked_url(url, EXAMPLE)
+        self._link = OpenEnvLink(self._url, headers, wait_seconds, reply_seconds, max_message_bytes)
+        self._wanted, self._rules = action_field, rules
+        self._field: str | None = None  # of an action that is the text of a reply
+        self._calls_tools = False
+        self._schema: dict[str, Any] = {}
+        self._paid = False  # whether any reward has come in this episode
+
+    async def setup(self) -> None:
+        """Read what actions look like, and begin a session.
+
+        Raises:
+            EnvironmentFailed: no server of OpenEnv can be reached at the URL.
+            TooManyRequests: all sessions stayed in use.
+            ConfigError: actions have no such field as `action_field`.
+        """
+        self._schema = (await self._link.schema())["action"]
+        fields = {name: field for name, field in self._schema.get("properties", {}).items() if name not in _OWN_FIELDS}
+        # A server whose actions are several calls gives the schema of their base class, which has no fields of its own.
+        self._calls_tools = self._schema.get("title") in _OF_TOOLS or not fields
+        if self._wanted is not None and self._wanted not in fields:
+            raise ConfigError(
+                f"actions of {self._url} have no field {self._wanted!r}; they have {', '.join(fields) or 'none'}"
+            )
+        required = [name for name in self._schema.get("required", ()) if name in fields] or list(fields)
+        self._field = self._wanted or (required[0] if len(required) == 1 else None)
+        self.tools = () if self._field is not None or self._calls_tools else (_act_tool(self._schema, fields),)
+        await self._link.open()
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._link.close()
+
+    async def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Begin an episode, in a new session if the last one has ended since."""
+        self._paid = False
+        fresh = not self._link.is_open
+        await self._link.open()
+        try:
+            data = await self._ask({"type": "reset", "data": dict(task)})
+        except EnvironmentFailed:
+            if fresh or self._link.is_open:
+                raise
+            await self._link.open()  # the connection was lost between two episodes, so nothing of this one was seen
+            data = await self._ask({"type": "reset", "data": dict(task)})
+        if self._calls_tools:
+            listed = (await self._ask({"type": "step", "data": {"type": "list_tools"}})).get("observation", {})
+            self.tools = tuple(_tool(tool) for tool in listed.get("tools", ()))
+        seen = self.describe(data.get("observation", {}))
+        return (f"{self._rules}\n{seen}" if self._rules else seen) or "Begin.", {"metadata": data.get("metadata")}
+
+    async def step(self, action: str) -> StepMessage:
+        """Send a reply of text; see `step_message`."""
+        return await self.step_message(ChatMessage(role="assistant", content=(TextPart(text=action),)))
+
+    async def step_message(self, action: ChatMessage) -> StepMessage:
+        """Send an action, or one for each tool call of the reply.
+
+        Raises:
+            NotScored: the episode is over, and the server has paid nothing in it, not even 0.
+            EpisodeForfeited: the environment has not survived the action.
+            EnvironmentFailed: the server is gone.
+        """
+        answers: list[ChatMessage] = []
+        seen, reward, done = "", 0.0, False
+        info: dict[str, Any] = {}
+        for call in action.tool_calls or (None,):
+            said = "Error: the episode is over."
+            if not done:
+                said, paid, done, info = await self._act(
+                    self._of_text(action.text) if call is None else self._of_call(call)
+                )
+                reward += paid
+            if call is None:
+                seen = said
+            else:
+                answers.append(_answer(call, said))
+        if done and not self._paid:
+            raise NotScored(f"{self._url} has paid no reward in this episode")
+        return tuple(answers) or seen, reward, done, False, info
+
+    def describe(self, observation: Mapping[str, Any]) -> str:
+        """Return an observation as text: its only field as it is, several as JSON. Override it for another form.
+
+        Args:
+            observation: its fields.
+        """
+        shown = {name: value for name, value in observation.items() if name not in _OWN_FIELDS and value is not None}
+        if self._calls_tools and "result" in shown:
+            shown = {"result": shown["result"]}
+        if len(shown) == 1:
+            (only,) = shown.values()
+            return only if isinstance(only, str) else json.dumps(only, ensure_ascii=False)
+        return json.dumps(shown, ensure_ascii=False) if shown else ""
+
+    async def _act(self, action: dict[str, Any] | str) -> tuple[str, float, bool, dict[str, Any]]:
+        """Send one action, or show what is wrong with it; return observation, reward, end and information."""
+        if isinstance(action, str):
+            return action, 0.0, False, {"invalid": True}
+        try:
+            data = await self._link.ask({"type": "step", "data": action})
+        except OpenEnvError as error:
+            if error.code == INVALID_ACTION:
+                return f"Error: {error}", 0.0, False, {"invalid": True}
+            raise EpisodeForfeited(f"the environment of {self._url} has failed: {error}") from error
+        except SessionLost as error:
+            await self._link.schema()  # fails where the server is gone, which no action is to blame for
+            raise EpisodeForfeited(str(error)) from error
+        reward = data.get("reward")
+        self._paid = self._paid or reward is not None  # OpenEnv pays null where a step has no reward
+        seen = self.describe(data.get("observation", {}))
+        return seen, reward or 0.0, bool(data.get("done")), dict(data.get("metadata") or {})
+
+    def _of_text(self, text: str) -> dict[str, Any] | str:
+        """Return the action that a reply of text is, or what is wrong with it, for the agent."""
+        if self._calls_tools:
+            return "Error: call one of the tools."
+        if self._field is not None:
+            kind = self._schema["properties"][self._field].get("type", "string")
+            if kind == "string":
+                return {self._field: text}
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return "Error: the reply is not JSON."
+        if self._field is not None and not (isinstance(found, dict) and self._field in found):
+            return {self._field: found}
+        return found if isinstance(found, dict) else "Error: the reply is not a JSON object."
+
+    def _of_call(self, call: ToolCall) -> dict[str, Any] | str:
+        """Return the action that a tool call is, or what is wrong with it, for the agent."""
+        known = [tool["function"]["name"] for tool in self.tools]
+        if call.function.name not in known:
+            return f"Error: there is no tool {call.function.name!r}; known are {', '.join(known) or 'none'}."
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            return "Error: the arguments are not JSON."
+        if not isinstance(arguments, dict):
+            return "Error: the arguments are not a JSON object."
+        if not self._calls_tools:
+            return arguments
+        return {"type": "call_tool", "tool_name": call.function.name, "arguments": arguments}
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self._link.ask(message)
+        except OpenEnvError as error:
+            raise EnvironmentFailed(f"the environment of {self._url} has failed: {error}") from error
+
+
+def _answer(call: ToolCall, text: str) -> ChatMessage:
+    return ChatMessage(role="tool", content=(TextPart(text=text),), tool_call_id=call.id, name=call.function.name)
+
+
+def _act_tool(schema: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    required = [name for name in schema.get("required", ()) if name in fields]
+    parameters = {"type": "object", "properties": dict(fields), "required": required}
+    if "$defs" in schema:
+        parameters["$defs"] = schema["$defs"]
+    described = str(schema.get("description") or "Act in the environment.").strip()
+    return {"type": "function", "function": {"name": ACT, "description": described, "parameters": parameters}}
+
+
+def _tool(listed: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = listed.get("input_schema") or {"type": "object", "properties": {}}
+    about = {"name": listed["name"], "description": listed.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": about}
