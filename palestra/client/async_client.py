@@ -40,7 +40,7 @@ from palestra.client.protocol import (
     upload_call,
 )
 from palestra.client.seat import AsyncSeat, seat_of
-from palestra.client.task_files import task_rows
+from palestra.client.task_files import task_source
 from palestra.errors import ClaimOver, JobOver, PalestraError
 from palestra.http_clients import async_http_client
 from palestra.pictures.blobs import digest_of
@@ -218,7 +218,7 @@ class AsyncClient:
             train: tasks to train on; JSON objects, or the path of a JSONL file.
             validation: tasks to evaluate on, in the same forms.
         """
-        for call in push_calls({"validation": task_rows(validation), "train": task_rows(train)}):
+        for call in push_calls({"validation": task_source(validation), "train": task_source(train)}):
             await self._send(call)
 
     @asynccontextmanager

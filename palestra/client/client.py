@@ -32,7 +32,7 @@ from palestra.client.protocol import (
     upload_call,
 )
 from palestra.client.seat import Seat, seat_of
-from palestra.client.task_files import task_rows
+from palestra.client.task_files import task_source
 from palestra.errors import ClaimOver, PalestraError
 from palestra.http_clients import http_client
 from palestra.pictures.blobs import digest_of
@@ -186,7 +186,7 @@ class Client:
             ConfigError: there is no such file, or a line is not a JSON object; nothing is pushed.
             InvalidRequest: a task is not a JSON object.
         """
-        for call in push_calls({"validation": task_rows(validation), "train": task_rows(train)}):
+        for call in push_calls({"validation": task_source(validation), "train": task_source(train)}):
             self._send(call)
 
     @contextmanager

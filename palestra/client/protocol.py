@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeGuard, TypeVar
@@ -271,19 +271,24 @@ def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -
     return Call("/act_seat", body, ActionAccepted, episode.api_key)
 
 
-def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Call[TasksPushed]]:
+def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Call[TasksPushed]]:
     """Build the requests that push tasks by split, in chunks.
 
     A chunk's id is its split and place, so that a push that was interrupted can be sent again as a whole.
     """
-    chunks = [(split, start, bodies) for split, rows in tasks.items() for start, bodies in _chunks(rows)]
-    for number, (split, start, bodies) in enumerate(chunks):
-        final = number == len(chunks) - 1
+    for rows in tasks.values():  # a wrong task is refused before any other is pushed
+        for number, row in enumerate(rows):
+            _task_body(row, number)
+    chunks = ((split, start, bodies) for split, rows in tasks.items() for start, bodies in _chunks(rows))
+    following = next(chunks, None)
+    while following is not None:
+        (split, start, bodies), following = following, next(chunks, None)
+        final = following is None
         body = PushTasks(split=split, chunk_id=f"{split}-{start}", tasks=tuple(bodies), final=final)  # type: ignore[arg-type]
         yield Call("/tasks", body, TasksPushed)
 
 
-def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
+def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
     """Yield the index of the first task of each chunk, and the chunk.
 
     A chunk has at most CHUNK_TASKS tasks and CHUNK_BYTES bytes; a larger task is a chunk alone.

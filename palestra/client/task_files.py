@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import ValidationError
 
 from palestra.client.plain_values import rows_of_frame
@@ -14,6 +16,24 @@ from palestra.errors import ConfigError
 from palestra.types.wire import TaskBody
 
 TaskRows = Sequence[Mapping[str, Any]]
+DEEP = 200  # brackets: a line that has more may be nested deeper than can be stored
+_LONG = re.compile(rb"\d{19}")  # perhaps an integer over 64 bits, which orjson reads as a float
+
+
+def _sized(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the tasks of a JSONL file, each with the bytes of its line; one at a time is in memory.
+
+    Raises:
+        ConfigError: there is no such file, or a line is not a JSON object; the message names the line.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    task = _plain_task(line)
+                    yield _task(line, f"{path}:{number}") if task is None else task, len(line)
+    except OSError as error:
+        raise ConfigError(f"tasks file {path}: {error.strerror}") from error
 
 
 def read_task_file(path: Path) -> list[dict[str, Any]]:
@@ -22,11 +42,7 @@ def read_task_file(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: there is no such file, or a line is not a JSON object; the message names the line.
     """
-    try:
-        with path.open("rb") as file:
-            return [_task(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"tasks file {path}: {error.strerror}") from error
+    return [task for task, _ in _sized(path)]
 
 
 def task_rows(tasks: TaskRows | str | Path) -> TaskRows:
@@ -39,6 +55,55 @@ def task_rows(tasks: TaskRows | str | Path) -> TaskRows:
         ConfigError: see `read_task_file`.
     """
     return read_task_file(Path(tasks)) if isinstance(tasks, str | Path) else rows_of_frame(tasks)
+
+
+class TaskFile:
+    """The tasks of a JSONL file, which are read each time that they are iterated over."""
+
+    def __init__(self, path: Path) -> None:
+        """Check all lines.
+
+        Raises:
+            ConfigError: see `read_task_file`.
+        """
+        self.path = path
+        self._length = sum(1 for _ in _sized(path))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (task for task, _ in _sized(self.path))
+
+    def chunks(self, most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield the tasks in lists of at most `most`, whose lines have at most `most_bytes`, but for the last task."""
+        tasks, size = list[dict[str, Any]](), 0
+        for task, length in _sized(self.path):
+            tasks.append(task)
+            size += length
+            if len(tasks) == most or size >= most_bytes:
+                yield tasks
+                tasks, size = [], 0
+        if tasks:
+            yield tasks
+
+
+def task_source(tasks: Iterable[Mapping[str, Any]] | str | Path) -> Iterable[Mapping[str, Any]]:
+    """Return tasks, which can be iterated over several times, as `task_rows` does; those of a file stay there."""
+    if isinstance(tasks, str | Path):
+        return TaskFile(Path(tasks))
+    return list(tasks) if isinstance(tasks, Iterator) else rows_of_frame(tasks)
+
+
+def _plain_task(line: bytes) -> dict[str, Any] | None:
+    """Return the task of a line that is certainly one, in a tenth of the time of `_task`; None: look closer."""
+    if line.count(b"[") + line.count(b"{") > DEEP or _LONG.search(line):
+        return None
+    try:
+        data = orjson.loads(line)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def _task(line: bytes, place: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from palestra.disk import open_own
 # KiB of pages that a connection caches. A run's file grows with every call, and pages that were read stay until the
 # cache is full, so a long run holds this much memory; further pages come from the operating system's cache.
 WRITER_CACHE, READER_CACHE = 4096, 2048
+MOST_JOURNAL = 2**24  # bytes to which the write-ahead log is cut when it was emptied
 MOST_VALUES = 500  # bound values of one statement, which SQLite limits
 
 
@@ -45,6 +46,7 @@ def open_engine(
         connection.isolation_level = None
         if not read_only:
             connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(f"PRAGMA journal_size_limit={MOST_JOURNAL}")
             connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.execute("PRAGMA busy_timeout=10000")
         connection.execute(f"PRAGMA cache_size=-{READER_CACHE if read_only else WRITER_CACHE}")

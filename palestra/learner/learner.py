@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
@@ -34,6 +35,7 @@ from palestra.models.weights import WeightSource
 from palestra.rollout import RolloutSyncLock
 from palestra.session import PolicySet
 from palestra.store import RunStore
+from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.metrics import of_policy
@@ -101,7 +103,7 @@ class Learner:
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
         self._unchecked = policies.trained if config.engine.urls else ()  # a server that runs already has any model
-        self._train_tasks: list[Task] = []
+        self._train_tasks: Sequence[Task] = []
         self._validation_tasks: list[Task] = []
 
     async def prepare(self) -> None:
@@ -231,15 +233,17 @@ class Learner:
         if not self._config.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
             await self._store.tasks.wait_sealed()
         if self._recordings is None:
-            self._train_tasks = await self._store.tasks.of_split("train")
+            self._train_tasks = await self._store.tasks.stored("train")
         else:
             self._train_tasks = await self._recordings.tasks()
-        self._validation_tasks = (await self._store.tasks.of_split("validation"))[: self._config.evaluation.max_tasks]
+        most = self._config.evaluation.max_tasks
+        self._validation_tasks = await self._store.tasks.of_split("validation", most)
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
         rollout = self._config.rollout
         key = rollout.group_key if self._recordings is None else ""
-        self._order = TaskOrder(self._train_tasks, self._config.seed, key, rollout.group_size)
+        ordered = partial(TaskOrder, self._train_tasks, self._config.seed, key, rollout.group_size)
+        self._order = await in_thread(ordered)
         if self._order.grouped:
             text = (
                 f"tasks with the same {key} are played and compared as one group: {self._order.grouped} groups have "

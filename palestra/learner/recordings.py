@@ -5,7 +5,7 @@ From there on they are like played ones: the same manifest, the same rows, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Recordings:
         self._policies: tuple[str, ...] = ()  # whose calls are learned, by their names in the run of the source
         self._roles = Roles(default=runtime.name)  # who plays which agent there
 
-    async def tasks(self) -> list[Task]:
+    async def tasks(self) -> Sequence[Task]:
         """Return a task for each recorded episode, in canonical order; a resumed job has those of its first start.
 
         Raises:
@@ -63,9 +63,8 @@ class Recordings:
         """
         run_dir = self._source.run_dir
         if run_dir is None:
-            tasks = await self._store.tasks.of_split("train")
-            for task in tasks:
-                read_conversation(task)
+            tasks = await self._store.tasks.stored("train")
+            await in_thread(lambda: _check_conversations(tasks))
             return tasks
         config = await in_thread(lambda: source_config(run_dir))
         self._roles = config.players
@@ -220,6 +219,12 @@ class Recordings:
                 "that the model would have been given"
             )
         return shared, tail, rest[: int(ends[0]) + 1]
+
+
+def _check_conversations(tasks: Iterable[Task]) -> None:
+    """Raise ConfigError if a task is no conversation."""
+    for task in tasks:
+        read_conversation(task)
 
 
 async def gather_recorded(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Sequence
 
 from palestra.config import OptimizerConfig
 from palestra.database import to_json
+from palestra.store.tasks import StoredTasks
 from palestra.types.records import Task
 
 
@@ -28,11 +30,11 @@ class TaskOrder:
             group_key: key of a task whose value it shares with the tasks of its group; empty: each task is alone.
             most: tasks of a group; those of a larger one make several.
         """
-        self._groups = _grouped(tasks, group_key, most) if group_key else [(task,) for task in tasks]
-        self.length = len(self._groups)
-        self.grouped = sum(len(group) > 1 for group in self._groups)
+        self._tasks, self._groups = tasks, _grouped(tasks, group_key, most)
+        self.length = len(tasks) if self._groups is None else len(self._groups)
+        self.grouped = sum(len(group) > 1 for group in self._groups or ())
         self._seed, self._epoch = seed, -1
-        self._order: list[int] = []
+        self._order = array("q")
 
     def task(self, group_index: int) -> Task:
         """Return the first task of the group with this index."""
@@ -40,19 +42,31 @@ class TaskOrder:
 
     def group(self, group_index: int) -> tuple[Task, ...]:
         """Return the tasks that the episodes of the group with this index play in turn."""
-        epoch, place = divmod(group_index, len(self._groups))
+        epoch, place = divmod(group_index, self.length)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._groups)))
+            self._epoch, self._order = epoch, array("q", range(self.length))
             random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
-        return self._groups[self._order[place]]
+        position = self._order[place]
+        return tuple(self._tasks[each] for each in ((position,) if self._groups is None else self._groups[position]))
 
 
-def _grouped(tasks: Sequence[Task], key: str, most: int) -> list[tuple[Task, ...]]:
-    """Return the groups in the order of their first tasks; a task whose value is null, or that has none, is alone."""
-    found: dict[str | int, list[Task]] = {}
-    for place, task in enumerate(tasks):
-        value = task.data.get(key)
-        found.setdefault(place if value is None else to_json(value), []).append(task)
+def _grouped(tasks: Sequence[Task], key: str, most: int) -> list[tuple[int, ...]] | None:
+    """Return the positions of the tasks of each group, in the order of their first tasks; None: each task is alone.
+
+    A task whose value is null, or that has none, is alone.
+    """
+    if not key:
+        return None
+    if isinstance(tasks, StoredTasks):
+        values = tasks.values_of(key)
+    else:
+        values = {place: task.data.get(key) for place, task in enumerate(tasks)}
+    if all(value is None for value in values.values()):
+        return None
+    found: dict[str | int, list[int]] = {}
+    for place in range(len(tasks)):
+        value = values.get(place)
+        found.setdefault(place if value is None else to_json(value), []).append(place)
     return [tuple(group[start : start + most]) for group in found.values() for start in range(0, len(group), most)]
 
 

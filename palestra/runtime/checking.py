@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,8 @@ from palestra.runtime.model_memory import (
 )
 from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
-from palestra.runtime.tasks import read_files
+from palestra.runtime.tasks import read_files, task_of
 from palestra.types.conversations import read_conversation
-from palestra.types.records import Task
 
 GIB = 2**30
 MOST_STEPS = 100_000  # of a job, in which steps without an update are looked for
@@ -183,14 +182,13 @@ def _environment_server(config: JobConfig) -> Iterator[Finding]:
 
 def _first_task(config: JobConfig) -> dict[str, Any] | None:
     """Return the first task of the job's files that is played; None: there is none, or `_tasks` finds fault with it."""
-    found = _tasks_of(config, "train" if _recorded(config) is None else "validation")
-    return found[0].data if found else None
+    return next(iter(_tasks_of(config, "train" if _recorded(config) is None else "validation")), None)
 
 
-def _tasks_of(config: JobConfig, split: Split) -> list[Task]:
+def _tasks_of(config: JobConfig, split: Split) -> Iterable[dict[str, Any]]:
     """Return the tasks of a file of the job; none if there is no file, or one that `_tasks` finds fault with."""
     try:
-        return read_files(config).get(split, (None, []))[1]
+        return read_files(config).get(split, ())
     except ConfigError:
         return []
 
@@ -235,8 +233,8 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
             policies = learned_policies(recorded.run_dir, recorded.policy, policy)
             chosen_episodes(recorded.run_dir, policies, recorded.min_reward)
         elif recorded is not None:
-            for task in _tasks_of(config, "train"):
-                read_conversation(task)
+            for data in _tasks_of(config, "train"):
+                read_conversation(task_of(data))
     except (ConfigError, StoreError) as error:
         key, brings = config.algorithm_key(policy), config.algorithm_of(policy).brings_tasks
         where = f"{key}.from_run" if brings else "tasks.train"

@@ -7,16 +7,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from palestra.client.task_files import read_task_file
+from palestra.client.task_files import TaskFile, read_task_file
 from palestra.config import JobConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.store import Tasks
 from palestra.types.records import Task
-from palestra.types.wire import TaskBody, task_id_of
+from palestra.types.wire import TaskBody, digest_of, name_in, task_id_of
 
-Files = dict[Split, tuple[Path, list[Task]]]  # by split: the file, and its tasks
+Files = dict[Split, TaskFile]
+CHUNK_TASKS, CHUNK_BYTES = 20_000, 2**23  # of a file, which are in memory at a time
 ENVELOPE = 1000  # bytes of a request body around a single task, including its name
 
 
@@ -32,8 +33,13 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None,
         return
     environment = config.environment
     if config.tasks.train is not None:
-        for split, (path, tasks) in (read or read_files(config)).items():
-            await known.push(split, tasks, f"file {path.name}")
+        for split, file in (read or read_files(config)).items():
+            for number, tasks in enumerate(file.chunks(CHUNK_TASKS, CHUNK_BYTES)):
+                await known.push(
+                    split,
+                    list(map(_named, tasks)),
+                    f"file {file.path.name}" + (f", part {number + 1}" if number else ""),
+                )
     elif environment.name is not None:
         generate = catalog_entry(environment.name).generate
         counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
@@ -47,7 +53,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None,
 
 
 def read_files(config: JobConfig) -> Files:
-    """Read and check the task files that a job names; a job that serves a model has none.
+    """Check the task files that a job names; a job that serves a model has none.
 
     Raises:
         ConfigError: there is no such file, a line is not a task, or there is no training task.
@@ -55,9 +61,9 @@ def read_files(config: JobConfig) -> Files:
     if config.kind == "inference" or config.tasks.train is None:
         return {}
     validation, train = config.tasks.validation, config.tasks.train
-    found: Files = {} if validation is None else {"validation": (validation, read_tasks(validation))}
-    found["train"] = (train, read_tasks(train))
-    if not found["train"][1]:
+    found: Files = {} if validation is None else {"validation": TaskFile(validation)}
+    found["train"] = TaskFile(train)
+    if not len(found["train"]):
         raise ConfigError(f"tasks file {train} is empty: the job has no training tasks")
     return found
 
@@ -72,13 +78,13 @@ def check_sizes(files: Files, max_body_bytes: int) -> None:
     Raises:
         ConfigError: one task alone exceeds the limit.
     """
-    for path, tasks in files.values():
-        for task in tasks:
-            size = len(json.dumps(task.data, ensure_ascii=False).encode()) + ENVELOPE
+    for file in files.values():
+        for data in file:
+            size = len(json.dumps(data, ensure_ascii=False).encode()) + ENVELOPE
             if size > max_body_bytes:
                 raise ConfigError(
-                    f"tasks file {path}: task {task.task_id!r} has {size:,} bytes, and server.max_body_bytes is "
-                    f"{max_body_bytes:,}; raise that, or make it smaller"
+                    f"tasks file {file.path}: task {_named(data).task_id!r} has {size:,} bytes, and "
+                    f"server.max_body_bytes is {max_body_bytes:,}; raise that, or make it smaller"
                 )
 
 
@@ -89,6 +95,11 @@ def read_tasks(path: Path) -> list[Task]:
         ConfigError: there is no such file, or a line is not a task.
     """
     return [task_of(row) for row in read_task_file(path)]
+
+
+def _named(data: dict[str, Any]) -> Task:
+    """Return a task from data of a file, which was checked when it was read."""
+    return Task(task_id=name_in(data) or f"t{digest_of(data)}", data=data)
 
 
 def task_of(data: dict[str, Any]) -> Task:

@@ -140,8 +140,8 @@ def train_until_stopped(
     if reward is not None:
         check_prompts("validation_tasks", splits["validation"], reward)
         check_prompts("tasks", splits["train"], reward)
-        for path, read in read_files(config).values():
-            check_prompts(str(path), [task.data for task in read], reward)
+        for file in read_files(config).values():
+            check_prompts(str(file.path), file, reward)
     # An error in a task is raised before the model is loaded.
     for _ in push_calls(splits):
         pass

@@ -3,21 +3,78 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, overload
 
 import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, to_json
-from palestra.database.sqlite import MOST_VALUES
+from palestra.database.sqlite import driver_of
 from palestra.errors import Conflict
 from palestra.store.tables import meta, task_chunks, tasks
+from palestra.threads import in_thread
 from palestra.types.records import Task
 from palestra.types.wire import MAX_NAME, digest_of, name_in
 
 SEALED = "tasks_sealed"  # key of the row in `meta` that seals the tasks
+READ_ROWS = 500  # tasks that are in memory while all are read
+_KNOWN = "SELECT task_id, data FROM tasks WHERE split = ? AND task_id IN (SELECT value FROM json_each(?))"
+_READ = "SELECT task_id, data FROM tasks WHERE split = ? AND position >= ? ORDER BY position LIMIT ?"
+_INSERT = "INSERT INTO tasks (split, position, task_id, data) VALUES (?, ?, ?, ?)"
+
+
+class StoredTasks(Sequence[Task]):
+    """The tasks of a split, in the order in which they were pushed, each read from the store when it is needed."""
+
+    def __init__(self, db: Database, split: str, length: int) -> None:
+        self._db, self._split, self._length = db, split, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Task]: ...
+
+    def __getitem__(self, place: int | slice) -> Task | list[Task]:
+        if isinstance(place, slice):
+            start, stop, step = place.indices(self._length)
+            return list(islice(self._from(start), max(stop - start, 0)))[::step]
+        position = range(self._length)[place]
+        return self._read(position, 1)[0]
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._from(0)
+
+    def _from(self, start: int) -> Iterator[Task]:
+        for first in range(start, self._length, READ_ROWS):
+            yield from self._read(first, READ_ROWS)
+
+    def values_of(self, key: str) -> dict[int, Any]:
+        """Return the values of a key by the positions of the tasks that have it; others are not parsed."""
+        wanted = select(tasks.c.position, tasks.c.data).where(
+            tasks.c.split == self._split, func.instr(tasks.c.data, to_json(key)) > 0
+        )
+
+        def query(connection: Connection) -> dict[int, Any]:
+            found = ((row.position, orjson.loads(row.data)) for row in connection.execute(wanted))
+            return {position: data[key] for position, data in found if key in data}
+
+        return self._db.query(query)
+
+    def _read(self, start: int, count: int) -> list[Task]:
+        values = (self._split, start, count)
+        return self._db.query(
+            lambda connection: [
+                Task(task_id=name, data=orjson.loads(data))
+                for name, data in driver_of(connection).execute(_READ, values)
+            ]
+        )
 
 
 class Tasks:
@@ -41,10 +98,11 @@ class Tasks:
         """
 
         def push(connection: Connection) -> int:
-            digest = hashlib.sha256(to_json([[task.task_id, task.data] for task in new]).encode()).hexdigest()
+            texts = [to_json(task.data) for task in new]
+            digest = _digest(new, texts)
             same = (task_chunks.c.split == split, task_chunks.c.chunk_id == chunk_id)
             known = connection.execute(select(task_chunks.c.digest).where(*same)).scalar()
-            total = int(connection.execute(select(func.count()).where(tasks.c.split == split)).scalar_one())
+            total = _count(connection, split)
             if known == digest:
                 return total
             if known is not None:
@@ -53,9 +111,8 @@ class Tasks:
                 raise Conflict(
                     "this job takes no more tasks: a push with final=true ended them, or they came from a file"
                 )
-            rows = _new_rows(connection, split, new, total)
-            if rows:
-                connection.execute(tasks.insert(), rows)
+            rows = _new_rows(connection, split, new, texts, total)
+            driver_of(connection).executemany(_INSERT, rows)
             connection.execute(task_chunks.insert(), {"split": split, "chunk_id": chunk_id, "digest": digest})
             return total + len(rows)
 
@@ -82,14 +139,20 @@ class Tasks:
             await self._changed.wait(WAKE_SECONDS, seen)
             seen = self._changed.count
 
-    async def of_split(self, split: str) -> list[Task]:
-        """Return all tasks of a split, in the order in which they were pushed."""
+    async def of_split(self, split: str, most: int | None = None) -> list[Task]:
+        """Return the tasks of a split, at most so many, in the order in which they were pushed."""
+        found = await self.stored(split)
+        return await in_thread(lambda: found[:most])
 
-        def query(connection: Connection) -> list[Task]:
-            rows = connection.execute(select(tasks).where(tasks.c.split == split).order_by(tasks.c.position))
-            return [Task(task_id=row.task_id, data=orjson.loads(row.data)) for row in rows]
+    async def stored(self, split: str) -> StoredTasks:
+        """Return all tasks of a split, which stay in the store."""
+        return StoredTasks(self._db, split, await self._db.read(lambda connection: _count(connection, split)))
 
-        return await self._db.read(query)
+
+def _count(connection: Connection, split: str) -> int:
+    """Return how many tasks a split has; their positions begin with 0 and have no gap."""
+    last = connection.execute(select(func.max(tasks.c.position)).where(tasks.c.split == split)).scalar()
+    return 0 if last is None else int(last) + 1
 
 
 def _sealed(connection: Connection) -> bool:
@@ -97,20 +160,25 @@ def _sealed(connection: Connection) -> bool:
     return connection.execute(select(meta.c.value).where(meta.c.key == SEALED)).first() is not None
 
 
-def _new_rows(connection: Connection, split: str, new: Sequence[Task], total: int) -> list[dict[str, Any]]:
-    """Return the rows of `tasks` to insert: those of `new` that the split does not have yet."""
-    known = {
-        row.task_id: row.data
-        for start in range(0, len(new), MOST_VALUES)
-        for row in connection.execute(
-            select(tasks.c.task_id, tasks.c.data).where(
-                tasks.c.split == split, tasks.c.task_id.in_([t.task_id for t in new[start : start + MOST_VALUES]])
-            )
-        )
-    }
-    rows: list[dict[str, Any]] = []
-    for task in new:
-        data = to_json(task.data)
+def _digest(new: Sequence[Task], texts: Sequence[str]) -> str:
+    """Return the SHA-256 of tasks as a JSON list of [id, data], in hex."""
+    whole = ",".join(f"[{to_json(task.task_id)},{text}]" for task, text in zip(new, texts, strict=True))
+    return hashlib.sha256(f"[{whole}]".encode()).hexdigest()
+
+
+def _new_rows(
+    connection: Connection, split: str, new: Sequence[Task], texts: Sequence[str], total: int
+) -> list[tuple[Any, ...]]:
+    """Return the rows of `tasks` to insert: those of `new` that the split does not have yet.
+
+    Args:
+        texts: their data as JSON.
+        total: how many tasks the split has.
+    """
+    names = to_json([task.task_id for task in new])
+    known: dict[str, str] = dict(driver_of(connection).execute(_KNOWN, (split, names)).fetchall())
+    rows: list[tuple[Any, ...]] = []
+    for task, data in zip(new, texts, strict=True):
         if task.task_id in known:
             if known[task.task_id] == data:
                 continue
@@ -119,7 +187,7 @@ def _new_rows(connection: Connection, split: str, new: Sequence[Task], total: in
             if task.task_id in known or connection.execute(name).first():
                 continue
         known[task.task_id] = data
-        rows.append({"split": split, "position": total + len(rows), "task_id": task.task_id, "data": data})
+        rows.append((split, total + len(rows), task.task_id, data))
     return rows
 
 

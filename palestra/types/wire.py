@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import to_json
 
 from palestra.config import REWARD_NAME
 from palestra.types.gpus import GpuUse
@@ -387,6 +388,8 @@ def task_id_of(task: TaskBody) -> str:
 def name_in(data: Mapping[str, Any]) -> str | None:
     """Return the name that a task's own key `id` gives it; None: its value is not a short text or a whole number."""
     given = data.get("id")
+    if type(given) is str:
+        return given if 0 < len(given) <= MAX_NAME else None
     if isinstance(given, bool) or not isinstance(given, str | int):
         return None
     return str(given) if 0 < len(str(given)) <= MAX_NAME else None
@@ -394,4 +397,4 @@ def name_in(data: Mapping[str, Any]) -> str | None:
 
 def digest_of(data: Mapping[str, Any]) -> str:
     """Return 15 hex digits that stand for the data of a task."""
-    return hashlib.sha256(TaskBody(data=dict(data)).model_dump_json(include={"data"}).encode()).hexdigest()[:15]
+    return hashlib.sha256(to_json({"data": data})).hexdigest()[:15]

@@ -167,19 +167,19 @@ def run(arguments: argparse.Namespace) -> int:
             time_limit_seconds=arguments.time_limit,
         )
         say(job.job_id)
-        if tasks["train"]:
+        if tasks["train"] is not None:
             say("its tasks are pushed when it runs …", file=sys.stderr)
             with job.client() as client:
-                client.push_tasks(tasks["train"], tasks["validation"])
+                client.push_tasks(tasks["train"], tasks["validation"] or ())
         return show(job) if arguments.watch else 0
 
 
-def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
+def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, Path | None]]:
     """Return what is submitted as the configuration, and the tasks of its files by split, pushed when the job runs."""
     from palestra.config import load_config
     from palestra.runtime.tasks import check_sizes, read_files
 
-    tasks: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
+    tasks: dict[str, Path | None] = {"train": None, "validation": None}
     if arguments.config is None:
         if arguments.from_job is None or arguments.set:
             raise ConfigError("name a configuration (JOB.TOML); only with --from-job alone there need be none")
@@ -190,8 +190,7 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
         config = load_config(arguments.config, settings | {"kind": arguments.kind})  # so that it is checked here
     files = read_files(config)
     check_sizes(files, config.server.max_body_bytes)
-    for split, (_, found) in files.items():
-        tasks[split] = [task.data for task in found]
+    tasks |= {split: file.path for split, file in files.items()}
     # Tasks and the run's folder are of this machine: the service has a folder of its own, and gets tasks as they are.
     given = config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"})
     return given, tasks

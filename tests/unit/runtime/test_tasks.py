@@ -1,0 +1,108 @@
+"""Tasks of large files: read in chunks, kept in the store, and never in memory as a whole."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+
+from palestra.client.protocol import push_calls
+from palestra.client.task_files import TaskFile
+from palestra.config import JobConfig
+from palestra.errors import Conflict
+from palestra.learner.schedule import TaskOrder
+from palestra.runtime import tasks
+from palestra.runtime.tasks import load_tasks, read_files, task_of
+from unit.building import FakeClock, open_store
+
+
+def job(folder, rows) -> JobConfig:
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return JobConfig.model_validate({"run_dir": folder, "tasks": {"train": folder / "tasks.jsonl"}})
+
+
+@pytest.mark.slow
+async def test_a_hundred_thousand_tasks_take_little_memory_and_a_short_log(tmp_path):
+    rows = ({"id": f"t{n}", "question": f"what is {n}? " + "x" * 100} for n in range(100_000))
+    config = job(tmp_path, rows)
+    size = (tmp_path / "tasks.jsonl").stat().st_size
+    with open_store(tmp_path, FakeClock()) as store:
+        tracemalloc.start()
+        try:
+            await load_tasks(store.tasks, config)
+            found = await store.tasks.stored("train")
+            order = TaskOrder(found, 0, "group_id", 8)
+            assert len({order.task(n).task_id for n in range(1000)}) == 1000
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(found) == order.length == 100_000
+        assert (found[7].task_id, found[99_999].data["id"]) == ("t7", "t99999")
+        assert most < 32 * 2**20, f"{most / 2**20:.0f} MiB"
+        assert (tmp_path / "run.db-wal").stat().st_size < 2 * size
+
+
+async def test_a_start_that_was_broken_off_between_two_chunks_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "CHUNK_TASKS", 3)
+    config = job(tmp_path, [{"id": n, "q": "x"} for n in range(10)])
+    with open_store(tmp_path, FakeClock()) as store:
+        push, pushed = store.tasks.push, []
+
+        async def broken(split, chunk, name):
+            if len(pushed) == 2:
+                raise KeyboardInterrupt
+            pushed.append(len(chunk))
+            return await push(split, chunk, name)
+
+        monkeypatch.setattr(store.tasks, "push", broken)
+        with pytest.raises(KeyboardInterrupt):
+            await load_tasks(store.tasks, config)
+        assert not await store.tasks.sealed()
+        monkeypatch.undo()
+        monkeypatch.setattr(tasks, "CHUNK_TASKS", 3)
+        await load_tasks(store.tasks, config)
+        assert [task.task_id for task in await store.tasks.stored("train")] == [str(n) for n in range(10)]
+    job(tmp_path, [{"id": n, "q": "y"} for n in range(10)])
+    with open_store(tmp_path / "other", FakeClock()) as store:
+        await store.tasks.push("train", [task_of({"id": n, "q": "x"}) for n in range(3)], "file tasks.jsonl")
+        with pytest.raises(Conflict):
+            await load_tasks(store.tasks, config)
+
+
+async def test_groups_of_stored_tasks_are_those_of_tasks_in_memory(tmp_path):
+    rows = [{"n": n} | ({} if n % 3 == 0 else {"group_id": n % 5 or None, "é": {"group_id": 1}}) for n in range(40)]
+    given = [task_of(row) for row in rows]
+    with open_store(tmp_path, FakeClock()) as store:
+        await store.tasks.push("train", given, "1")
+        stored = await store.tasks.stored("train")
+        assert list(stored) == given
+        assert stored[-3:] == given[-3:]
+        with pytest.raises(IndexError):
+            stored[40]
+        for key in ("", "group_id", "é", "absent"):
+            orders = [TaskOrder(each, 3, key, 4) for each in (given, stored)]
+            assert orders[0].length == orders[1].length
+            assert orders[0].grouped == orders[1].grouped
+            assert all(orders[0].group(n) == orders[1].group(n) for n in range(3 * orders[0].length))
+
+
+def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path):
+    rows = [
+        {"id": 7, "q": "é\u2028"},
+        {"q": [1.5, 1e22, -0.0, None, True]},
+        {"id": "", "q": 2**63},
+        {"id": 2**70 % 2**64},
+    ]
+    file = read_files(job(tmp_path, rows))["train"]
+    assert list(file) == rows
+    assert [task for chunk in file.chunks(2, 2**20) for task in chunk] == rows
+    assert [len(chunk) for chunk in file.chunks(3, 10)] == [1, 1, 1, 1]
+    with open_store(tmp_path, FakeClock()):
+        assert [task_of(row) for row in file] == [tasks._named(row) for row in file]
+
+
+def test_a_file_is_pushed_as_it_is_read(tmp_path):
+    job(tmp_path, [{"id": n} for n in range(2500)])
+    calls = list(push_calls({"validation": [], "train": TaskFile(tmp_path / "tasks.jsonl")}))
+    assert [(len(call.body.tasks), call.body.final) for call in calls] == [(1000, False), (1000, False), (500, True)]
