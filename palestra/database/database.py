@@ -132,6 +132,10 @@ class Database:
         """
         return await self._persist(lambda: self._on_reader(lambda: self.query(operation)))
 
+    def read_here(self, operation: Callable[[sa.Connection], T]) -> T:
+        """Run a short query as `read` does, once, while the calling thread waits."""
+        return self._readers.submit(lambda: self.query(operation)).result()
+
     def query(self, operation: Callable[[sa.Connection], T]) -> T:
         """Run a query in the calling thread. For start-up code that runs before there is an event loop.
 

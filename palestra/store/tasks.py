@@ -65,11 +65,11 @@ class StoredTasks(Sequence[Task]):
             found = ((row.position, orjson.loads(row.data)) for row in connection.execute(wanted))
             return {position: data[key] for position, data in found if key in data}
 
-        return self._db.query(query)
+        return self._db.read_here(query)
 
     def _read(self, start: int, count: int) -> list[Task]:
         values = (self._split, start, count)
-        return self._db.query(
+        return self._db.read_here(
             lambda connection: [
                 Task(task_id=name, data=orjson.loads(data))
                 for name, data in driver_of(connection).execute(_READ, values)
