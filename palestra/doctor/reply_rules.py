@@ -6,7 +6,8 @@ from palestra.doctor import episodes
 from palestra.doctor.rule import RECENT, History, Rule, in_each, mean, steps_of
 from palestra.doctor.trend_rules import improves
 
-TRUNCATED, SAME, TOOL_CALLS = "rollout/truncated_share", "rollout/same_replies_share", "rollout/tool_call_share"
+TRUNCATED, SAME = "rollout/truncated_share", "rollout/same_replies_share"
+OFFERED, CALLED = "rollout/calls_with_tools", "rollout/calls_of_tools"
 TRUNCATED_SHARE = 0.5  # a run that learns may have more replies cut, where the answer comes first
 TRUNCATED_GROWTH = 0.25  # more than in the first step, which is not how the model has always replied
 SAME_SHARE, DIVERSE_SHARE = 0.95, 0.5
@@ -40,7 +41,7 @@ def _one_reply(history: History) -> str | None:
 
 def _tools_unused(history: History) -> str | None:
     recent = history.recent
-    if not in_each(recent, lambda row: row.get(TOOL_CALLS) == 0.0):
+    if not in_each(recent, lambda row: row.get(OFFERED, 0.0) > 0 and not row.get(CALLED)):
         return None
     return f"{steps_of(recent)} tools were offered, and no reply called one"
 
@@ -69,7 +70,7 @@ REPLY_RULES = (
     ),
     Rule(
         code="tools_unused",
-        formula=f"`{TOOL_CALLS}` = 0 in each of {RECENT} steps",
+        formula=f"`{OFFERED}` > 0 and `{CALLED}` = 0 in each of {RECENT} steps",
         seen=_tools_unused,
         means="the model does not know when or how to call a tool, or its calls are not in the format of its renderer",
         remedy="say in the system message when to call which tool, with an example; read a reply in `palestra episodes "

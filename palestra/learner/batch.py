@@ -321,12 +321,12 @@ def staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
     }
 
 
-def _same_replies(shares: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the share of episodes that have the same replies; nothing where too few tasks could have other ones."""
+def _same_replies(shares: Sequence[Trajectory]) -> float:
+    """Return the share of episodes that have the same replies; 0 where too few tasks could have other ones."""
     if len({t.episode.task.task_id for t in shares}) < LEAST_TASKS:
-        return {}
+        return 0.0
     counts = Counter(tuple(chat.completion_ids.tobytes() for chat in t.chats) for t in shares)
-    return {"rollout/same_replies_share": max(counts.values()) / len(shares)}
+    return max(counts.values()) / len(shares)
 
 
 def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, float]:
@@ -369,12 +369,9 @@ def rollout_metrics(
         "train/episodes": float(len(shares)),
         **{f"train/rewards/{name}": mean for name, mean in reward_means(named).items()},
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
-        **_same_replies(shares),
-        **(
-            {"rollout/tool_call_share": sum(bool(c.reply.tool_calls) for c in offered) / len(offered)}
-            if offered
-            else {}
-        ),
+        "rollout/same_replies_share": _same_replies(shares),
+        "rollout/calls_with_tools": float(len(offered)),
+        "rollout/calls_of_tools": float(sum(bool(call.reply.tool_calls) for call in offered)),
         "rollout/context_full_share": sum(full) / max(len(full), 1),
         "rollout/forfeit_share": sum(t.episode.forfeited for t in shares) / max(len(shares), 1),
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),

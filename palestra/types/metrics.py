@@ -133,14 +133,10 @@ METRICS = (
     Metric(
         "rollout/same_replies_share",
         "ratio",
-        "Largest share of the policy's episodes that have the same sampled tokens. Left out with fewer than three "
-        "tasks.",
+        "Largest share of the policy's episodes that have the same sampled tokens; 0 with fewer than three tasks.",
     ),
-    Metric(
-        "rollout/tool_call_share",
-        "ratio",
-        "Share of the policy's calls with tools on offer whose reply calls one. Left out where no tools were offered.",
-    ),
+    Metric("rollout/calls_with_tools", "calls", "The policy's calls that offered it tools."),
+    Metric("rollout/calls_of_tools", "calls", "Those of these calls whose reply calls a tool."),
     Metric(
         "rollout/context_full_share",
         "ratio",

@@ -123,7 +123,10 @@ PLANTED = {
     "logprob_drift": (after(40, train__logprob_gap_mean=0.2), 40),
     "ratio_out_of_range": (after(40, train__ratio_mean=1.6), 42),
     "one_reply": (lambda step: {"rollout__same_replies_share": 0.1 if step < 40 else 1.0}, 42),
-    "tools_unused": (lambda step: {"rollout__tool_call_share": 0.3 if step < 40 else 0.0}, 42),
+    "tools_unused": (
+        lambda step: {"rollout__calls_with_tools": 200.0, "rollout__calls_of_tools": 60.0 if step < 40 else 0.0},
+        42,
+    ),
     "tokens_clipped": (after(40, train__clip_fraction=0.5), 42),
     "off_policy_gap": (after(40, train__logprob_gap_mean=0.8, rollout__staleness_max=2.0), 42),
     "tokens_stale": (after(40, rollout__staleness_mean=5.0, rollout__staleness_max=6.0), 42),

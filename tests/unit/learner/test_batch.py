@@ -191,24 +191,23 @@ def one_call(task: int, **changes) -> Trajectory:
     return replace(make_trajectory(task, 0, 1.0, [make_chat(**changes)]), episode=episode)
 
 
+def measured(name: str, *played: Trajectory) -> float:
+    return rollout_metrics(played, "policy", SOLE, GRPOConfig())[f"rollout/{name}"]
+
+
 def test_replies_that_are_the_same_whatever_the_task_are_a_share():
-    def share(*played: Trajectory) -> float | None:
-        return rollout_metrics(played, "policy", SOLE, GRPOConfig()).get("rollout/same_replies_share")
-
-    assert share(one_call(0), one_call(1), one_call(2)) == 1.0
-    assert share(one_call(0), one_call(1), one_call(2, completion=(4, 6)), one_call(3)) == 0.75
-    assert share(one_call(0), one_call(1), one_call(1)) is None  # too few tasks that could have other replies
+    assert measured("same_replies_share", one_call(0), one_call(1), one_call(2)) == 1.0
+    others = one_call(0), one_call(1), one_call(2, completion=(4, 6)), one_call(3)
+    assert measured("same_replies_share", *others) == 0.75
+    assert measured("same_replies_share", one_call(0), one_call(1), one_call(1)) == 0.0  # too few tasks
 
 
-def test_calls_that_call_a_tool_are_a_share_of_those_with_tools_on_offer():
-    def share(*played: Trajectory) -> float | None:
-        return rollout_metrics(played, "policy", SOLE, GRPOConfig()).get("rollout/tool_call_share")
-
+def test_calls_that_call_a_tool_are_counted_among_those_with_tools_on_offer():
     tools = ({"type": "function", "function": {"name": "f"}},)
     call = ChatMessage(role="assistant", tool_calls=(ToolCall(function=FunctionCall(name="f", arguments="{}")),))
-    assert share(one_call(0)) is None
-    assert share(one_call(0), one_call(1, tools=tools)) == 0.0
-    assert share(one_call(0), one_call(1, tools=tools), replace_reply(one_call(2, tools=tools), call)) == 0.5
+    played = one_call(0), one_call(1, tools=tools), replace_reply(one_call(2, tools=tools), call)
+    assert measured("calls_with_tools", *played) == 2.0
+    assert measured("calls_of_tools", *played) == 1.0
 
 
 def replace_reply(played: Trajectory, reply: ChatMessage) -> Trajectory:
