@@ -46,6 +46,25 @@ def _webp_of_size(side: int) -> bytes:
     return b"RIFF" + struct.pack("<I", 4 + 8 + len(body)) + b"WEBP" + b"VP8L" + struct.pack("<I", len(body)) + body
 
 
+def gif_extension(label: int, *pieces: bytes, times: int = 1) -> bytes:
+    """Return a GIF with extensions of these sub-blocks before its picture."""
+    whole = encoded(RED, "GIF")
+    start = 13 + (3 << ((whole[10] & 7) + 1))
+    blocks = b"".join(bytes([len(piece)]) + piece for piece in pieces)
+    return whole[:start] + (b"\x21" + bytes([label]) + blocks + b"\0") * times + whole[start:]
+
+
+def _gif_of_small_pixels(blocks: int) -> bytes:
+    whole = encoded(RED, "GIF")
+    return whole[:-2] + b"\x01\0" * blocks + b"\0;"
+
+
+def jpeg_segments(marker: int, body: bytes, count: int) -> bytes:
+    """Return a JPEG with equal segments before its picture."""
+    whole = encoded(RED, "JPEG")
+    return whole[:2] + (b"\xff" + bytes([marker]) + struct.pack(">H", len(body) + 2) + body) * count + whole[2:]
+
+
 def _frames(kind: str) -> bytes:
     other = Image.new("RGB", RED.size, (0, 0, 255))
     return encoded(RED, kind, save_all=True, append_images=[other])
@@ -104,6 +123,32 @@ ATTACKS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "10^5 segments": (lambda: b"\xff\xd8" + b"\xff\xe1\0\2" * 100_000, "segments"),
     "10^5 blocks": (lambda: _gif_of_many_frames(0)[:-1] + b"\x21\xff\0" * 100_000 + b";", "blocks"),
+    # Small pieces of a file, through which Pillow goes one by one in Python.
+    **{
+        f"sub-blocks of one byte, extension {label:x}": (
+            lambda label=label, first=first: gif_extension(label, *first, *[b"a"] * 1_900_000),
+            "small blocks",
+        )
+        for label, first in {0xFE: [], 0xFF: [b"NETSCAPE2.0"], 0x01: [bytes(12)], 0xF9: [bytes(4)], 0x77: []}.items()
+    },
+    "many comments of small blocks": (
+        lambda: gif_extension(0xFE, *[b"a"] * 100, times=9_000),
+        "small blocks",
+    ),
+    "pixels in sub-blocks of one byte": (lambda: _gif_of_small_pixels(1_900_000), "small blocks"),
+    "10^4 segments of EXIF": (lambda: jpeg_segments(0xE1, b"Exif\0\0" + bytes(390), 9_900), "segments of EXIF"),
+    "3 * 10^5 resources of Photoshop": (
+        lambda: jpeg_segments(0xED, b"Photoshop 3.0\0" + b"8BIM\x04\x04\0\0\0\0\0\0" * 5_000, 60),
+        "Photoshop's resources",
+    ),
+    "60 texts of a megabyte": (
+        lambda: png(1, 1, *[png_chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1_000_000)))] * 60),
+        "compressed texts",
+    ),
+    "60 international texts of a megabyte": (
+        lambda: png(1, 1, *[png_chunk(b"iTXt", b"a\0\1\0\0\0" + zlib.compress(bytes(1_000_000)))] * 60),
+        "compressed texts",
+    ),
     "cut png": (lambda: encoded()[:-9], "cut off"),
     "cut jpeg": (lambda: encoded(RED, "JPEG")[:-30], "cut off"),
     "cut webp": (lambda: encoded(RED, "WEBP")[:-4], "cut off"),

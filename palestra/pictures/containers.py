@@ -16,6 +16,10 @@ from palestra.pictures.limits import InvalidPicture, PictureLimits, too_many_byt
 PNG, JPEG, WEBP, GIF = "image/png", "image/jpeg", "image/webp", "image/gif"
 MEDIA_TYPES = (PNG, JPEG, WEBP, GIF)
 _MOST_CHUNKS = 10_000  # of any type; ordinary files have fewer than one for each 8 KiB
+# What Pillow goes through piece by piece, or joins, in Python: sub-blocks of a GIF's extensions; compressed texts of a
+# PNG, each of which may become a megabyte; EXIF segments of a JPEG; and bytes of Photoshop's resources.
+_MOST_PIECES, _MOST_TEXTS, _MOST_EXIF, _MOST_RESOURCES = 10_000, 16, 64, 512 << 10
+_LEAST_PIECE = 64  # bytes of a GIF's pixels in a sub-block, on average; ordinary ones have 255
 _MOST_FILLING = 64 << 10  # bytes between the segments of a JPEG, through which Pillow goes one by one
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 # In the coded part of a JPEG 0xff is followed by 0 (a byte 0xff), by a restart marker, or by the next segment's marker.
@@ -105,7 +109,7 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     if data[12:16] != b"IHDR":
         raise InvalidPicture("the file (image/png) has no header where one has to be")
     size = _number(data, 16, 4, "big"), _number(data, 20, 4, "big")
-    place, profiles = len(_PNG_START), 0
+    place, profiles, texts = len(_PNG_START), 0, 0
     for _ in range(_MOST_CHUNKS):
         length, kind = _number(data, place, 4, "big"), data[place + 4 : place + 8]
         if kind == b"acTL":
@@ -113,6 +117,9 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
         profiles += kind == b"iCCP"
         if profiles > 1:  # Pillow would decompress all of them
             raise InvalidPicture("the file (image/png) has several colour profiles")
+        texts += kind in {b"zTXt", b"iTXt"}
+        if texts > _MOST_TEXTS:
+            raise InvalidPicture(f"the file (image/png) has more than {_MOST_TEXTS} compressed texts")
         place += length + 12
         if kind == b"IEND":
             _ends_at(data, place)
@@ -123,7 +130,7 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     """Return width and height of a JPEG: segments with a length, and coded parts, which end at the next marker."""
     size: tuple[int, int] | None = None
-    scans = 0
+    scans = exifs = resources = 0
     for marker, place in _segments(data):
         if marker == 0xD8:
             raise InvalidPicture("the file (image/jpeg) begins twice")
@@ -131,6 +138,13 @@ def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
             if size is not None:
                 raise InvalidPicture("the file (image/jpeg) states its size twice")
             size = _number(data, place + 5, 2, "big"), _number(data, place + 3, 2, "big")
+        exifs += marker == 0xE1 and data.startswith(b"Exif\0", place + 2)
+        resources += _number(data, place, 2, "big") if marker == 0xED else 0
+        if exifs > _MOST_EXIF or resources > _MOST_RESOURCES:
+            raise InvalidPicture(
+                f"the file (image/jpeg) has more than {_MOST_EXIF} segments of EXIF, or {_MOST_RESOURCES:,} bytes of "
+                "Photoshop's resources"
+            )
         if marker == 0xDA:
             scans += 1
             if scans > limits.max_scans:
@@ -194,7 +208,7 @@ def _gif(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     """Return width and height of a GIF: a screen, and blocks, of which exactly one may be a picture."""
     width, height = _number(data, 6, 2, "little"), _number(data, 8, 2, "little")
     place = 13 + _colours(data[10])
-    pictures = 0
+    pictures, pieces = 0, _MOST_PIECES
     for _ in range(_MOST_CHUNKS):
         kind = data[place]
         if kind == 0x3B:
@@ -203,7 +217,7 @@ def _gif(data: bytes, limits: PictureLimits) -> tuple[int, int]:
             _ends_at(data, place + 1)
             return width, height
         if kind == 0x21:
-            place = _past_blocks(data, place + 2)
+            place, pieces = _past_blocks(data, place + 2, pieces)
         elif kind == 0x2C:
             pictures += 1
             if pictures > 1:
@@ -211,7 +225,8 @@ def _gif(data: bytes, limits: PictureLimits) -> tuple[int, int]:
             left, top, wide, high = (_number(data, place + 1 + 2 * k, 2, "little") for k in range(4))
             if left + wide > width or top + high > height:
                 raise InvalidPicture("the frame of the file (image/gif) is larger than its screen")
-            place = _past_blocks(data, place + 11 + _colours(data[place + 9]))
+            most = _MOST_PIECES + len(data) // _LEAST_PIECE
+            place, _ = _past_blocks(data, place + 11 + _colours(data[place + 9]), most)
         else:
             raise InvalidPicture("the file (image/gif) is damaged")
     raise InvalidPicture(f"the file (image/gif) has more than {_MOST_CHUNKS:,} blocks")
@@ -222,11 +237,16 @@ def _colours(flags: int) -> int:
     return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
 
 
-def _past_blocks(data: bytes, place: int) -> int:
-    """Return the place after the sub-blocks of a GIF, each of which begins with its length, the last with 0."""
+def _past_blocks(data: bytes, place: int, most: int) -> tuple[int, int]:
+    """Return the place after the sub-blocks of a GIF, and how many fewer than `most` they are.
+
+    Each of them begins with its length, the last with 0.
+    """
     while length := data[place]:
-        place += length + 1
-    return place + 1
+        place, most = place + length + 1, most - 1
+        if most < 0:
+            raise InvalidPicture("the file (image/gif) has too many small blocks")
+    return place + 1, most
 
 
 _READERS: dict[str, Callable[[bytes, PictureLimits], tuple[int, int]]] = {

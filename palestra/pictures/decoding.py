@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _PLUGINS = {PNG: "PNG", JPEG: "JPEG", WEBP: "WEBP", GIF: "GIF"}
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
+_SIDEWAYS = range(5, 9)  # orientations that exchange width and height
 _MOST_EXIF = 64 << 10  # bytes; what JPEG has room for
 
 
@@ -34,6 +35,24 @@ class _TimedFile(io.BytesIO):
         if time.monotonic() > self._until:
             raise InvalidPicture(f"it took longer than {self._seconds:g} s to decode")
         return super().read(size)
+
+
+def upright_size(data: bytes, limits: PictureLimits) -> tuple[int, int]:
+    """Return width and height of what `decode` returns, from the file's header where that has the orientation.
+
+    Raises:
+        InvalidPicture, ModuleNotFoundError: see `decode`.
+    """
+    found = read_container(data, limits)
+    if found.media_type == GIF or (found.media_type == PNG and b"eXIf" not in data):
+        return found.width, found.height  # without an orientation
+    if found.media_type == PNG:  # it may stand after the pixels
+        return decode(data, limits).size
+    from PIL import Image
+
+    with Image.open(_TimedFile(data, limits.seconds), formats=(_PLUGINS[found.media_type],)) as opened:
+        turned = _turn(opened) in _SIDEWAYS
+    return (found.height, found.width) if turned else (found.width, found.height)
 
 
 def decode(data: bytes, limits: PictureLimits | None = None) -> Image.Image:
@@ -85,15 +104,23 @@ def _upright(image: Image.Image) -> Image.Image:
         7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_90,
     }
+    turn = turns.get(_turn(image))
+    return image if turn is None else image.transpose(turn)
+
+
+def _turn(image: Image.Image) -> int:
+    """Return the orientation that the EXIF data of a picture ask for, 1: none, as where they are damaged."""
+    from PIL import Image
+
     exif = Image.Exif()
     raw = image.info.get("exif", b"")
     if raw and len(raw) <= _MOST_EXIF:
         try:
             exif.load(raw)
         except Exception:  # noqa: BLE001 - damaged EXIF data say nothing about the pixels, as in a browser
-            return image
-    turn = turns.get(exif.get(_ORIENTATION, 1))
-    return image if turn is None else image.transpose(turn)
+            return 1
+    found = exif.get(_ORIENTATION, 1)
+    return found if isinstance(found, int) else 1
 
 
 def _on_white(image: Image.Image) -> Image.Image:

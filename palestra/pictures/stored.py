@@ -6,13 +6,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode, upright_size
 from palestra.pictures.limits import OF_A_RUN
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_IMAGES = 4  # decoded pictures that are kept: a call asks for the size, and soon after for the pixels
+_IMAGES = 4  # decoded pictures that are kept: a call's pixels are asked for several times
 _SIZES = 65_536
 
 
@@ -33,5 +33,4 @@ class StoredPictures:
         return decode(self._blobs.get(digest), OF_A_RUN)
 
     def _size(self, digest: str) -> tuple[int, int]:
-        width, height = self.image(digest).size
-        return width, height
+        return upright_size(self._blobs.get(digest), OF_A_RUN)

@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hostile_pictures import ATTACKS, RED, encoded, png, png_chunk
+from hostile_pictures import ATTACKS, RED, encoded, gif_extension, jpeg_segments, png, png_chunk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode, upright_size
 from palestra.pictures.encoding import encode
 from palestra.pictures.limits import InvalidPicture, PictureLimits
 
@@ -110,6 +110,27 @@ def test_a_trick_of_exif_changes_no_pixel_and_takes_no_time(name):
         pixels = _pixels(decode(data))
         assert time.process_time() - began < 0.1
         assert np.array_equal(pixels, _pixels(RED))
+
+
+@pytest.mark.parametrize("orientation", range(10))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_the_size_from_the_header_is_that_of_the_pixels(orientation, kind):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(_noise(), kind, **({} if kind == "GIF" else {"exif": exif}))
+    assert upright_size(data, PictureLimits()) == decode(data).size
+
+
+def test_ordinary_extensions_texts_and_exif_are_taken():
+    for data in (
+        gif_extension(0xFF, b"ICCRGBG1012", *[bytes(255)] * 9_000),
+        gif_extension(0xFE, *[b"a comment"] * 1_000),
+        jpeg_segments(0xE1, b"Exif\0\0" + bytes(60_000), 60),
+        jpeg_segments(0xED, b"Photoshop 3.0\0" + b"8BIM\x04\x04\0\0\0\0\0\0" * 5_000, 8),
+    ):
+        began = time.process_time()
+        assert decode(data).size == upright_size(data, PictureLimits()) == RED.size
+        assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("name", ATTACKS)
