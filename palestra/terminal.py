@@ -7,6 +7,7 @@ is replaced by a picture of itself (`␛` for escape), so that a terminal shows 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import traceback
@@ -26,6 +27,7 @@ _CONTROL = re.compile(
 )
 # Unicode has a picture of each C0 character, in the same order from U+2400 on.
 _PLAIN = str.maketrans("→…–—“”‘’×·│─", ">~--\"\"''x.|-")  # where they can't be written
+NO_WIDTH = 4096  # columns of what is no terminal: more than a line has
 _PICTURES, _DELETE, _UNKNOWN = 0x2400, "\u2421", "\ufffd"
 
 
@@ -65,12 +67,14 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
 class TerminalConsole(Console):
     """A console of rich for text of others, in which neither control characters nor markup such as `[red]` are obeyed.
 
-    Styles are those of `rich.text.Text`.
+    Styles are those of `rich.text.Text`. A file or a pipe has no width into which lines would have to be made to fit.
     """
 
     def __init__(self, **settings: Any) -> None:
         """Take settings of `Console`."""
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        if not self.is_terminal and "width" not in settings and "COLUMNS" not in os.environ:
+            self.width = NO_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as `Console` does, and replace what the terminal would obey or can't show in text."""

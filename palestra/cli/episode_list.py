@@ -59,7 +59,7 @@ def episode_lines(
     for cell in cells:
         note = cell["note"]
         if beside and left is not None and len(note) > left:
-            cell["note"] = note[: left - 1] + "…"
+            cell["note"] = shortened(note, left)
         yield Text(_line(cell, columns, sizes, beside))
         if not beside and note and width is not None:
             room = max(width - 1, len(INDENT) + NOTE)
@@ -76,6 +76,11 @@ def rewards_of(row: EpisodeSummary) -> str:
     return one_line(", ".join([*found[:AGENTS], *more]))
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text, or its beginning and an ellipsis, of `most` characters together."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -> dict[str, str]:
     if isinstance(row, DamagedEpisode):
         nothing = dict.fromkeys(
@@ -90,7 +95,7 @@ def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -
         notes.append(f"an earlier attempt failed: {row.earlier_reason}")
     return {
         "episode": row.episode_id,
-        "task": row.task_id if task is None else row.task_id[:task],
+        "task": row.task_id if task is None else shortened(row.task_id, task),
         "state": row.state,
         "reward": rewards_of(row),
         "calls": str(row.calls),
@@ -105,9 +110,6 @@ def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -
 
 
 def _line(cell: dict[str, str], columns: Sequence[str], sizes: dict[str, int], beside: bool) -> str:
-    cut = {
-        name: value if len(value) <= sizes.get(name, len(value)) else value[: sizes[name] - 1] + "…"
-        for name, value in cell.items()
-    }
+    cut = {name: shortened(value, sizes.get(name, len(value))) for name, value in cell.items()}
     parts = [cut[name].rjust(sizes[name]) if name in RIGHT else cut[name].ljust(sizes[name]) for name in columns]
     return "  ".join([*parts, cell["note"]] if beside else parts).rstrip()

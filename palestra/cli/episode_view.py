@@ -142,7 +142,7 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
     trie = TokenTrie(trajectory.chats)
     kept = kept_calls(trajectory, config)
     console.print()
-    console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
+    console.print(call_tree(trajectory, trie, set(trie.chats) - kept), soft_wrap=False)
     for number, row in enumerate(rows_of(trie, kept), 1):
         frozen, of = row.policy in config.players.of_episode(episode.players).frozen, ""
         if len(config.policies) > 1 or config.players.pools:
@@ -150,7 +150,7 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
         sampled = f"{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled"
         console.print(Text.assemble((f"\nrow {number}", "bold"), sampled))
         trained = row.policy in fates and fates[row.policy].trained
-        console.print(_tokens(row, trained, token_text(config, row.policy), unfold))
+        console.print(_tokens(row, trained, token_text(config, row.policy), unfold), soft_wrap=False)
 
 
 def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:

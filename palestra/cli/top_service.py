@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 import httpx2
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from palestra.cli.fitted_table import fitted_table
 from palestra.cli.top_view import calls_table, curve_lines, episodes_table, number
 from palestra.client.control import ControlClient
 from palestra.dashboard.answers import EpisodesAnswer, MetricsAnswer, RunsAnswer, SlowCallsAnswer
@@ -39,7 +39,7 @@ def service_view(control: ControlClient, width: int, now: float) -> RenderableTy
     """
     jobs = list(islice(control.jobs(), JOBS))
     cluster: ClusterView = control.request("GET", "/cluster", ClusterView)
-    parts: list[RenderableType] = [_machines(cluster), Text(), _jobs(jobs, now)]
+    parts: list[RenderableType] = [_machines(cluster, width), Text(), _jobs(jobs, width, now)]
     running = next((job for job in jobs if job.state == "running"), None)
     if running is not None:
         parts += [Text(), Text(one_line(f"{running.job_id} {running.name}"), style="bold")]
@@ -50,20 +50,19 @@ def service_view(control: ControlClient, width: int, now: float) -> RenderableTy
     return Group(*parts)
 
 
-def _machines(cluster: ClusterView) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("machine", "state", "cpus held", "gpus held", "gpus busy", "gpu memory", "jobs"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("machine", "state") else "right")
+def _machines(cluster: ClusterView, width: int) -> RenderableType:
+    names, rows = ("machine", "state", "cpus held", "gpus held", "gpus busy", "gpu memory", "jobs"), []
     for node in cluster.nodes:
         state = "gone" if not node.alive else "draining" if node.draining or cluster.draining else "up"
         cpus, gpus = node.cpus - node.free_cpus, node.gpus - node.free_gpus
         held = (f"{cpus:g}/{node.cpus:g}", f"{gpus:g}/{node.gpus}", *_gpu_figures(node), str(node.jobs))
-        table.add_row(Text(one_line(node.node_id)), state, *held)
+        rows.append((node.node_id, state, *held))
+    table = fitted_table(names, rows, width, names[2:], ("machine", "gpu memory", "gpus busy"), ("gpu memory",))
     most, mine = cluster.quota, cluster.in_use
     amounts = (("jobs", mine.jobs, most.jobs), ("cpus", mine.cpus, most.cpus), ("gpus", mine.gpus, most.gpus))
     quota = ", ".join(f"{name} {held:g}{'' if limit is None else f' of {limit:g}'}" for name, held, limit in amounts)
     waiting = Text(f"your tenant holds: {quota}; {cluster.queued} jobs of all tenants wait")
-    return Group(table, *([Text(), _bases(cluster.bases)] if cluster.bases else []), waiting)
+    return Group(table, *([Text(), _bases(cluster.bases, width)] if cluster.bases else []), waiting)
 
 
 def _gpu_figures(node: NodeView) -> tuple[str, str]:
@@ -77,28 +76,24 @@ def _gpu_figures(node: NodeView) -> tuple[str, str]:
     return " ".join(busy) or "-", " ".join(memory) or "-"
 
 
-def _bases(bases: Sequence[BaseView]) -> RenderableType:
+def _bases(bases: Sequence[BaseView], width: int) -> RenderableType:
     """Return the base servers that the caller may see, as a table."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("base server", "model", "state", "jobs", "adapters", "waiting", "since"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("base server", "model", "state") else "right")
+    names, rows = ("base server", "model", "state", "jobs", "adapters", "waiting", "since"), []
     for base in bases:
         counts = (str(base.jobs), str(base.adapters), str(base.waiting), duration(base.longest_wait_seconds))
-        table.add_row(Text(one_line(base.base_id)), Text(one_line(base.model)), base.state, *counts)
-    return table
+        rows.append((base.base_id, base.model, base.state, *counts))
+    return fitted_table(names, rows, width, names[3:], ("base server", "model"), ("since",))
 
 
-def _jobs(jobs: Sequence[JobView], now: float) -> RenderableType:
+def _jobs(jobs: Sequence[JobView], width: int, now: float) -> RenderableType:
     if not jobs:
         return Text("no jobs")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("job", "name", "user", "state", "since", "why"):
-        table.add_column(name, no_wrap=True)
+    rows = []
     for job in jobs:
         since = f"{duration(max(now - job.changed_at, 0.0))} ago"
-        cells = (job.job_id, job.name, job.user, job.state, since, job.reason)
-        table.add_row(*(Text(one_line(cell)) for cell in cells))
-    return table
+        rows.append((job.job_id, job.name, job.user, job.state, since, job.reason))
+    names = ("job", "name", "user", "state", "since", "why")
+    return fitted_table(names, rows, width, (), ("name", "user", "why"), ("since", "user"))
 
 
 def _job(server: ServerView, width: int, now: float) -> list[RenderableType]:
@@ -130,9 +125,10 @@ def _job(server: ServerView, width: int, now: float) -> list[RenderableType]:
                 (one.episode_id, one.task_id, one.state, number(one.reward), str(one.calls), str(one.tokens))
                 for one in episodes.episodes
             ],
+            width,
         ),
         Text(),
-        calls_table(calls.calls, now),
+        calls_table(calls.calls, width, now),
     ]
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from sqlalchemy import Connection, select
 
 from palestra.cli.episode_list import rewards_of
+from palestra.cli.fitted_table import fitted_table
 from palestra.dashboard.answers import RunAnswer, SlowCall
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.runs import DAMAGED, Run
@@ -35,6 +36,7 @@ CURVES = (
 )
 NEWEST = 8  # episodes
 LABEL = 12
+BROADEST = 200  # columns of a curve
 
 
 def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
@@ -45,17 +47,15 @@ def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
     """
     found = [describe_run(run) for run in runs]
     newest = max(range(len(runs)), key=lambda place: (found[place].state == "running", found[place].changed_at or 0.0))
-    return Group(_table(found, now), Text(), *_one(runs[newest], width, now))
+    return Group(_table(found, width, now), Text(), *_one(runs[newest], width, now))
 
 
-def _table(found: Sequence[RunAnswer], now: float) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "step", "reward", "validation", "left", "warnings", "changed"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("run", "state") else "right")
-    for one in found:
-        table.add_row(
-            Text(one_line(one.title)),
-            Text(one_line(one.state if one.reason is None else f"{one.state}: {one.reason}")),
+def _table(found: Sequence[RunAnswer], width: int, now: float) -> Table:
+    names = ("run", "state", "step", "reward", "validation", "left", "warnings", "changed")
+    rows = [
+        (
+            one.title,
+            one.state if one.reason is None else f"{one.state}: {one.reason}",
             f"{one.step}/{one.steps}",
             _rewards(one.reward, one.rewards),
             _rewards(one.validation, one.validations),
@@ -63,7 +63,9 @@ def _table(found: Sequence[RunAnswer], now: float) -> Table:
             str(len(one.warnings) or ""),
             "" if one.changed_at is None else f"{duration(now - one.changed_at)} ago",
         )
-    return table
+        for one in found
+    ]
+    return fitted_table(names, rows, width, names[2:], ("run", "state", "validation", "reward"), ("changed", "left"))
 
 
 def _one(run: Run, width: int, now: float) -> list[RenderableType]:
@@ -73,9 +75,9 @@ def _one(run: Run, width: int, now: float) -> list[RenderableType]:
                 Text(one_line(run.name), style="bold"),
                 *curve_lines(readable_metrics(connection).rows, width),
                 Text(),
-                _ended(connection, now),
+                _ended(connection, width, now),
                 Text(),
-                calls_table(slow_calls(connection), now),
+                calls_table(slow_calls(connection), width, now),
             ]
     except PalestraError as error:
         return [Text(one_line(str(error)))]
@@ -116,13 +118,13 @@ def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[Rendera
     room = max((LABEL, *(len(label) + 1 for label, _ in found)))
     for label, name in found:
         values = [row[name] for row in rows if name in row]
-        bars = sparkline(values, max(width - room - 24, 8))
+        bars = sparkline(values, min(max(width - room - 30, 8), BROADEST))
         text = f"{one_line(label):<{room}}{bars} {values[-1]:.3g} ({min(values):.3g} to {max(values):.3g})"
         lines.append(Text(text))
     return lines
 
 
-def _ended(connection: Connection, now: float) -> Table:
+def _ended(connection: Connection, width: int, now: float) -> Table:
     wanted = select(episodes).where(episodes.c.ended_at.is_not(None)).order_by(episodes.c.ended_at.desc()).limit(NEWEST)
     rows = connection.execute(wanted).all()
     found = []
@@ -133,36 +135,35 @@ def _ended(connection: Connection, now: float) -> Table:
             found.append((one.episode_id, one.task_id, one.state, rewards_of(one), *counts, ended))
         else:
             found.append((one.episode_id, "", "damaged", "", "", "", ended))
-    return episodes_table("episodes that ended", found, "ended")
+    return episodes_table("episodes that ended", found, width, "ended")
 
 
-def episodes_table(title: str, rows: Sequence[Sequence[str]], *more: str) -> Table:
+def episodes_table(title: str, rows: Sequence[Sequence[str]], width: int, *more: str) -> Table:
     """Return a table of episodes.
 
     Args:
         rows: of each episode its id, task, state, reward, calls and tokens, and then what `more` names.
+        width: of the terminal, in columns.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (title, "task", "state", "reward", "calls", "tokens", *more):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("reward", "calls", "tokens") else "left")
-    for row in rows:
-        table.add_row(*(Text(one_line(cell)) for cell in row))
-    return table
+    names = (title, "task", "state", "reward", "calls", "tokens", *more)
+    return fitted_table(
+        names, rows, width, ("reward", "calls", "tokens"), ("task", "reward", title), ("ended", "calls")
+    )
 
 
-def calls_table(calls: Sequence[SlowCall], now: float) -> Table:
+def calls_table(calls: Sequence[SlowCall], width: int, now: float) -> Table:
     """Return a table of slow calls.
 
     Args:
+        width: of the terminal, in columns.
         now: Unix seconds.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("slowest calls", "call", "agent", "seconds", "ended"):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("call", "seconds") else "left")
-    for one in calls:
-        cells = (one.episode_id, str(one.call), one.agent, f"{one.seconds:.2f}", f"{duration(now - one.ended)} ago")
-        table.add_row(*(Text(one_line(cell)) for cell in cells))
-    return table
+    rows = [
+        (one.episode_id, str(one.call), one.agent, f"{one.seconds:.2f}", f"{duration(now - one.ended)} ago")
+        for one in calls
+    ]
+    names = ("slowest calls", "call", "agent", "seconds", "ended")
+    return fitted_table(names, rows, width, ("call", "seconds"), ("agent", "slowest calls"), ("ended",))
 
 
 def number(value: float | None) -> str:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from palestra.cli.options import add_control, command
-from palestra.terminal import one_line, say
+from palestra.terminal import TerminalConsole, say
 
 
 def add(commands: Any) -> None:
@@ -39,6 +39,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
+    from palestra.cli.fitted_table import fitted_table
     from palestra.client.control import ControlClient
 
     filters = {name: value for name in ("state", "user") if (value := getattr(arguments, name))}
@@ -47,15 +48,13 @@ def run(arguments: argparse.Namespace) -> None:
     if not found:
         say("no jobs")
         return
-    rows: list[tuple[str, ...]] = [("job", "name", "kind", "user", "state", "since", "why")]
+    names, rows = ("job", "name", "kind", "user", "state", "since", "why"), []
     for job in found:
         since = time.strftime("%d %b %H:%M", time.localtime(job.changed_at))
         kind = f"{job.kind}, private" if job.private else job.kind
-        texts = (job.job_id, job.name[:24], kind, job.user, job.state, since, job.reason[:60])
-        rows.append(tuple(map(one_line, texts)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        rows.append((job.job_id, job.name, kind, job.user, job.state, since, job.reason))
+    console = TerminalConsole()
+    console.print(fitted_table(names, rows, console.width, (), ("name", "user", "why"), ("kind", "since", "user")))
 
 
 def logs(arguments: argparse.Namespace) -> None:
